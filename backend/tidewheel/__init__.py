@@ -1,0 +1,26 @@
+"""Tidewheel serves large language models from NVIDIA Triton Inference Server.
+
+`from tidewheel import LLM, SamplingParams` runs the same engine in-process. Names are loaded on first use, so that
+importing the package never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tidewheel.llm import LLM as LLM
+    from tidewheel.sampling import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_EXPORTS = {"LLM": "tidewheel.llm", "SamplingParams": "tidewheel.sampling"}
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)

@@ -1,0 +1,174 @@
+"""What front ends and the engine say to each other: msgspec structs over a ZeroMQ ipc socket, never pickle.
+
+Front end → engine: `Hello` first, then `AddRequest`, `Cancel`, `Ping`, `Drain`, `Goodbye`.
+Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a step; `Stats` a few times a second.
+
+A request is named by `key`, a number that its front end counts up; what a client calls it never travels. Every
+`AddRequest` is answered by deltas, the last of which carries `finish_reason`, and nothing follows that one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidewheel.sampling import SamplingParams
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+# --- front end → engine ---------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    protocol: int
+    client: str  # unique name of the front end
+    settings_digest: str  # of the engine settings it expects; a twin sends "" and takes what is there
+
+
+class AddRequest(Message, frozen=True):
+    key: int
+    prompt: bytes  # int32 little endian token ids
+    sampling: SamplingParams  # `max_tokens` resolved; `stop` strings stay in the front end
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids unless ignored, and the request's own
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 3
+    cache_salt: str = ""
+    arrival_ns: int = 0  # monotonic clock, which all processes of a host share
+
+
+class Cancel(Message, frozen=True):
+    keys: list[int]
+
+
+class Ping(Message, frozen=True):
+    """Sent every second by a front end that is alive; silence for 5 s ends its requests."""
+
+
+class Drain(Message, frozen=True):
+    """Refuse new requests of every front end; what runs goes on."""
+
+
+class Goodbye(Message, frozen=True):
+    pass
+
+
+ToEngine = Hello | AddRequest | Cancel | Ping | Drain | Goodbye
+
+
+# --- engine → front end ---------------------------------------------------------------------------------------
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the engine resolved when it loaded the model. Memory in bytes."""
+
+    pid: int
+    model: str  # folder of the model
+    architecture: str
+    device: str  # "cpu (2 threads)", "NVIDIA H200"
+    dtype: str
+    vocab_size: int  # output width of the model
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    weights_bytes: int
+    activation_bytes: int
+    kv_cache_bytes: int
+    enable_prefix_caching: bool
+    load_seconds: float
+
+    @property
+    def num_cache_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """Full-length requests that fit the cache at once."""
+        return self.num_cache_tokens / self.max_model_len
+
+
+class Ready(Message, frozen=True):
+    info: EngineInfo
+
+
+class Failed(Message, frozen=True):
+    """The engine refuses this front end, or could not load its model. Final."""
+
+    message: str
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A `TidewheelError` on its way: `errors.from_wire(tag, message, retry_after_ms)`."""
+
+    tag: str
+    message: str
+    retry_after_ms: int | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Sent with the last delta. Times in ns of the monotonic clock; 0: never happened."""
+
+    first_scheduled_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    num_cached_tokens: int
+    num_reused_blocks: int
+    num_new_blocks: int
+    num_preemptions: int
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """News of one request: new tokens, the end, or both."""
+
+    key: int
+    token_ids: list[int]
+    finish_reason: str = ""  # a `FinishReason`; empty while it goes on
+    error: ErrorInfo | None = None  # with finish_reason "error"
+    logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
+    stats: RequestStats | None = None
+
+
+class Deltas(Message, frozen=True):
+    deltas: list[Delta]
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """A snapshot of the engine; counters since its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0  # never used or evictable
+    num_cached_blocks: int = 0  # evictable blocks whose content is kept
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_prefix_queries: int = 0  # prompt tokens looked up
+    num_prefix_hits: int = 0  # prompt tokens found
+    num_preemptions: int = 0
+    step_seconds: float = 0.0  # sum over steps
+    busy_fraction: float = 0.0  # step time over wall time since the last snapshot
+    waiting_by_class: tuple[int, int, int, int] = (0, 0, 0, 0)  # CRITICAL … LOW
+
+
+class Stats(Message, frozen=True):
+    stats: EngineStats
+
+
+FromEngine = Ready | Failed | Deltas | Stats
+
+encoder = msgspec.msgpack.Encoder()
+to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
+from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)

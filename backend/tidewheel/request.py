@@ -1,0 +1,124 @@
+"""A request as scheduler and engine see it: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidewheel.batch import Int32Array
+    from tidewheel.errors import TidewheelError
+    from tidewheel.sampling import SamplingParams
+
+
+class Priority(enum.IntEnum):
+    """QoS classes, best first. On the wire 0 means NORMAL, as Triton's 0 means the default level."""
+
+    CRITICAL = 1
+    HIGH = 2
+    NORMAL = 3
+    LOW = 4
+
+    @classmethod
+    def from_wire(cls, value: int) -> Priority:
+        """Raises ValueError for anything but 0…4."""
+        return cls.NORMAL if value == 0 else cls(value)
+
+
+class RequestState(enum.Enum):
+    """WAITING → RUNNING → FINISHED; RUNNING ⇄ PREEMPTED; any state → FINISHED by a cancel or an error."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token, or a stop string
+    LENGTH = "length"  # max_tokens or the context is full
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class Request:
+    """Identity, limits and progress of one request. Owned by the scheduler once added.
+
+    While it runs, its counters live in the scheduler's columns at `row`; what is here changes only when it
+    enters, leaves, or gains a token.
+    """
+
+    __slots__ = (
+        "arrival_time", "bad_words_ids", "block_hashes", "cache_salt", "error", "finish_reason",
+        "first_scheduled_time", "first_token_time", "last_token_time", "max_tokens", "num_cached_tokens",
+        "num_new_blocks", "num_preemptions", "num_reused_blocks", "output_token_ids", "priority",
+        "prompt_token_ids", "request_id", "row", "sampling", "seed", "state", "stop_reason", "stop_token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Int32Array,
+        sampling: SamplingParams,
+        *,
+        max_tokens: int,
+        arrival_time: float,
+        seed: int = 0,
+        priority: Priority = Priority.NORMAL,
+        stop_token_ids: tuple[int, ...] = (),
+        bad_words_ids: tuple[tuple[int, ...], ...] = (),
+        cache_salt: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids  # int32 [num_prompt_tokens], not written
+        self.sampling = sampling
+        self.max_tokens = max_tokens  # resolved: prompt + max_tokens fits max_model_len
+        self.arrival_time = arrival_time  # seconds, monotonic clock of the caller
+        self.seed = seed
+        self.priority = priority
+        self.stop_token_ids = stop_token_ids  # end-of-sequence ids unless ignore_eos, and the request's own
+        self.bad_words_ids = bad_words_ids
+        self.cache_salt = cache_salt
+
+        self.state = RequestState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None  # the stop token that ended it
+        self.error: TidewheelError | None = None  # set with FinishReason.ERROR
+        self.output_token_ids: list[int] = []
+        self.row = -1
+        self.block_hashes: list[bytes] = []  # chained hashes of its full blocks, extended as it grows
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_reused_blocks = 0
+        self.num_new_blocks = 0
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output at its longest."""
+        return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.state.name}, prompt={self.num_prompt_tokens}, "
+            f"output={self.num_output_tokens}/{self.max_tokens}, row={self.row})"
+        )

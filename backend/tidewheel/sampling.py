@@ -1,0 +1,120 @@
+"""Sampling parameters: the names of vLLM's `SamplingParams`, checked once, immutable after."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from tidewheel.errors import InvalidRequest
+
+# Caps before allocation: a request may not make the server allocate without bound.
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_BAD_WORDS = 64
+MAX_LOGIT_BIAS = 1024
+MIN_TEMPERATURE = 1e-2  # below it, logits / temperature overflows; 0 means greedy
+MAX_TEMPERATURE = 100.0
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request samples. Raises `InvalidRequest` naming the field, the value and the limit."""
+
+    max_tokens: int | None = None  # None: what still fits the context
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # > 1 discourages tokens of prompt and output
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    bad_words: tuple[str, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # None: off; k: the chosen token and the k most likely
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}")
+        _check_float("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise InvalidRequest(f"temperature is {self.temperature!r}: use 0 (greedy) or at least {MIN_TEMPERATURE}")
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_int("seed", self.seed, 0, MAX_SEED)
+        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_strings("stop", self.stop, MAX_STOP_STRINGS)
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        for token_id, bias in self.logit_bias.items():
+            _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
+            _check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Every token id must be one that the model can output: ids are checked against its output width."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", tuple(self.logit_bias))):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise InvalidRequest(f"{name} has token id {token_id}: the model's ids are 0 to {vocab_size - 1}")
+
+
+def _check_int(name: str, value: int | None, low: int, high: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, not {value!r}")
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} is {value}: it must be {low} to {high}")
+
+
+def _check_float(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a number, not {value!r}")
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{name} is {value!r}: it must be finite")
+    if value < low or value > high or (open_low and value == low):
+        bound = f"above {low} and at most {high}" if open_low else f"{low} to {high}"
+        raise InvalidRequest(f"{name} is {value!r}: it must be {bound}")
+
+
+def _check_count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{name} has {count} entries: at most {limit} are allowed")
+
+
+def _check_strings(name: str, values: tuple[str, ...], limit: int) -> None:
+    _check_count(name, len(values), limit)
+    for value in values:
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{name} must hold strings, not {value!r}")
+        if not value:
+            raise InvalidRequest(f"{name} holds an empty string")
+        size = len(value.encode("utf-8", "surrogatepass"))
+        if size > MAX_STOP_BYTES:
+            raise InvalidRequest(f"{name} holds a string of {size} bytes: at most {MAX_STOP_BYTES} are allowed")

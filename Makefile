@@ -1,0 +1,51 @@
+# `make venv` makes .venv; every other target uses it and makes it first when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint aot clean
+
+venv: $(STAMP)
+
+# torch is pinned for the CPU build: a looser requirement may fetch gigabytes of CUDA.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[server,test,lint,load]'
+	touch $@
+
+demo: venv
+	$(BIN)/tidewheel demo
+
+serve: venv
+	$(BIN)/tidewheel serve --model-repository model_repository
+
+test: lint test-unit test-kernels test-e2e
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-unit: venv
+	$(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels tests
+
+# In a process of its own: triton-lang reads TRITON_INTERPRET when it is imported.
+test-kernels: venv
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
+
+test-e2e: venv
+	$(BIN)/pytest -q -m 'e2e and not slow' tests
+
+test-long: venv
+	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu' --timeout 7200 tests/kernels
+
+# Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU; registers, spills and shared memory as a table.
+aot: venv
+	$(BIN)/python -m tidewheel_kernels.aot
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,200 @@
+"""Arrows point down: no module imports from a layer above its own, and no two modules import each other in a ring.
+
+The layers are those of the design: L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 commands.
+L1 and L2 know nothing of each other; `tidewheel_kernels` and `tidewheel_client` know nothing of `tidewheel`.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {"tidewheel": ROOT / "backend", "tidewheel_kernels": ROOT / "kernels", "tidewheel_client": ROOT / "client"}
+
+# Longest prefix wins.
+LAYERS = {
+    "tidewheel": 0,
+    "tidewheel.errors": 0,
+    "tidewheel.config": 0,
+    "tidewheel.sampling": 0,
+    "tidewheel.request": 0,
+    "tidewheel.batch": 0,
+    "tidewheel.scheduler": 1,
+    "tidewheel.kvcache": 1,
+    "tidewheel.simulate": 1,
+    "tidewheel_kernels": 2,
+    "tidewheel.models": 2,
+    "tidewheel.runner": 2,
+    "tidewheel.engine": 3,
+    "tidewheel.frontend": 4,
+    "tidewheel.llm": 5,
+    "tidewheel.model": 5,
+    "tidewheel.adapter": 5,
+    "tidewheel.server": 6,
+    "tidewheel.cli": 6,
+    "tidewheel_client": 0,
+}
+# What stands in a layer by itself and may not be reached from some that lie above it.
+FORBIDDEN = [
+    ("tidewheel.simulate", "tidewheel_kernels"),
+    ("tidewheel_kernels", "tidewheel"),
+    ("tidewheel_client", "tidewheel"),
+    ("tidewheel_client", "tidewheel_kernels"),
+]
+WITHOUT_TORCH = [
+    "tidewheel.engine.messages",
+    "tidewheel.engine.client",
+    "tidewheel.frontend.frontend",
+    "tidewheel.scheduler.scheduler",
+    "tidewheel.kvcache.manager",
+    "tidewheel_client",
+]
+
+
+def module_name(path: Path, base: Path) -> str:
+    parts = path.relative_to(base).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def all_modules() -> dict[str, Path]:
+    return {
+        module_name(path, base): path for package, base in SOURCES.items() for path in (base / package).rglob("*.py")
+    }
+
+
+MODULES = all_modules()
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def imports(tree: ast.AST, *, lazy: bool, typing_only: bool) -> Iterator[str]:
+    """Absolute names that a tree imports; functions are entered only when `lazy`."""
+    for node in ast.iter_child_nodes(tree):
+        if is_type_checking(node) and not typing_only:
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import: {ast.unparse(node)}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node, lazy=lazy, typing_only=typing_only)
+
+
+def ours(name: str) -> str | None:
+    """The module of ours that an imported name lives in."""
+    while name:
+        if name in MODULES:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def arrows(*, lazy: bool, typing_only: bool) -> dict[str, set[str]]:
+    graph: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        found = {ours(name) for name in imports(ast.parse(path.read_text()), lazy=lazy, typing_only=typing_only)}
+        graph[module] = {target for target in found if target is not None and target != module}
+    return graph
+
+
+def layer(module: str) -> int:
+    while module not in LAYERS:
+        module, _, tail = module.rpartition(".")
+        assert tail, "a module outside every known layer"
+    return LAYERS[module]
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def test_every_module_has_a_layer() -> None:
+    top_level = {m for m in MODULES if m.startswith("tidewheel.")}
+    strangers = [m for m in top_level if not any(within(m, known) for known in LAYERS if known != "tidewheel")]
+    assert not strangers
+
+
+def test_arrows_point_down() -> None:
+    # The package's own __init__ gives `LLM` on first use: the one name that may look up.
+    upward = [
+        f"{module} (L{layer(module)}) imports {target} (L{layer(target)})"
+        for module, targets in arrows(lazy=True, typing_only=True).items()
+        if module != "tidewheel"
+        for target in targets
+        if layer(target) > layer(module)
+    ]
+    assert not upward
+
+
+def test_decisions_and_device_do_not_know_each_other() -> None:
+    graph = arrows(lazy=True, typing_only=True)
+    mixed = [
+        f"{module} imports {target}"
+        for module, targets in graph.items()
+        for target in targets
+        if layer(module) == 2 and layer(target) == 1
+    ]
+    assert not mixed
+
+
+@pytest.mark.parametrize(("package", "forbidden"), FORBIDDEN)
+def test_packages_that_stand_alone(package: str, forbidden: str) -> None:
+    graph = arrows(lazy=True, typing_only=True)
+    assert not [
+        f"{module} imports {target}"
+        for module, targets in graph.items()
+        for target in targets
+        if within(module, package) and within(target, forbidden)
+    ]
+
+
+def test_no_ring_of_imports() -> None:
+    graph = arrows(lazy=False, typing_only=False)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " → ".join((*path[path.index(module) :], module))
+        if module in done:
+            return
+        for target in graph[module]:
+            visit(target, (*path, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_only_the_adapter_knows_triton() -> None:
+    users = [
+        module
+        for module, path in MODULES.items()
+        if "triton_python_backend_utils" in set(imports(ast.parse(path.read_text()), lazy=True, typing_only=True))
+    ]
+    assert users
+    assert not [m for m in users if m != "tidewheel.model" and not within(m, "tidewheel.adapter")]
+
+
+def test_nothing_unpickles() -> None:
+    banned = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+    for module, path in MODULES.items():
+        names = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), lazy=True, typing_only=True)}
+        assert not names & banned, module
+        assert "torch.load(" not in path.read_text(), module
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_imports_without_torch(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in ('torch', 'triton', 'locust') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+
+
+def test_text_values_become_typed() -> None:
+    config = EngineConfig.from_settings(
+        {"model": "m", "max_num_seqs": "12", "gpu_memory_utilization": "0.5", "enable_prefix_caching": "false"}
+    )
+    assert (config.max_num_seqs, config.gpu_memory_utilization, config.enable_prefix_caching) == (12, 0.5, False)
+
+
+def test_settings_round_trip() -> None:
+    config = EngineConfig(model="m", num_blocks=7, dtype="float32")
+    assert config.to_settings() == {"model": "m", "num_blocks": 7, "dtype": "float32"}
+    assert EngineConfig.from_settings(config.to_settings()) == config
+
+
+def test_model_folder_is_found_beside_the_entry(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    assert EngineConfig.from_settings({"model": "weights"}, base_dir=tmp_path).model == str(tmp_path / "weights")
+    assert EngineConfig.from_settings({"model": "org/name"}, base_dir=tmp_path).model == "org/name"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "model is not set"),
+    ({"model": "m", "max_num_seq": 1}, "did you mean 'max_num_seqs'"),
+    ({"model": "m", "zzz": 1}, "unknown setting 'zzz'"),
+    ({"model": "m", "max_num_seqs": 0}, "max_num_seqs is 0"),
+    ({"model": "m", "max_num_seqs": "many"}, "must be an integer"),
+    ({"model": "m", "max_num_seqs": "1.5"}, "must be an integer"),
+    ({"model": "m", "max_num_seqs": None}, "must be a number"),
+    ({"model": "m", "max_num_seqs": "1e999"}, "must be an integer"),
+    ({"model": "m", "block_size": 17}, "block_size is 17: choose one of 16, 32, 64, 128"),
+    ({"model": "m", "gpu_memory_utilization": "nan"}, "must be a number"),
+    ({"model": "m", "gpu_memory_utilization": 1.5}, "0.05 to 1"),
+    ({"model": "m", "dtype": "int8"}, "choose one of auto, float32"),
+    ({"model": "m", "enable_prefix_caching": "maybe"}, "true or false"),
+    ({"model": "m", "trust_remote_code": "true"}, "never run"),
+    ({"model": "m", "tensor_parallel_size": "2"}, "only 1 is offered"),
+    ({"model": "m", "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    ({"model": "m", "num_blocks": 4, "kv_cache_memory_mb": 4}, "set one"),
+    ({"model": "m", "scheduling_policy": "best"}, "choose one of"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD, ids=lambda v: str(v)[:40])
+def test_refused_in_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig.from_settings(settings)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,91 @@
+"""What a Prometheus server would scrape."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import requests
+from support.serving import Server, grpc_inputs, grpc_stream, wait_for
+
+pytestmark = pytest.mark.e2e
+
+GAUGES = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"]
+HISTOGRAMS = [
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+]
+COUNTERS = [
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:num_preemptions_total",
+    "vllm:request_success_total",
+]
+
+
+def test_names_and_labels(server: Server) -> None:
+    server.generate("Hello", max_tokens=4)
+
+    def all_there() -> bool:
+        names = {sample.partition("{")[0] for sample in server.metrics()}
+        buckets = {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
+        return names >= {*GAUGES, *COUNTERS, *buckets, "nv_trt_llm_kv_cache_block_metrics"}
+
+    wait_for(all_there, 10, "all metrics")
+    for sample in server.metrics():
+        if sample.startswith("vllm:"):
+            for label in ("model_name=", "engine=", "model=", "version="):
+                assert label in sample
+
+
+def test_counters_advance_by_what_was_done(server: Server) -> None:
+    names = ["vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count"]
+    before = {name: server.metric(name, model_name="demo") for name in names}
+    parameters = json.dumps({"max_tokens": 11, "ignore_eos": True})
+    results = grpc_stream(
+        server,
+        grpc_inputs(input_ids=list(range(20, 27)), stream=True, sampling_parameters=parameters),
+    )
+    assert results
+
+    def difference() -> list[float]:
+        return [server.metric(name, model_name="demo") - before[name] for name in names]
+
+    wait_for(lambda: difference() == [7, 11, 1], 10, f"counters moved by {difference()}")
+
+
+def test_histograms_are_cumulative(server: Server) -> None:
+    server.generate("Hello", max_tokens=4)
+    samples = server.metrics()
+    for name in HISTOGRAMS:
+        buckets = [
+            (float(sample.partition('le="')[2].partition('"')[0]), value)
+            for sample, value in samples.items()
+            if sample.startswith(f"{name}_bucket") and 'model_name="demo"' in sample
+        ]
+        counts = [value for _, value in sorted(buckets)]
+        assert counts == sorted(counts)
+        assert counts[-1] == server.metric(f"{name}_count", model_name="demo")
+
+
+def test_refusals_are_counted_by_tag(server: Server) -> None:
+    before = server.metric("tidewheel_requests_rejected_total", tag="TW-INPUT")
+    assert server.post("demo/generate", {"text_input": ""}).status_code == 400
+    wait_for(
+        lambda: server.metric("tidewheel_requests_rejected_total", tag="TW-INPUT") == before + 1, 10, "rejection"
+    )
+
+
+def test_exposition_format_is_valid(server: Server) -> None:
+    """Every sample belongs to a family that was announced, and no family is announced twice."""
+    text = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10).text
+    announced = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(announced) == len(set(announced))
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name = line.partition("{")[0].split()[0]
+            assert any(name == family or name.startswith(f"{family}_") for family in announced), line

@@ -1,0 +1,201 @@
+"""Start, watch and stop a real `tidewheel serve`, as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import requests
+import tritonclient.grpc as grpcclient
+
+ROOT = Path(__file__).parents[2]
+REPOSITORY = ROOT / "model_repository"
+WEIGHTS = REPOSITORY / "demo" / "1" / "weights"
+START_LIMIT_S = 180.0
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
+    """Poll until the condition is true; its value. Fails the test after the limit."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.05)
+    pytest.fail(f"{what}: not within {limit_s} s")
+
+
+@dataclass
+class Server:
+    """A running `tidewheel serve`."""
+
+    process: subprocess.Popen[bytes]
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    log: Path
+    session: requests.Session = field(default_factory=requests.Session)
+
+    @property
+    def http(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def post(self, path: str, body: Any, **kwargs: Any) -> requests.Response:
+        data = body if isinstance(body, bytes | str) else json.dumps(body)
+        return self.session.post(f"{self.http}/v2/models/{path}", data=data, timeout=60, **kwargs)
+
+    def generate(self, text: str, **parameters: Any) -> dict[str, Any]:
+        response = self.post("demo/generate", {"text_input": text, **parameters})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics: `name{labels}` → value."""
+        text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10).text
+        samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in samples}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum over the samples of one name whose labels match."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            value
+            for sample, value in self.metrics().items()
+            if sample.partition("{")[0] == name and all(label in sample for label in wanted)
+        )
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def engine_process(self) -> psutil.Process | None:
+        for process in self.descendants():
+            try:
+                if "tidewheel.engine.process" in " ".join(process.cmdline()):
+                    return process
+            except psutil.Error:
+                continue
+        return None
+
+    def is_ready(self) -> bool:
+        try:
+            return requests.get(f"{self.http}/v2/health/ready", timeout=2).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+
+def start_server(*arguments: str, log: Path) -> Server:
+    http, grpc, metrics = free_ports(3)
+    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
+    command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+    return Server(process, http, grpc, metrics, log)
+
+
+def wait_ready(server: Server) -> Server:
+    def ready_or_dead() -> bool:
+        if server.process.poll() is not None:
+            pytest.fail(f"the server ended with {server.process.returncode}:\n{server.log.read_text()}")
+        return server.is_ready()
+
+    wait_for(ready_or_dead, START_LIMIT_S, f"ready server (see {server.log})")
+    return server
+
+
+def stop_server(server: Server) -> int:
+    server.process.send_signal(signal.SIGINT)
+    try:
+        return server.process.wait(60)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        raise
+
+
+def grpc_inputs(text: str | None = None, **tensors: Any) -> list[grpcclient.InferInput]:
+    """InferInputs of a text prompt and any scalars or lists, typed by their Python values."""
+    values = {} if text is None else {"text_input": text}
+    values.update(tensors)
+    inputs = []
+    for name, value in values.items():
+        items = value if isinstance(value, list | tuple) else [value]
+        if isinstance(items[0], bool):
+            array, kind = np.array(items, dtype=bool), "BOOL"
+        elif isinstance(items[0], int):
+            array, kind = np.array(items, dtype=np.int32), "INT32"
+        elif isinstance(items[0], float):
+            array, kind = np.array(items, dtype=np.float32), "FP32"
+        else:
+            encoded = [item if isinstance(item, bytes) else item.encode() for item in items]
+            array, kind = np.array(encoded, dtype=np.object_), "BYTES"
+        tensor = grpcclient.InferInput(name, list(array.shape), kind)
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    return inputs
+
+
+class StreamError(Exception):
+    """The message of an error response on a gRPC stream."""
+
+
+def grpc_stream(
+    server: Server, inputs: list[grpcclient.InferInput], *, model: str = "demo", **options: Any
+) -> list[grpcclient.InferResult]:
+    """All responses of one request on a stream of its own, in order; `StreamError` when one is an error."""
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpcclient.InferenceServerClient(server.grpc) as client:
+        client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(model, inputs, enable_empty_final_response=True, **options)
+        results = []
+        while True:
+            result, error = answers.get(timeout=60)
+            if error is not None:
+                raise StreamError(error.message())
+            response = result.get_response()
+            if response.outputs:
+                results.append(result)
+            if response.parameters["triton_final_response"].bool_param:
+                return results
+
+
+def texts(results: list[grpcclient.InferResult]) -> list[str]:
+    return [result.as_numpy("text_output")[0].decode() for result in results]
+
+
+def token_ids(results: list[grpcclient.InferResult]) -> list[int]:
+    return [int(token) for result in results for token in result.as_numpy("token_ids")]
+
+
+def sse_events(response: requests.Response) -> list[dict[str, Any]]:
+    """The JSON of every `data:` line of a `/generate_stream` answer."""
+    lines = response.iter_lines(decode_unicode=True)
+    return [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -82,9 +82,9 @@ class EngineConfig:
             if key in _FIXED:
                 _check_fixed(key, raw)
             elif key in hints:
-                values[key] = _coerce(key, raw, hints[key])
+                values[key] = coerce_setting(key, raw, hints[key])
             else:
-                raise ConfigError(_unknown(key, [*hints, *_FIXED]))
+                raise ConfigError(unknown_setting(key, setting_names()))
         if "model" not in values:
             raise ConfigError("model is not set: give a folder or a Hugging Face id")
         for key in ("model", "tokenizer"):
@@ -118,13 +118,20 @@ _FIXED: dict[str, tuple[object, str]] = {
 
 def _check_fixed(key: str, raw: object) -> None:
     expected, reason = _FIXED[key]
-    if _coerce(key, raw, type(expected)) != expected:
+    if coerce_setting(key, raw, type(expected)) != expected:
         raise ConfigError(f"{key} is {raw!r}: only {expected!r} is offered ({reason})")
 
 
-def _unknown(key: str, known: list[str]) -> str:
+def setting_names() -> list[str]:
+    """Every key that `EngineConfig.from_settings` takes."""
+    return [*(field.name for field in dataclasses.fields(EngineConfig)), *_FIXED]
+
+
+def unknown_setting(key: str, known: Iterable[str]) -> str:
+    """What to say of a key that is none of the known ones."""
+    known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(sorted(known))}"
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(known)}"
     return f"unknown setting {key!r}{hint}"
 
 
@@ -133,7 +140,7 @@ def _at_least(name: str, value: int | None, low: int) -> None:
         raise ConfigError(f"{name} is {value}: it must be at least {low}")
 
 
-def _coerce(key: str, raw: object, hint: object) -> object:
+def coerce_setting(key: str, raw: object, hint: object) -> object:
     """Text as `config.pbtxt` has it, or a JSON value, as the type that the field declares."""
     if isinstance(hint, types.UnionType):
         if raw is None:

@@ -23,7 +23,9 @@ class Lengths:
         return rng.randint(self.low, self.high)
 
 
-def mixed_lengths(count: int, inputs: Lengths, outputs: Lengths, seed: int = 0, vocab: int = 10_000) -> list[WorkItem]:
+def mixed_lengths(
+    count: int, inputs: Lengths, outputs: Lengths, seed: int = 0, vocab: int = 10_000
+) -> list[WorkItem]:
     """Random ids, no two prompts alike, so that no prefix cache helps anybody."""
     rng = random.Random(seed)
     return [

@@ -1,0 +1,41 @@
+"""A `tidewheel serve` for the time of a measurement."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tidewheel_client import Client
+
+
+class Address(NamedTuple):
+    grpc: str
+    http: str
+    model: str
+
+
+START_LIMIT_S = 300.0
+
+
+@contextmanager
+def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700) -> Iterator[Address]:
+    """Serve a Hugging Face folder on `ports`, `ports + 1` and `ports + 2` (HTTP, gRPC, metrics)."""
+    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder)]
+    for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port")):
+        command += [option, str(ports + offset)]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    address = Address(f"127.0.0.1:{ports + 1}", f"127.0.0.1:{ports}", folder.name)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        with Client(address.grpc, model=address.model) as client:
+            client.wait_ready(START_LIMIT_S)
+        yield address
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)

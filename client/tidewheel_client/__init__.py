@@ -1,0 +1,56 @@
+"""Client of a Tidewheel server: streams from NVIDIA Triton over gRPC. Needs neither torch nor the server's package.
+
+from tidewheel_client import Client
+
+with Client("127.0.0.1:8001", model="demo") as client:
+    for chunk in client.stream("Once upon a time", max_tokens=64):
+        print(chunk.text, end="", flush=True)
+"""
+
+from __future__ import annotations
+
+from tidewheel_client.client import Client
+from tidewheel_client.errors import (
+    Busy,
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    EngineDead,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    NumericError,
+    PromptTooLarge,
+    RequestError,
+    RequestTimeout,
+    ServerUnavailable,
+    SlowReader,
+    Unsupported,
+)
+from tidewheel_client.stream import Stream
+from tidewheel_client.values import Chunk, Completion, Metadata, PerfMetrics, TokenLogprob
+
+__all__ = [
+    "Busy",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "Completion",
+    "DeadlineExceeded",
+    "Draining",
+    "EngineDead",
+    "InternalError",
+    "InvalidRequest",
+    "Metadata",
+    "NotFound",
+    "NumericError",
+    "PerfMetrics",
+    "PromptTooLarge",
+    "RequestError",
+    "RequestTimeout",
+    "ServerUnavailable",
+    "SlowReader",
+    "Stream",
+    "TokenLogprob",
+    "Unsupported",
+]

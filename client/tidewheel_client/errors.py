@@ -1,0 +1,161 @@
+"""What a request may end with, one class per cause.
+
+    RequestError
+    ├── InvalidRequest      TW-INPUT         can never work as sent
+    │   └── PromptTooLarge  TW-TOO-LARGE
+    ├── Unsupported         TW-UNSUPPORTED   known, and not offered
+    ├── NotFound            TW-NOT-FOUND     no such model
+    ├── Busy                TW-BUSY          overload: try again after `retry_after_ms`
+    ├── Draining            TW-DRAINING      shutting down: try another server
+    ├── DeadlineExceeded    TW-DEADLINE      the request's own `deadline_ms` passed
+    ├── Cancelled           TW-CANCELLED
+    ├── EngineDead          TW-ENGINE-DEAD   the engine process is gone: safe to retry
+    ├── SlowReader          TW-SLOW-READER   this client did not read its stream
+    ├── NumericError        TW-NUMERIC       the model produced non-finite logits for this request
+    ├── InternalError       TW-INTERNAL      a bug of the server
+    ├── ServerUnavailable   (no tag)         not reachable, or the connection was lost
+    └── RequestTimeout      (no tag)         this client's `timeout_s` passed
+
+The server starts each message with a tag, `[TW-BUSY retry_after_ms=250] …`. Messages of Triton itself carry none;
+they are told apart by their gRPC status, and by their text where a stream brings nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import grpc
+
+
+class RequestError(Exception):
+    """Base of every error of this package. `message` is the text without the tag."""
+
+    tag: ClassVar[str] = ""
+    retryable: ClassVar[bool] = False  # the same request may succeed later, and none of it has been done twice
+
+    def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_ms = retry_after_ms
+
+    def __str__(self) -> str:
+        if not self.tag:
+            return self.message
+        hint = "" if self.retry_after_ms is None else f" retry_after_ms={self.retry_after_ms}"
+        return f"[{self.tag}{hint}] {self.message}"
+
+
+class InvalidRequest(RequestError):
+    tag = "TW-INPUT"
+
+
+class PromptTooLarge(InvalidRequest):
+    tag = "TW-TOO-LARGE"
+
+
+class Unsupported(RequestError):
+    tag = "TW-UNSUPPORTED"
+
+
+class NotFound(RequestError):
+    tag = "TW-NOT-FOUND"
+
+
+class Busy(RequestError):
+    tag = "TW-BUSY"
+    retryable = True
+
+
+class Draining(RequestError):
+    tag = "TW-DRAINING"
+    retryable = True
+
+
+class DeadlineExceeded(RequestError):
+    tag = "TW-DEADLINE"
+
+
+class Cancelled(RequestError):
+    tag = "TW-CANCELLED"
+
+
+class EngineDead(RequestError):
+    tag = "TW-ENGINE-DEAD"
+    retryable = True
+
+
+class SlowReader(RequestError):
+    tag = "TW-SLOW-READER"
+
+
+class NumericError(RequestError):
+    tag = "TW-NUMERIC"
+
+
+class InternalError(RequestError):
+    tag = "TW-INTERNAL"
+
+
+class ServerUnavailable(RequestError):
+    retryable = True
+
+
+class RequestTimeout(RequestError):
+    pass
+
+
+BY_TAG: dict[str, type[RequestError]] = {
+    cls.tag: cls
+    for cls in (
+        InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, Draining, DeadlineExceeded,
+        Cancelled, EngineDead, SlowReader, NumericError, InternalError,
+    )
+}  # fmt: skip
+
+_BY_STATUS: dict[grpc.StatusCode, type[RequestError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: RequestTimeout,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: PromptTooLarge,
+}
+
+# What Triton says on a stream, where no status travels with it.
+_BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
+    ("unknown model", NotFound),
+    ("is not ready", NotFound),
+    ("Exceeds maximum queue size", Busy),
+    ("is not healthy", ServerUnavailable),
+)
+
+_TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)\Z", re.DOTALL)
+
+
+def from_text(text: str) -> RequestError:
+    """The error that a message on a stream stands for."""
+    return _from_tagged(text) or _first_match(text)(text)
+
+
+def from_rpc(error: grpc.RpcError) -> RequestError:
+    """The error that a failed call stands for."""
+    text = error.details() or ""
+    cls = _BY_STATUS.get(error.code(), RequestError)
+    return _from_tagged(text) or cls(text or f"the call failed with {error.code().name}")
+
+
+def _from_tagged(text: str) -> RequestError | None:
+    match = _TAGGED.search(text)
+    if match is None:
+        return None
+    retry = int(match["retry"]) if match["retry"] else None
+    cls = BY_TAG.get(match["tag"])
+    if cls is None:
+        return InternalError(f"{match['tag']}: {match['message']}", retry_after_ms=retry)
+    return cls(match["message"], retry_after_ms=retry)
+
+
+def _first_match(text: str) -> type[RequestError]:
+    return next((cls for part, cls in _BY_TEXT if part in text), RequestError)

@@ -1,0 +1,77 @@
+"""One answer as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from tidewheel_client import codec
+from tidewheel_client.errors import Cancelled, ServerUnavailable, from_rpc, from_text
+from tidewheel_client.values import Chunk, Completion
+
+
+class Stream(Iterator[Chunk]):
+    """Iterates over the chunks of one request; ends after the one with a `finish_reason`, or raises `RequestError`.
+
+    One thread reads; any thread may `cancel`, which ends the iteration and makes the server drop the request. Leaving
+    the `with` block cancels what is not finished. `finish_reason` is None until the end.
+    """
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call  # the gRPC call: an iterator of ModelStreamInferResponse, with cancel()
+        self._cancelled = False
+        self._ended = False
+        self.request_id = request_id
+        self.finish_reason: str | None = None
+
+    def __next__(self) -> Chunk:
+        if self._ended:
+            raise StopIteration
+        self._ended = True  # until a chunk shows that it goes on
+        response = self._receive()
+        if response is None:
+            raise StopIteration
+        chunk = codec.decode(response)
+        self.finish_reason = chunk.finish_reason
+        self._ended = chunk.finish_reason is not None
+        return chunk
+
+    def cancel(self) -> None:
+        """Idempotent, and harmless after the end."""
+        self._cancelled = True
+        self._call.cancel()
+
+    def read(self) -> Completion:
+        """Waits for the end; what is left of the answer, as one. Raises `Cancelled` if `cancel` was called before."""
+        chunks = list(self)
+        if not chunks or self.finish_reason is None:
+            raise Cancelled("the stream was cancelled before its end")
+        return Completion.from_chunks(self.request_id, chunks)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.finish_reason is None:
+            self.cancel()
+
+    def _receive(self) -> Any | None:
+        """The next ModelInferResponse; None after `cancel`."""
+        message = None
+        try:
+            message = next(self._call, None)
+        except grpc.RpcError as error:
+            if not self._cancelled:
+                raise from_rpc(error) from None
+        if self._cancelled:
+            return None
+        if message is None:
+            raise ServerUnavailable("the stream ended before its last response")
+        if message.error_message:
+            raise from_text(message.error_message)
+        return message.infer_response

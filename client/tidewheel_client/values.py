@@ -1,0 +1,86 @@
+"""What a client gets back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    logprob: float
+    rank: int  # 1 is the most likely token
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerfMetrics:
+    """Times in ns of the server's monotonic clock, and KV blocks of the prompt."""
+
+    arrival_time_ns: int
+    first_scheduled_time_ns: int
+    first_token_time_ns: int
+    last_token_time_ns: int
+    kv_cache_reused_blocks: int
+    kv_cache_alloc_new_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One response of a stream: what is new since the one before. The last has a `finish_reason`."""
+
+    text: str
+    finish_reason: str | None = None  # stop, length, cancelled, deadline
+    num_input_tokens: int | None = None  # unless switched off
+    num_output_tokens: int | None = None  # new in this chunk, unless switched off
+    token_ids: tuple[int, ...] | None = None  # with return_token_ids
+    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # a mapping per token, with return_logprobs
+    cumulative_logprob: float | None = None  # of all output so far, with return_cumulative_logprob
+    perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer. The optional parts are there when they were asked for, as in `Chunk`."""
+
+    request_id: str
+    text: str
+    finish_reason: str
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None
+    cumulative_logprob: float | None = None
+    perf: PerfMetrics | None = None
+
+    @classmethod
+    def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> Completion:
+        """Joins the chunks of one finished request."""
+        parts = list(chunks)
+        last = parts[-1]
+        counts = [part.num_output_tokens for part in parts if part.num_output_tokens is not None]
+        ids = [part.token_ids for part in parts if part.token_ids is not None]
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        return cls(
+            request_id=request_id,
+            text="".join(part.text for part in parts),
+            finish_reason=last.finish_reason or "",
+            num_input_tokens=last.num_input_tokens,
+            num_output_tokens=sum(counts) if counts else None,
+            token_ids=tuple(i for part in ids for i in part) if ids else None,
+            logprobs=tuple(entry for part in logprobs for entry in part) if logprobs else None,
+            cumulative_logprob=last.cumulative_logprob,
+            perf=last.perf,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What the server says of itself and of the model."""
+
+    server_version: str
+    model: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]

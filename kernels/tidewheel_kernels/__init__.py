@@ -1,0 +1,36 @@
+"""Device operations of an LLM engine: triton-lang kernels for GPUs, batched torch for CPUs, a reference for each.
+
+Imports torch only; triton-lang is imported when the first kernel runs. Launches go to the current CUDA device, so a
+process that uses another device than 0 calls ``torch.cuda.set_device`` first. `tidewheel_kernels.backend` says how an
+implementation is chosen.
+"""
+
+from tidewheel_kernels.activation import silu_and_mul
+from tidewheel_kernels.attention import paged_attention
+from tidewheel_kernels.backend import KernelUnavailable
+from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
+from tidewheel_kernels.logprobs import LogprobsOutput, compute_logprobs
+from tidewheel_kernels.metadata import AttentionMetadata
+from tidewheel_kernels.penalties import PenaltyTensors, apply_logit_bias, apply_penalties
+from tidewheel_kernels.rms_norm import rms_norm
+from tidewheel_kernels.rope import rope_and_cache
+from tidewheel_kernels.sampling import SampleOutput, SamplingTensors, sample
+
+__all__ = [
+    "AttentionMetadata",
+    "KernelUnavailable",
+    "LogprobsOutput",
+    "PenaltyTensors",
+    "SampleOutput",
+    "SamplingTensors",
+    "apply_logit_bias",
+    "apply_penalties",
+    "compute_logprobs",
+    "copy_blocks",
+    "paged_attention",
+    "rms_norm",
+    "rope_and_cache",
+    "sample",
+    "silu_and_mul",
+    "write_kv_cache",
+]

@@ -1,0 +1,22 @@
+"""Gated activation of the feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+
+from tidewheel_kernels.backend import Op
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` for ``gate_up = cat(gate, up)``: [num_tokens, 2 * I] -> [num_tokens, I], same dtype."""
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up needs an even last dimension, got shape {tuple(gate_up.shape)}")
+    return _OP.on(gate_up.device)(gate_up)
+
+
+def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+_OP = Op("silu_and_mul", reference=silu_and_mul_reference, kernel="jit.activation:silu_and_mul")

@@ -1,0 +1,74 @@
+"""Paged attention on the CPU: gathers keys and values by slot, then one dense attention call per group of rows.
+
+What to gather depends on the batch, not on the layer, so it is planned once per `AttentionMetadata` object and
+reused by the other layers of the step; the contents of its tensors must not change in between.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+
+from tidewheel_kernels.attention_cpu_plan import Group, Plan, PlanKey, make_plan
+from tidewheel_kernels.metadata import AttentionMetadata
+
+_plans: WeakKeyDictionary[AttentionMetadata, dict[PlanKey, Plan]] = WeakKeyDictionary()
+
+
+def paged_attention_cpu(
+    q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim]
+    k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    v_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], contiguous
+    meta: AttentionMetadata,
+    out: torch.Tensor,  # [num_tokens, num_q_heads, head_dim]
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+) -> None:
+    plan = _planned(meta, PlanKey(k_cache.shape[1], q.shape[1], k_cache.shape[2], sliding_window, q.dtype))
+    head_dim = q.shape[2]
+    keys, values = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
+    for group in plan.groups:
+        k = keys.index_select(0, group.gather).view(group.num_seqs, group.num_heads, -1, head_dim)
+        v = values.index_select(0, group.gather).view(k.shape)
+        queries = q.index_select(0, group.rows)
+        attended = _attend_group(queries, k, v, group, scale, soft_cap)
+        out.index_copy_(0, group.rows, attended)
+    if plan.empty_rows.numel():
+        out.index_fill_(0, plan.empty_rows, 0.0)
+
+
+def _planned(meta: AttentionMetadata, key: PlanKey) -> Plan:
+    plans = _plans.setdefault(meta, {})
+    if key not in plans:
+        plans[key] = make_plan(meta, key)
+    return plans[key]
+
+
+def _attend_group(
+    queries: torch.Tensor,  # [num_seqs * query_len, num_q_heads, head_dim]
+    k: torch.Tensor,  # [num_seqs, num_heads, num_keys, head_dim]
+    v: torch.Tensor,
+    group: Group,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    if group.query_len == 1:
+        return _attend(queries.view(*k.shape[:2], -1, k.shape[3]), k, v, group.mask, scale, soft_cap).reshape_as(
+            queries
+        )
+    by_head = queries.view(group.num_seqs, group.query_len, *queries.shape[1:]).transpose(1, 2)
+    return _attend(by_head, k, v, group.mask, scale, soft_cap).transpose(1, 2).reshape_as(queries)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, soft_cap: float
+) -> torch.Tensor:
+    if soft_cap == 0:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    logits = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    if mask is not None:
+        logits += mask
+    return torch.matmul(torch.softmax(logits, dim=-1), v.float()).to(q.dtype)

@@ -1,0 +1,146 @@
+"""Groups the query rows of a batch so that each group is one dense attention call with little padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tidewheel_kernels.metadata import AttentionMetadata
+
+Ints = npt.NDArray[np.int64]
+
+# Longer query chunks are cut, so that masks stay small and early queries do not read late keys.
+MAX_QUERY_LEN = 256
+# Padded keys that cost less than one more call (measured: some 40 µs a call, 0.4 µs a key).
+FREE_PADDING = 128
+MAX_PADDING_RATIO = 1.25
+
+
+class PlanKey(NamedTuple):
+    """What a plan depends on besides the metadata."""
+
+    block_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    sliding_window: int
+    dtype: torch.dtype
+
+
+class Group(NamedTuple):
+    """Pieces of sequences with one query length, attended to in one call.
+
+    With one query each, the query heads of a KV head are the rows: q is [num_seqs, num_kv_heads, group, head_dim].
+    With more, keys are repeated for the query heads: q is [num_seqs, num_q_heads, query_len, head_dim].
+    """
+
+    num_seqs: int
+    query_len: int
+    num_heads: int
+    rows: torch.Tensor  # [num_seqs * query_len] int64 rows of q and out
+    gather: torch.Tensor  # [num_seqs * num_heads * num_keys] int64 rows of the cache seen as [-1, head_dim]
+    mask: torch.Tensor | None  # [num_seqs, 1, query_len, num_keys], 0 or -inf; None: every key is seen
+
+
+class Plan(NamedTuple):
+    groups: list[Group]
+    empty_rows: torch.Tensor  # [n] int64 rows of sequences without keys (padding)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Columns: piece i is query_len[i] consecutive queries of one sequence and the keys [key_start, key_end)."""
+
+    seq: Ints
+    first_row: Ints
+    query_len: Ints
+    key_start: Ints
+    key_end: Ints  # one past the position of the last query
+
+    @property
+    def num_keys(self) -> Ints:
+        return self.key_end - self.key_start
+
+    def take(self, index: Ints | slice) -> Pieces:
+        return Pieces(
+            self.seq[index], self.first_row[index], self.query_len[index], self.key_start[index], self.key_end[index]
+        )
+
+
+def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
+    starts = meta.host_cu_seqlens_q().astype(np.int64)
+    seq_lens = meta.host_seq_lens().astype(np.int64)
+    block_tables = meta.block_tables.numpy()
+    pieces = cut(starts, seq_lens, key.sliding_window)
+    groups = [_group(part, block_tables, key) for part in grouped(pieces)]
+    empty = np.flatnonzero(np.repeat(seq_lens == 0, np.diff(starts)))
+    return Plan(groups, torch.from_numpy(empty))
+
+
+def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
+    """One piece per MAX_QUERY_LEN queries of each sequence that has keys."""
+    query_lens = np.where(seq_lens > 0, np.diff(starts), 0)
+    num_pieces = -(-query_lens // MAX_QUERY_LEN)
+    seq = np.repeat(np.arange(len(seq_lens)), num_pieces)
+    nth = np.arange(len(seq)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    offset = nth * MAX_QUERY_LEN
+    query_len = np.minimum(query_lens[seq] - offset, MAX_QUERY_LEN)
+    first_position = seq_lens[seq] - query_lens[seq] + offset
+    key_start = (
+        np.maximum(first_position - sliding_window + 1, 0) if sliding_window else np.zeros_like(first_position)
+    )
+    return Pieces(seq, starts[seq] + offset, query_len, key_start, first_position + query_len)
+
+
+def grouped(pieces: Pieces) -> Iterator[Pieces]:
+    """Parts of equal query length and similar key count: padded work stays within a quarter, plus what a call costs."""
+    ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
+    begin, total = 0, 0
+    num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()
+    for i, keys in enumerate(num_keys):
+        padded = (i - begin + 1) * keys
+        full = padded > MAX_PADDING_RATIO * (total + keys) + FREE_PADDING
+        if i > begin and (full or query_len[i] != query_len[begin]):
+            yield ordered.take(slice(begin, i))
+            begin, total = i, 0
+        total += keys
+    if num_keys:
+        yield ordered.take(slice(begin, len(num_keys)))
+
+
+def _group(pieces: Pieces, block_tables: npt.NDArray[np.int32], key: PlanKey) -> Group:
+    query_len, num_keys = int(pieces.query_len[0]), int(pieces.num_keys.max())
+    positions = pieces.key_start[:, None] + np.arange(num_keys)  # [n, num_keys]
+    exists = positions < pieces.key_end[:, None]
+    # A padded key is the first key again: finite, so that its masked weight of zero stays zero.
+    positions = np.where(exists, positions, pieces.key_start[:, None])
+    blocks = block_tables[pieces.seq[:, None], positions // key.block_size].astype(np.int64)
+    slots = blocks * key.block_size + positions % key.block_size
+    num_heads = key.num_kv_heads if query_len == 1 else key.num_q_heads
+    kv_head = np.arange(num_heads) * key.num_kv_heads // num_heads
+    gather = slots[:, None, :] * key.num_kv_heads + kv_head[:, None]  # [n, num_heads, num_keys]
+    rows = pieces.first_row[:, None] + np.arange(query_len)
+    return Group(
+        num_seqs=len(pieces.seq),
+        query_len=query_len,
+        num_heads=num_heads,
+        rows=torch.from_numpy(rows.reshape(-1)),
+        gather=torch.from_numpy(gather.reshape(-1)),
+        mask=_mask(pieces, query_len, exists, key),
+    )
+
+
+def _mask(pieces: Pieces, query_len: int, exists: npt.NDArray[np.bool_], key: PlanKey) -> torch.Tensor | None:
+    if query_len == 1 and exists.all():
+        return None
+    key_position = (pieces.key_start[:, None] + np.arange(exists.shape[1]))[:, None, :]
+    query_position = (pieces.key_end[:, None] - query_len + np.arange(query_len))[:, :, None]
+    visible = exists[:, None, :] & (key_position <= query_position)
+    if key.sliding_window:
+        visible &= key_position > query_position - key.sliding_window
+    mask = np.where(visible, np.float32(0), np.float32(-np.inf))
+    return torch.from_numpy(mask).unsqueeze(1).to(key.dtype)

@@ -45,7 +45,7 @@ def _check(
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
     if k_cache.shape != v_cache.shape or k_cache.shape[3] != head_dim:
         raise ValueError(
-            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit together"
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit"
         )
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads {num_q_heads} is not a multiple of num_kv_heads {num_kv_heads}")

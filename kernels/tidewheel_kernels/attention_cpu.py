@@ -9,7 +9,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 from tidewheel_kernels.attention_cpu_plan import Group, Plan, PlanKey, make_plan
 from tidewheel_kernels.metadata import AttentionMetadata
@@ -67,7 +67,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, soft_cap: float
 ) -> torch.Tensor:
     if soft_cap == 0:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+        return scaled_dot_product_attention(q, k, v, mask, scale=scale)
     logits = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
     if mask is not None:
         logits += mask

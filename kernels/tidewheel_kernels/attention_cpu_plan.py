@@ -97,7 +97,7 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
 
 
 def grouped(pieces: Pieces) -> Iterator[Pieces]:
-    """Parts of equal query length and similar key count: padded work stays within a quarter, plus what a call costs."""
+    """Parts of equal query length and similar key count: at most a quarter of padding, plus what a call costs."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()

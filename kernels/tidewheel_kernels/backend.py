@@ -1,6 +1,6 @@
 """Chooses, once per operation and device type, which implementation of an operation runs.
 
-``auto``       (default) CUDA tensors: the triton-lang kernel; other tensors: the CPU implementation, else the reference.
+``auto``       (default) CUDA tensors: the triton-lang kernel; others: the CPU implementation, else the reference.
 ``reference``  the plain torch reference everywhere.
 ``triton``     the kernel everywhere; on tensors that are not on a GPU this needs triton-lang's interpreter
                (``TRITON_INTERPRET=1``, set before triton is imported).

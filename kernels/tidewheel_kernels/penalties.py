@@ -1,4 +1,4 @@
-"""Changes to the logits before sampling, from sparse (row, token) entries: no dense [B, V] mask, no loop over rows."""
+"""Changes to the logits before sampling, from sparse (row, token) entries: no dense mask, no loop over rows."""
 
 from __future__ import annotations
 

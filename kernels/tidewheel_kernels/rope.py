@@ -64,7 +64,7 @@ def rope_and_cache_reference(
 
 
 def rotate_neox(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first ``2 * cos.shape[-1]`` elements of the last dimension of x; cos and sin broadcast over heads."""
+    """Rotates the first ``2 * cos.shape[-1]`` elements of x's last dimension; cos and sin broadcast over heads."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

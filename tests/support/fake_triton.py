@@ -1,125 +1,177 @@
-"""A Triton without models: the gRPC service in this process, with answers that a test scripts."""
+"""`triton_python_backend_utils` as far as the adapter uses it, in plain Python: what Triton's stub process provides.
+
+Where misuse would crash the real server, this one raises `AssertionError`.
+"""
 
 from __future__ import annotations
 
 import json
-import struct
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
+from typing import Any, ClassVar
 
-import grpc
-from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
+import numpy as np
 
-Answer = Iterator[pb.ModelStreamInferResponse]
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request as the server read it."""
+class TritonModelException(Exception):
+    pass
 
-    message: pb.ModelInferRequest
-    metadata: dict[str, str]
+
+class TritonError:
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        message.encode("utf-8")
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        self._name, self._array = name, array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        return self._array
+
+
+class InferenceResponse:
+    def __init__(self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None) -> None:
+        self._tensors, self._error = output_tensors or [], error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+
+class InferenceResponseSender:
+    def __init__(self) -> None:
+        self.sent: list[tuple[InferenceResponse, int]] = []
+        self.cancelled = False
+        self.fail_next: Exception | None = None
 
     @property
-    def inputs(self) -> dict[str, Any]:
-        pairs = zip(self.message.inputs, self.message.raw_input_contents, strict=True)
-        return {tensor.name: self._value(tensor.datatype, raw) for tensor, raw in pairs}
+    def is_over(self) -> bool:
+        return any(flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL for _, flags in self.sent)
 
-    @property
-    def sampling(self) -> dict[str, Any]:
-        return json.loads(self.inputs.get("sampling_parameters", "{}"))
+    def send(self, response: InferenceResponse, flags: int = 0) -> None:
+        if self.is_over:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self.sent.append((response, flags))
 
-    @staticmethod
-    def _value(datatype: str, raw: bytes) -> Any:
-        if datatype == "BYTES":
-            return raw[4:].decode("utf-8", "surrogatepass")
-        if datatype == "BOOL":
-            return raw == b"\x01"
-        return list(struct.unpack(f"<{len(raw) // 4}i", raw))
-
-
-def response(request: pb.ModelInferRequest, **outputs: Any) -> pb.ModelStreamInferResponse:
-    """Outputs named by keyword: text as str or list of str, (datatype, format, values) for numbers."""
-    answer = pb.ModelStreamInferResponse()
-    infer = answer.infer_response
-    infer.model_name, infer.id = request.model_name, request.id
-    for name, value in outputs.items():
-        tensor = infer.outputs.add()
-        tensor.name = name
-        if isinstance(value, str):
-            data = value.encode()
-            tensor.datatype, raw = "BYTES", struct.pack("<I", len(data)) + data
-        else:
-            tensor.datatype, code, numbers = value
-            raw = struct.pack(f"<{len(numbers)}{code}", *numbers)
-        infer.raw_output_contents.append(raw)
-    return answer
+    def is_cancelled(self) -> bool:
+        assert not self.is_over, "the real server crashes here"
+        return self.cancelled
 
 
-@dataclass
-class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """`answer(asked)` yields the responses of a request; the default says its words one by one."""
+class InferenceRequest:
+    def __init__(self, tensors: list[Tensor], parameters: str = "", request_id: str = "") -> None:
+        self._tensors, self._parameters, self._request_id = tensors, parameters, request_id
+        self.sender = InferenceResponseSender()
 
-    answer: Callable[[Asked], Answer] | None = None
-    ready: bool = True
-    asked: list[Asked] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-    port: int = 0
+    def inputs(self) -> list[Tensor]:
+        return self._tensors
 
-    def ModelStreamInfer(self, requests: Iterator[pb.ModelInferRequest], context: Any) -> Answer:
-        context.add_callback(self.ended.set)
-        for message in requests:
-            asked = Asked(message, dict(context.invocation_metadata()))
-            self.asked.append(asked)
-            try:
-                yield from (self.answer or say_words)(asked)
-            except Refused as error:
-                context.abort(error.code, error.text)
+    def parameters(self) -> str:
+        return self._parameters
 
-    def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
-        return pb.ModelReadyResponse(ready=self.ready)
+    def request_id(self) -> str:
+        return self._request_id
 
-    def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(name="triton", version="2.51.0")
-
-    def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
-        answer = pb.ModelMetadataResponse(name=request.name, versions=["1"], platform="tidewheel")
-        answer.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-        answer.outputs.add(name="text_output", datatype="BYTES", shape=[-1])
-        return answer
-
-    def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Any) -> pb.RepositoryIndexResponse:
-        answer = pb.RepositoryIndexResponse()
-        for name in ("zebra", "demo", "demo_infer"):
-            answer.models.add(name=name, version="1", state="READY")
-        return answer
-
-    def ModelConfig(self, request: pb.ModelConfigRequest, context: Any) -> pb.ModelConfigResponse:
-        answer = pb.ModelConfigResponse()
-        answer.config.name = request.name
-        answer.config.model_transaction_policy.decoupled = not request.name.endswith("_infer")
-        return answer
+    def get_response_sender(self) -> InferenceResponseSender:
+        return self.sender
 
 
-class Refused(Exception):
-    """Raised by an answer: ends the call with a gRPC status."""
+class ModelConfig:
+    def __init__(self, entry: dict[str, Any]) -> None:
+        self._entry = {"max_batch_size": 0, "input": [], "output": [], **json.loads(json.dumps(entry))}
 
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
-        super().__init__(text)
-        self.code, self.text = code, text
+    def as_dict(self) -> dict[str, Any]:
+        return self._entry
+
+    def set_max_batch_size(self, size: int) -> None:
+        self._entry["max_batch_size"] = size
+
+    def add_input(self, tensor: dict[str, Any]) -> None:
+        assert tensor.keys() <= {"name", "data_type", "dims", "optional"}
+        self._add("input", tensor)
+
+    def add_output(self, tensor: dict[str, Any]) -> None:
+        assert tensor.keys() <= {"name", "data_type", "dims"}
+        self._add("output", tensor)
+
+    def _add(self, kind: str, tensor: dict[str, Any]) -> None:
+        assert tensor["name"] not in [other["name"] for other in self._entry[kind]]
+        self._entry[kind].append(tensor)
+
+    def set_model_transaction_policy(self, policy: dict[str, bool]) -> None:
+        assert "model_transaction_policy" not in self._entry
+        self._entry["model_transaction_policy"] = policy
 
 
-def say_words(asked: Asked) -> Answer:
-    words = asked.inputs["text_input"].split()
-    for index, word in enumerate(words):
-        last = index == len(words) - 1
-        yield response(
-            asked.message,
-            text_output=word + ("" if last else " "),
-            finish_reason="stop" if last else "None",
-            num_input_tokens=("UINT32", "I", [7]),
-            num_output_tokens=("UINT32", "I", [1]),
-        )
+class Logger:
+    lines: ClassVar[list[tuple[str, str]]] = []
+
+    @classmethod
+    def log_info(cls, line: str) -> None:
+        cls.lines.append(("info", line))
+
+    @classmethod
+    def log_warn(cls, line: str) -> None:
+        cls.lines.append(("warn", line))
+
+    @classmethod
+    def log_error(cls, line: str) -> None:
+        cls.lines.append(("error", line))
+
+
+class _Metric:
+    def __init__(self, key: tuple[str, ...]) -> None:
+        self._key = key
+        MetricFamily.values[key] += 0.0
+
+    def set(self, value: float) -> None:
+        MetricFamily.num_calls += 1
+        MetricFamily.values[self._key] = value
+
+    def increment(self, value: float) -> None:
+        assert value >= 0, "a counter cannot go back"
+        MetricFamily.num_calls += 1
+        MetricFamily.values[self._key] += value
+
+
+class MetricFamily:
+    """All series of all front ends, as the server holds them: one value per name and labels."""
+
+    COUNTER, GAUGE = range(2)
+    values: ClassVar[defaultdict[tuple[str, ...], float]] = defaultdict(float)
+    num_calls: ClassVar[int] = 0
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        assert name and description
+        self._name, self._kind = name, kind
+
+    def Metric(self, labels: dict[str, str]) -> _Metric:
+        assert all(isinstance(value, str) for value in labels.values())
+        return _Metric((self._name, *(f"{key}={labels[key]}" for key in sorted(labels))))
+
+    @classmethod
+    def value(cls, name: str, **labels: str) -> float:
+        """Sum over the series of one name whose labels match."""
+        wanted = {f"{key}={value}" for key, value in labels.items()}
+        found = [value for key, value in cls.values.items() if key[0] == name and wanted <= set(key[1:])]
+        assert found, f"no series {name} {labels}"
+        return sum(found)

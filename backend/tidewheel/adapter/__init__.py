@@ -1,0 +1,1 @@
+"""Between Triton's Python backend and the front end: tensors, responders, settings, metrics."""

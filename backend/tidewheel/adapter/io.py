@@ -1,0 +1,215 @@
+"""From a Triton request to a `GenerateRequest`, and from a `Chunk` to the tensors of a response."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from tidewheel.adapter.tensors import GUIDED_INPUTS, RETURN_FLAGS, SAMPLING_INPUTS
+from tidewheel.batch import Int32Array
+from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
+from tidewheel.frontend.values import Chunk, GenerateRequest, ParameterSource, PerfMetrics, TokenLogprob
+
+MAX_PARAMETER_BYTES = 1 << 18  # of the `sampling_parameters` JSON; the largest legal one needs some 40 KB
+
+_SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
+_LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-1,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFormat:
+    """Which tensors the responses of a request carry beside `text_output`."""
+
+    finish_reason: bool = False
+    cumulative_logprob: bool = False
+    logprobs: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    token_ids: bool = False
+    perf_metrics: bool = False
+    accumulate: bool = False  # each response holds the text from the beginning
+
+
+def read_request(
+    request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
+) -> tuple[GenerateRequest, ResponseFormat]:
+    """What a `pb_utils.InferenceRequest` asks for. Raises `InvalidRequest` or `Unsupported`."""
+    inputs = {tensor.name(): tensor for tensor in request.inputs()}
+    _refuse_guided(inputs)
+    stream = _flag(inputs, "stream")
+    if stream and not decoupled:
+        raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
+    exclude_input = _flag(inputs, "exclude_input_in_output", default=stream)
+    if stream and not exclude_input:
+        raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
+    response_format = ResponseFormat(
+        accumulate=_flag(inputs, "accumulate_tokens"),
+        **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
+    )
+    return GenerateRequest(
+        request_id=request.request_id(),
+        text=_bytes(inputs, "text_input", max_prompt_bytes),
+        input_ids=_token_ids(inputs, max_prompt_bytes),
+        messages=_bytes(inputs, "messages", max_prompt_bytes),
+        parameters=_parameters(request, inputs, response_format),
+        stream=stream,
+        echo=not exclude_input,
+        arrival_ns=arrival_ns,
+    ), response_format
+
+
+def _parameters(
+    request: Any, inputs: Mapping[str, Any], response_format: ResponseFormat
+) -> tuple[ParameterSource, ...]:
+    tensors: dict[str, object] = {
+        name: _strings(inputs[name]) if name in _LIST_NAMES else _scalar(inputs[name])
+        for name in inputs.keys() & _SAMPLING_NAMES
+    }
+    sources = [
+        ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
+        ParameterSource(origin="request parameter", values=_request_parameters(request)),
+        ParameterSource(origin="input tensor", values=tensors),
+    ]
+    wants_logprobs = response_format.logprobs or response_format.cumulative_logprob
+    if wants_logprobs and all(source.values.get("logprobs") is None for source in sources):
+        # The chosen token's is what these flags can mean when no number of alternatives is given.
+        tensors["logprobs"] = 0
+    return tuple(source for source in sources if source.values)
+
+
+def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
+    data = _bytes(inputs, "sampling_parameters", MAX_PARAMETER_BYTES)
+    if not data:
+        return {}
+    try:
+        values = json.loads(data)
+    except RecursionError:
+        raise InvalidRequest("sampling_parameters is not JSON that can be read: it is nested too deep") from None
+    except ValueError as error:  # malformed, not UTF-8, or a number of thousands of digits
+        raise InvalidRequest(f"sampling_parameters is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"sampling_parameters must be a JSON object, not a {type(values).__name__}")
+    return values
+
+
+def _request_parameters(request: Any) -> dict[str, object]:
+    values: dict[str, object] = json.loads(request.parameters() or "{}")
+    values.pop("id", None)  # the request id of a `/generate` body, which Triton also hands on here
+    return values
+
+
+def _refuse_guided(inputs: Mapping[str, Any]) -> None:
+    for spec in GUIDED_INPUTS:
+        if spec.name in inputs and any(_items(inputs[spec.name])):
+            raise Unsupported(f"{spec.name} is set: structured output is not offered")
+
+
+def _items(tensor: Any) -> list[Any]:
+    items: list[Any] = tensor.as_numpy().reshape(-1).tolist()
+    return items
+
+
+def _scalar(tensor: Any) -> Any:
+    array = tensor.as_numpy().reshape(-1)
+    if array.size != 1:
+        raise InvalidRequest(f"{tensor.name()} has {array.size} elements: it must have one")
+    if array.dtype == np.float32:
+        return float(str(array[0]))  # 0.7 as the client wrote it, not 0.699999988
+    return array[0] if array.dtype == np.object_ else array[0].item()
+
+
+def _strings(tensor: Any) -> list[str]:
+    try:
+        return [item.decode("utf-8") for item in _items(tensor)]
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{tensor.name()} is not valid UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    return bool(_scalar(inputs[name])) if name in inputs else default
+
+
+def _bytes(inputs: Mapping[str, Any], name: str, limit: int) -> bytes | None:
+    """The bytes as Triton holds them, not copied and not yet checked for UTF-8."""
+    if name not in inputs:
+        return None
+    value: bytes = _scalar(inputs[name])
+    _check_size(name, len(value), limit)
+    return value
+
+
+def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
+    """A copy: Triton's memory may be gone once `execute` has returned."""
+    if "input_ids" not in inputs:
+        return None
+    ids = inputs["input_ids"].as_numpy().reshape(-1)
+    _check_size("input_ids", ids.nbytes, limit)
+    copy: Int32Array = np.array(ids, dtype=np.int32)
+    return copy
+
+
+def _check_size(name: str, num_bytes: int, limit: int) -> None:
+    if num_bytes > limit:
+        raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed")
+
+
+def response_tensors(chunk: Chunk, response_format: ResponseFormat, text: str) -> list[Any]:
+    """Output tensors of one response; `text` is what `text_output` holds."""
+    tensors = [_text_tensor("text_output", text)]
+    if response_format.finish_reason:
+        tensors.append(_text_tensor("finish_reason", chunk.finish_reason or "None"))
+    if response_format.cumulative_logprob and chunk.cumulative_logprob is not None:
+        tensors.append(_tensor("cumulative_logprob", np.float32, chunk.cumulative_logprob))
+    if response_format.logprobs:
+        tensors.append(_text_tensor("logprobs", logprobs_json(chunk.logprobs or [])))
+    if response_format.num_input_tokens:
+        tensors.append(_tensor("num_input_tokens", np.uint32, chunk.num_input_tokens))
+    if response_format.num_output_tokens:
+        tensors.append(_tensor("num_output_tokens", np.uint32, len(chunk.token_ids)))
+    if response_format.token_ids:
+        tensors.append(pb_utils.Tensor("token_ids", np.array(chunk.token_ids, dtype=np.int32)))
+    if response_format.perf_metrics and chunk.perf is not None:
+        tensors.extend(_perf_tensors(chunk.perf))
+    return tensors
+
+
+def logprobs_json(logprobs: list[TokenLogprob]) -> str:
+    """One object per token: `{token_id: {logprob, rank, decoded_token}}`; null for a token that cannot be sampled."""
+    return json.dumps(
+        [
+            {
+                str(token_id): {
+                    "logprob": logprob if math.isfinite(logprob) else None,
+                    "rank": rank,
+                    "decoded_token": token,
+                }
+                for token_id, (logprob, rank, token) in entry.entries.items()
+            }
+            for entry in logprobs
+        ]
+    )
+
+
+def _perf_tensors(perf: PerfMetrics) -> list[Any]:
+    return [
+        _tensor("arrival_time_ns", np.int64, perf.arrival_ns),
+        _tensor("first_scheduled_time_ns", np.int64, perf.first_scheduled_ns),
+        _tensor("first_token_time_ns", np.int64, perf.first_token_ns),
+        _tensor("last_token_time_ns", np.int64, perf.last_token_ns),
+        _tensor("kv_cache_reused_blocks", np.int32, perf.num_reused_blocks),
+        _tensor("kv_cache_alloc_new_blocks", np.int32, perf.num_new_blocks),
+    ]
+
+
+def _tensor(name: str, dtype: type[np.generic], value: float) -> Any:
+    return pb_utils.Tensor(name, np.array([value], dtype=dtype))
+
+
+def _text_tensor(name: str, text: str) -> Any:
+    return pb_utils.Tensor(name, np.array([text.encode("utf-8", "replace")], dtype=np.object_))

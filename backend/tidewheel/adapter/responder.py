@@ -1,0 +1,94 @@
+"""The responses of one request, on their way to Triton."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from tidewheel.adapter.io import ResponseFormat, response_tensors
+from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.frontend.values import Chunk
+
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+_MAX_MESSAGE_CHARS = 2000
+
+
+class TritonSink:
+    """`frontend.values.Sink` over a Triton response sender: any number of chunks, then exactly one FINAL.
+
+    Triton frees the request with its FINAL response, and a question about a freed request crashes the whole server
+    (seen with server 2.51). So the lock keeps `is_cancelled` and the sending apart, and after the end nothing
+    touches the sender any more.
+    """
+
+    def __init__(self, sender: Any) -> None:
+        self.format = ResponseFormat()  # set once the request is read, before anything is sent
+        self._sender = sender
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._is_cancelled = False
+        self._text: list[str] = []  # so far, when each response holds all of it
+
+    def send(self, chunk: Chunk) -> None:
+        """A response; FINAL if the chunk has a finish reason. One that cannot be sent ends the request."""
+        with self._lock:
+            if not self._is_open:
+                return
+            try:
+                self._respond(chunk)
+            except Exception as error:
+                pb_utils.Logger.log_error(f"a response could not be sent: {error}")
+                self._is_cancelled = True
+                self._fail(InternalError("the response could not be sent; the server's log says why"))
+
+    def fail(self, error: TidewheelError) -> None:
+        """The error response, which is the FINAL one; nothing if the request is over."""
+        with self._lock:
+            self._fail(error)
+
+    def is_cancelled(self) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return self._is_cancelled  # being answered right now: ask again later
+        try:
+            if self._is_open and not self._is_cancelled:
+                self._is_cancelled = bool(self._sender.is_cancelled())
+            return self._is_cancelled
+        finally:
+            self._lock.release()
+
+    def _respond(self, chunk: Chunk) -> None:
+        tensors = response_tensors(chunk, self.format, self._text_of(chunk))
+        is_final = chunk.finish_reason is not None
+        self._sender.send(pb_utils.InferenceResponse(tensors), flags=_FINAL if is_final else 0)
+        self._is_open = not is_final
+
+    def _fail(self, error: TidewheelError) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            self._sender.send(error_response(error), flags=_FINAL)
+        except Exception as reason:
+            pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
+
+    def _text_of(self, chunk: Chunk) -> str:
+        if not self.format.accumulate:
+            return chunk.text
+        self._text.append(chunk.text)
+        return "".join(self._text)
+
+
+def error_response(error: TidewheelError) -> Any:
+    """A response without tensors: the tagged message under Triton's code."""
+    code = getattr(pb_utils.TritonError, error.code.value)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(_printable(str(error)), code))
+
+
+def _printable(message: str) -> str:
+    """What a client sent may be quoted in the message: no lone surrogate, no control character, no megabyte."""
+    if len(message) > _MAX_MESSAGE_CHARS:
+        message = message[:_MAX_MESSAGE_CHARS] + "…"
+    encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in encodable)

@@ -1,0 +1,183 @@
+"""Settings of one repository entry: `parameters` of its `config.pbtxt`, its `model.json`, or another entry's engine.
+
+Everything that is wrong raises `ConfigError` with one line that says what to change.
+"""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidewheel.config import EngineConfig, coerce_setting, setting_names, unknown_setting
+from tidewheel.errors import ConfigError
+
+BACKEND = "tidewheel"
+MODEL_JSON = "model.json"
+
+# Parameters that Triton's Python backend reads itself.
+_TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+_MAX_SENDER_THREADS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendSettings:
+    """What each entry sets for itself, twins included."""
+
+    num_sender_threads: int = 4  # more than four gain nothing on two cores
+    REPORT_CUSTOM_METRICS: bool = True  # the name that Triton's vLLM backend gave it
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
+            raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """One entry of a model repository, in one version."""
+
+    name: str
+    folder: Path  # absolute
+    version: str
+    parameters: Mapping[str, str]  # of config.pbtxt
+
+    @property
+    def repository(self) -> Path:
+        return self.folder.parent
+
+    @property
+    def version_folder(self) -> Path:
+        return self.folder / self.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    engine: EngineConfig
+    engine_name: str  # the entry whose engine it is: the model itself, or the one that `engine_of` names
+    repository: Path
+    frontend: FrontendSettings
+    decoupled: bool
+
+
+def load_settings(args: Mapping[str, str]) -> ModelSettings:
+    """Settings of the model that Triton initializes; `args` as `TritonPythonModel.initialize` gets them."""
+    config = json.loads(args["model_config"])
+    entry = ModelEntry(
+        name=args["model_name"],
+        folder=Path(args["model_repository"]).resolve(),
+        version=args["model_version"],
+        parameters={key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()},
+    )
+    settings = _read(entry)
+    frontend = _take_frontend(settings)
+    engine_of = settings.pop("engine_of", None)
+    owner = entry
+    if engine_of is not None:
+        if settings:
+            raise ConfigError(
+                f"{', '.join(sorted(settings))}: engine settings belong to {str(engine_of)!r}, "
+                f"whose engine {entry.name!r} shares by engine_of"
+            )
+        owner, settings = _read_sibling(entry, str(engine_of))
+    return ModelSettings(
+        engine=EngineConfig.from_settings(settings, base_dir=owner.version_folder),
+        engine_name=owner.name,
+        repository=entry.repository,
+        frontend=frontend,
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+    )
+
+
+def _read(entry: ModelEntry) -> dict[str, object]:
+    """Settings of both places, with every key known."""
+    settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in _TRITON_PARAMETERS}
+    for key, value in _read_model_json(entry.version_folder / MODEL_JSON).items():
+        if key in settings and not _same(settings[key], value):
+            raise ConfigError(
+                f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
+            )
+        settings[key] = value
+    known = {*setting_names(), *_frontend_hints(), "engine_of"}
+    for key in settings:
+        if key not in known:
+            raise ConfigError(unknown_setting(key, known))
+    return settings
+
+
+def _read_model_json(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    where = f"{path.parent.name}/{path.name}"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where} must hold a JSON object of settings, not a {type(content).__name__}")
+    return content
+
+
+def _same(text: object, value: object) -> bool:
+    """Whether a text of config.pbtxt and a value of model.json mean the same."""
+    left, right = str(text).strip(), str(value).strip()
+    try:
+        return float(left) == float(right)
+    except ValueError:
+        return left.lower() == right.lower() if isinstance(value, bool) else left == right
+
+
+def _frontend_hints() -> dict[str, object]:
+    return typing.get_type_hints(FrontendSettings)
+
+
+def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
+    """Removes from `settings` what is the front end's."""
+    hints = _frontend_hints()
+    values: dict[str, Any] = {
+        key: coerce_setting(key, settings.pop(key), hints[key]) for key in hints.keys() & settings
+    }
+    return FrontendSettings(**values)
+
+
+def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:
+    """The entry whose engine a twin shares, and its engine settings."""
+    path = twin.repository / name / "config.pbtxt"
+    if Path(name).name != name or not path.is_file():
+        raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")
+    owner = ModelEntry(
+        name=name, folder=path.parent, version=_latest_version(path.parent), parameters=_read_pbtxt(path)
+    )
+    settings = _read(owner)
+    _take_frontend(settings)
+    if "engine_of" in settings:
+        raise ConfigError(
+            f"engine_of of {twin.name!r} is {name!r}, itself a twin: name {settings['engine_of']!r} instead"
+        )
+    return owner, settings
+
+
+def _latest_version(folder: Path) -> str:
+    versions = [int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
+    if not versions:
+        raise ConfigError(f"model {folder.name!r} has no version folder, such as {folder.name}/1")
+    return str(max(versions))
+
+
+def _read_pbtxt(path: Path) -> dict[str, str]:
+    # Only a twin needs them, and they bring the whole of gRPC along.
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    where = f"{path.parent.name}/{path.name}"
+    try:
+        config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except (text_format.ParseError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from None
+    if config.backend != BACKEND:
+        raise ConfigError(f"{where} has backend {config.backend!r}: only a {BACKEND!r} model has an engine to share")
+    return {key: value.string_value for key, value in config.parameters.items()}

@@ -1,0 +1,242 @@
+"""Tensors and parameters of a request, tensors of a response."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fake_triton import InferenceRequest, Tensor
+
+from tidewheel.adapter.io import MAX_PARAMETER_BYTES, ResponseFormat, read_request, response_tensors
+from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
+from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
+from tidewheel.frontend.values import Chunk, GenerateRequest, PerfMetrics, TokenLogprob
+
+_DTYPES = {
+    "TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,
+    "TYPE_UINT32": np.uint32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.float32,
+}  # fmt: skip
+_INPUT_DTYPES = {spec.name: _DTYPES[spec.data_type] for spec in INPUTS}
+_OUTPUT_DTYPES = {spec.name: _DTYPES[spec.data_type] for spec in OUTPUTS}
+
+
+def tensor(name: str, value: Any) -> Tensor:
+    items = value if isinstance(value, list) else [value]
+    encoded = [item.encode() if isinstance(item, str) else item for item in items]
+    return Tensor(name, np.array(encoded, dtype=_INPUT_DTYPES[name]))
+
+
+def read(
+    parameters: dict[str, Any] | None = None, *, decoupled: bool = True, limit: int = 1000, **tensors: Any
+) -> tuple[GenerateRequest, ResponseFormat]:
+    request = InferenceRequest(
+        [tensor(name, value) for name, value in tensors.items()],
+        json.dumps(parameters) if parameters else "",
+        request_id="r7",
+    )
+    return read_request(request, decoupled=decoupled, max_prompt_bytes=limit, arrival_ns=5)
+
+
+def parameters_of(request: GenerateRequest) -> dict[str, dict[str, object]]:
+    return {source.origin: dict(source.values) for source in request.parameters}
+
+
+def test_a_plain_prompt() -> None:
+    request, response_format = read(text_input="Hello")
+    assert request == GenerateRequest(request_id="r7", text=b"Hello", echo=True, arrival_ns=5)
+    assert response_format == ResponseFormat()
+
+
+def test_prompt_bytes_are_passed_on_unchecked() -> None:
+    assert read(text_input=b"caf\xe9")[0].text == b"caf\xe9"
+
+
+def test_input_ids_are_copied_out_of_tritons_memory() -> None:
+    shared = np.array([3, 1, 2], dtype=np.int32)
+    request = InferenceRequest([Tensor("input_ids", shared)])
+    generate, _ = read_request(request, decoupled=True, max_prompt_bytes=100, arrival_ns=0)
+    shared[:] = 0
+    assert generate.input_ids is not None
+    assert generate.input_ids.tolist() == [3, 1, 2]
+    assert generate.input_ids.dtype == np.int32
+
+
+def test_messages() -> None:
+    assert read(messages='[{"role": "user"}]')[0].messages == b'[{"role": "user"}]'
+
+
+@pytest.mark.parametrize(
+    ("stream", "exclude", "echo"),
+    [(None, None, True), (False, None, True), (None, True, False), (None, False, True), (True, None, False)],
+)
+def test_the_prompt_is_prepended_unless_streaming(stream: bool | None, exclude: bool | None, echo: bool) -> None:
+    tensors = {"stream": stream, "exclude_input_in_output": exclude}
+    request, _ = read(text_input="Hi", **{name: value for name, value in tensors.items() if value is not None})
+    assert request.echo is echo
+    assert request.stream is bool(stream)
+
+
+def test_streaming_cannot_prepend() -> None:
+    with pytest.raises(InvalidRequest, match="exclude_input_in_output is false.*stream"):
+        read(text_input="Hi", stream=True, exclude_input_in_output=False)
+
+
+def test_a_twin_cannot_stream() -> None:
+    with pytest.raises(InvalidRequest, match="stream is true"):
+        read(text_input="Hi", stream=True, decoupled=False)
+
+
+@pytest.mark.parametrize("flag", RETURN_FLAGS)
+def test_each_flag_asks_for_its_output(flag: str) -> None:
+    _, response_format = read(text_input="Hi", **{flag: True})
+    assert response_format == ResponseFormat(**{flag.removeprefix("return_"): True})
+    assert read(text_input="Hi", **{flag: False})[1] == ResponseFormat()
+
+
+def test_sampling_tensors() -> None:
+    given: dict[str, Any] = {
+        "max_tokens": 5, "min_length": 1, "min_tokens": 2, "end_id": 3, "top_k": 4, "seed": 2**64 - 1, "ignore_eos": True,
+        "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": -0.3,
+        "stop_words": ["a", "é"], "bad_words": [""], "stop": ["x"],
+    }  # fmt: skip
+    request, _ = read(text_input="Hi", **given)
+    assert parameters_of(request) == {"input tensor": given}
+    assert type(parameters_of(request)["input tensor"]["max_tokens"]) is int
+    assert type(parameters_of(request)["input tensor"]["ignore_eos"]) is bool
+
+
+def test_every_input_is_read_or_refused() -> None:
+    """An input that changes nothing would be accepted and ignored."""
+    plain = read(text_input="Hi")
+    values: dict[str, Any] = {np.object_: "[1]", np.bool_: True, np.int32: 7, np.uint64: 7, np.float32: 0.5}
+    for spec in INPUTS[1:]:
+        value = '{"n": 1}' if spec.name == "sampling_parameters" else values[_INPUT_DTYPES[spec.name]]
+        try:
+            assert read(text_input="Hi", **{spec.name: value}) != plain, spec.name
+        except TidewheelError:
+            continue
+
+
+def test_json_and_request_parameters() -> None:
+    request, _ = read({"top_p": 0.5, "id": "42", "n": 1}, text_input="Hi", sampling_parameters='{"seed": "1"}')
+    assert parameters_of(request) == {
+        "sampling_parameters": {"seed": "1"},
+        "request parameter": {"top_p": 0.5, "n": 1},
+    }
+
+
+def test_empty_sampling_parameters() -> None:
+    assert read(text_input="Hi", sampling_parameters="")[0].parameters == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("{", "column"),
+        ("[1]", "list"),
+        ("null", "NoneType"),
+        ("[" * 100_000, "deep"),
+        ('{"seed": ' + "9" * 5000 + "}", "digit"),
+        (b'{"a": "\xff"}', "utf-8"),
+    ],
+)
+def test_malformed_sampling_parameters(text: Any, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"sampling_parameters.*{word}"):
+        read(text_input="Hi", sampling_parameters=text)
+
+
+def test_sizes_are_capped() -> None:
+    for tensors, name in (
+        ({"text_input": "x" * 1001}, "text_input"),
+        ({"messages": "x" * 1001}, "messages"),
+        ({"input_ids": [1] * 251}, "input_ids"),
+        ({"text_input": "Hi", "sampling_parameters": "x" * (MAX_PARAMETER_BYTES + 1)}, "sampling_parameters"),
+    ):
+        with pytest.raises(PromptTooLarge, match=rf"{name} has \d+ bytes: at most \d+"):
+            read(**tensors)
+    assert read(text_input="x" * 1000)[0].text == b"x" * 1000
+
+
+@pytest.mark.parametrize("name", ["guided_decoding_guide_type", "guided_decoding_guide"])
+def test_guided_decoding_is_refused_by_name(name: str) -> None:
+    with pytest.raises(Unsupported, match=name):
+        read(text_input="Hi", **{name: "json"})
+    assert read(text_input="Hi", **{name: ""}) == read(text_input="Hi")
+
+
+def test_wrong_shapes_and_bytes() -> None:
+    with pytest.raises(InvalidRequest, match="text_input has 2 elements"):
+        read(text_input=["a", "b"])
+    with pytest.raises(InvalidRequest, match="text_input has 0 elements"):
+        read(text_input=[])
+    with pytest.raises(InvalidRequest, match="stop_words is not valid UTF-8.*byte 1"):
+        read(text_input="Hi", stop_words=[b"a\xff"])
+
+
+@pytest.mark.parametrize("flag", ["return_logprobs", "return_cumulative_logprob"])
+def test_logprobs_are_switched_on_by_their_outputs(flag: str) -> None:
+    assert parameters_of(read(text_input="Hi", **{flag: True})[0]) == {"input tensor": {"logprobs": 0}}
+    request, _ = read(text_input="Hi", sampling_parameters='{"logprobs": 3}', **{flag: True})
+    assert parameters_of(request) == {"sampling_parameters": {"logprobs": 3}}
+
+
+CHUNK = Chunk(
+    text="né",
+    token_ids=[5, 6],
+    logprobs=[
+        TokenLogprob(token_id=5, entries={5: (-0.5, 1, "n"), 9: (float("-inf"), 2, "m")}),
+        TokenLogprob(token_id=6, entries={6: (-1.5, 3, "é")}),
+    ],
+    cumulative_logprob=-2.0,
+    num_input_tokens=4,
+    finish_reason="length",
+    perf=PerfMetrics(
+        arrival_ns=1, first_scheduled_ns=2, first_token_ns=3, last_token_ns=4, num_reused_blocks=5, num_new_blocks=6
+    ),
+)
+EVERYTHING = ResponseFormat(**{flag.removeprefix("return_"): True for flag in RETURN_FLAGS})
+
+
+def values(chunk: Chunk, response_format: ResponseFormat) -> dict[str, Any]:
+    tensors = response_tensors(chunk, response_format, chunk.text)
+    for one in tensors:
+        assert one.as_numpy().dtype == _OUTPUT_DTYPES[one.name()], one.name()
+        assert one.as_numpy().ndim == 1
+    return {one.name(): one.as_numpy().tolist() for one in tensors}
+
+
+def test_only_text_unless_asked() -> None:
+    assert values(CHUNK, ResponseFormat()) == {"text_output": ["né".encode()]}
+
+
+def test_every_output() -> None:
+    outputs = values(CHUNK, EVERYTHING)
+    assert outputs.keys() == {spec.name for spec in OUTPUTS}
+    logprobs = json.loads(outputs.pop("logprobs")[0])
+    assert outputs == {
+        "text_output": ["né".encode()], "finish_reason": [b"length"], "cumulative_logprob": [-2.0],
+        "num_input_tokens": [4], "num_output_tokens": [2], "token_ids": [5, 6],
+        "arrival_time_ns": [1], "first_scheduled_time_ns": [2], "first_token_time_ns": [3], "last_token_time_ns": [4],
+        "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6],
+    }  # fmt: skip
+    assert logprobs == [
+        {
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": "n"},
+            "9": {"logprob": None, "rank": 2, "decoded_token": "m"},
+        },
+        {"6": {"logprob": -1.5, "rank": 3, "decoded_token": "é"}},
+    ]
+
+
+def test_a_chunk_in_the_middle() -> None:
+    outputs = values(Chunk(text="", token_ids=[7], num_input_tokens=4), EVERYTHING)
+    assert outputs == {
+        "text_output": [b""], "finish_reason": [b"None"], "logprobs": [b"[]"],
+        "num_input_tokens": [4], "num_output_tokens": [1], "token_ids": [7],
+    }  # fmt: skip
+
+
+def test_text_that_is_no_unicode() -> None:
+    assert values(Chunk(text="a\ud800"), ResponseFormat()) == {"text_output": [b"a?"]}

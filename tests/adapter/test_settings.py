@@ -1,0 +1,166 @@
+"""Settings of a repository entry: two places, twins, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidewheel.adapter.settings import ModelSettings, load_settings
+from tidewheel.errors import ConfigError
+
+
+def write_entry(repository: Path, name: str, parameters: dict[str, str], backend: str = "tidewheel") -> Path:
+    folder = repository / name
+    (folder / "1").mkdir(parents=True)
+    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{text}" }} }}' for key, text in parameters.items()]
+    (folder / "config.pbtxt").write_text("\n".join([f'backend: "{backend}"', *lines]))
+    return folder
+
+
+def load(folder: Path, parameters: dict[str, str], **config: Any) -> ModelSettings:
+    """As Triton would initialize the entry: it hands the parameters over in its own JSON."""
+    model_config = {"parameters": {key: {"string_value": text} for key, text in parameters.items()}, **config}
+    return load_settings(
+        {
+            "model_name": folder.name,
+            "model_repository": str(folder),
+            "model_version": "1",
+            "model_config": json.dumps(model_config),
+        }
+    )
+
+
+def load_new(repository: Path, parameters: dict[str, str], **config: Any) -> ModelSettings:
+    return load(write_entry(repository, "demo", parameters), parameters, **config)
+
+
+def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
+    weights = tmp_path / "demo" / "1" / "weights"
+    weights.mkdir(parents=True)
+    settings = load(tmp_path / "demo", {"model": "weights", "max_num_seqs": "8"})
+    assert settings.engine.model == str(weights)
+    assert settings.engine.max_num_seqs == 8
+    assert settings.engine_name == "demo"
+    assert settings.repository == tmp_path
+    assert settings.frontend.num_sender_threads == 4
+
+
+def test_decoupled_is_read_from_the_config(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    policy = {"decoupled": True}
+    assert load(folder, {"model": "m"}, model_transaction_policy=policy).decoupled
+    assert not load(folder, {"model": "m"}).decoupled
+
+
+def test_frontend_settings_are_not_the_engines(tmp_path: Path) -> None:
+    settings = load_new(tmp_path, {"model": "m", "num_sender_threads": "2", "REPORT_CUSTOM_METRICS": "false"})
+    assert settings.frontend.num_sender_threads == 2
+    assert not settings.frontend.REPORT_CUSTOM_METRICS
+
+
+def test_parameters_of_the_python_backend_are_left_to_it(tmp_path: Path) -> None:
+    assert load_new(tmp_path, {"model": "m", "EXECUTION_ENV_PATH": "env.tar.gz"}).engine.model == "m"
+
+
+def test_model_json_of_the_vllm_backend(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    (folder / "1" / "model.json").write_text(
+        json.dumps({"model": "org/name", "gpu_memory_utilization": 0.5, "enforce_eager": True, "max_model_len": 64})
+    )
+    engine = load(folder, {"max_model_len": "64", "gpu_memory_utilization": "0.50", "enforce_eager": "TRUE"}).engine
+    assert (engine.model, engine.max_model_len, engine.gpu_memory_utilization) == ("org/name", 64, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"max_num_seqs": 9}', ["max_num_seqs", "'8'", "9", "config.pbtxt", "1/model.json"]),
+        ("{", ["1/model.json", "line 1"]),
+        ("[]", ["1/model.json", "object", "list"]),
+        ('{"max_num_seq": 8}', ["'max_num_seq'", "'max_num_seqs'"]),
+    ],
+)
+def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    (folder / "1" / "model.json").write_text(content)
+    assert_one_line(folder, {"model": "m", "max_num_seqs": "8"}, words)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"model": "m", "max_num_seq": "4"}, ["'max_num_seq'", "'max_num_seqs'"]),
+        ({"model": "m", "num_sender_thread": "4"}, ["'num_sender_thread'", "'num_sender_threads'"]),
+        ({"model": "m", "num_sender_threads": "0"}, ["num_sender_threads", "0", "64"]),
+        ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),
+        ({"model": "m", "block_size": "17"}, ["block_size", "17"]),
+        ({"max_num_seqs": "4"}, ["model is not set"]),
+        ({"engine_of": "absent"}, ["engine_of", "'absent'", "no model of that name"]),
+        ({"engine_of": "../demo"}, ["engine_of", "no model of that name"]),
+    ],
+)
+def test_wrong_parameters(tmp_path: Path, parameters: dict[str, str], words: list[str]) -> None:
+    assert_one_line(write_entry(tmp_path, "demo", parameters), parameters, words)
+
+
+def assert_one_line(folder: Path, parameters: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(folder, parameters)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_twin_takes_the_settings_of_its_engine(tmp_path: Path) -> None:
+    owner = write_entry(tmp_path, "demo", {"model": "weights", "max_num_seqs": "8", "num_sender_threads": "9"})
+    (owner / "2" / "weights").mkdir(parents=True)
+    (owner / "2" / "model.json").write_text('{"max_model_len": 128}')
+    parameters = {"engine_of": "demo", "num_sender_threads": "2"}
+    settings = load(write_entry(tmp_path, "twin", parameters), parameters)
+    assert settings.engine_name == "demo"
+    assert settings.engine.model == str(owner / "2" / "weights")
+    assert (settings.engine.max_num_seqs, settings.engine.max_model_len) == (8, 128)
+    assert settings.frontend.num_sender_threads == 2
+
+
+def test_twin_agrees_with_its_engine(tmp_path: Path) -> None:
+    parameters = {"model": "m", "num_blocks": "64"}
+    owner = load_new(tmp_path, parameters)
+    twin = load(write_entry(tmp_path, "twin", {"engine_of": "demo"}), {"engine_of": "demo"})
+    assert twin.engine == owner.engine
+
+
+@pytest.mark.parametrize(
+    ("owner", "backend", "twin", "words"),
+    [
+        (
+            {"model": "m"},
+            "tidewheel",
+            {"engine_of": "demo", "max_num_seqs": "4"},
+            ["max_num_seqs", "demo", "engine_of"],
+        ),
+        ({"engine_of": "x"}, "tidewheel", {"engine_of": "demo"}, ["engine_of", "twin", "'x'"]),
+        ({"model": "m"}, "python", {"engine_of": "demo"}, ["demo/config.pbtxt", "'python'"]),
+        ({"modle": "m"}, "tidewheel", {"engine_of": "demo"}, ["'modle'", "'model'"]),
+    ],
+)
+def test_wrong_twins(
+    tmp_path: Path, owner: dict[str, str], backend: str, twin: dict[str, str], words: list[str]
+) -> None:
+    write_entry(tmp_path, "demo", owner, backend)
+    assert_one_line(write_entry(tmp_path, "twin", twin), twin, words)
+
+
+def test_sibling_that_cannot_be_parsed(tmp_path: Path) -> None:
+    write_entry(tmp_path, "demo", {}, backend='tidewheel" oops: "')
+    twin = {"engine_of": "demo"}
+    assert_one_line(write_entry(tmp_path, "twin", twin), twin, ["demo/config.pbtxt", "1:"])
+
+
+def test_sibling_without_a_version(tmp_path: Path) -> None:
+    (write_entry(tmp_path, "demo", {"model": "m"}) / "1").rmdir()
+    twin = {"engine_of": "demo"}
+    assert_one_line(write_entry(tmp_path, "twin", twin), twin, ["'demo'", "version folder"])

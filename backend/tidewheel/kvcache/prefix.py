@@ -1,0 +1,53 @@
+"""Names for the content of full blocks: a chain of SHA-256 digests.
+
+    root = H(domain, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
+
+A digest stands for every token up to the end of its block and for the salt, so equal digests mean equal prefixes
+under one salt, and a hit needs no second look at the tokens: SHA-256 is collision-safe, which a plain `hash()` is not
+(CVE-2025-25183). Requests with different salts never share a block.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import numpy as np
+
+from tidewheel.request import Request
+
+_DOMAIN = b"tidewheel kv block v1\0"
+
+
+def root_hash(salt: str) -> bytes:
+    return sha256(_DOMAIN + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def max_hit_blocks(num_tokens: int, block_size: int) -> int:
+    """Blocks that a request with `num_tokens` tokens may take from the cache: one token must be left to compute."""
+    return (num_tokens - 1) // block_size
+
+
+def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int) -> None:
+    """Brings `request.block_hashes` to at least `num_full_blocks` digests. Its tokens must reach that far."""
+    hashes = request.block_hashes
+    first = len(hashes)
+    if first >= num_full_blocks:
+        return
+    data = _token_bytes(request, first * block_size, num_full_blocks * block_size)
+    size = 4 * block_size
+    parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+    for offset in range(0, len(data), size):
+        parent = sha256(parent + data[offset : offset + size]).digest()
+        hashes.append(parent)
+
+
+def _token_bytes(request: Request, start: int, stop: int) -> bytes:
+    """Tokens ``[start, stop)`` of prompt and output as int32, little endian."""
+    num_prompt_tokens = request.num_prompt_tokens
+    data = b""
+    if start < num_prompt_tokens:
+        data = request.prompt_token_ids[start:stop].astype("<i4").tobytes()
+    if stop > num_prompt_tokens:
+        output = request.output_token_ids[max(start - num_prompt_tokens, 0) : stop - num_prompt_tokens]
+        data += np.array(output, dtype="<i4").tobytes()
+    return data

@@ -1,0 +1,154 @@
+"""The running set as columns: one numpy array per counter, one entry per row."""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tidewheel.batch import BoolArray, Int32Array
+from tidewheel.kvcache.invariants import require
+from tidewheel.request import Request, RequestState
+from tidewheel.scheduler.policy import Rank
+
+Int64Array = npt.NDArray[np.int64]
+
+NO_STOP = -1  # pads `stop_token_ids`; no sampled token has this id
+
+
+class Gaps(NamedTuple):
+    """What the running rows have left to compute. Rows that wait for a token in flight to end them are left out."""
+
+    decode_rows: Int32Array  # one token is missing
+    decode_starts: Int32Array  # its position
+    chunk_rows: Int32Array  # more than one
+
+
+class Columns:
+    """Struct of arrays, so that a step costs a few vector operations and not a loop over attributes.
+
+    *In flight* is what is scheduled and not yet applied. In every running row
+
+        num_computed_tokens + num_inflight_tokens <= num_tokens + num_inflight_samples <= max_num_tokens
+
+    On the left is the position that is scheduled next; in the middle are the row's tokens, with those that only the
+    device knows yet; the difference is what is left to compute.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.num_running = 0
+        self.running: BoolArray = np.zeros(num_rows, dtype=np.bool_)
+        self.num_prompt_tokens = _int32(num_rows)
+        self.num_tokens = _int32(num_rows)
+        self.min_num_tokens = _int32(num_rows)  # stop ids count from here on
+        self.max_num_tokens = _int32(num_rows)
+        self.num_computed_tokens = _int32(num_rows)
+        self.num_inflight_tokens = _int32(num_rows)
+        self.num_inflight_samples = _int32(num_rows)
+        self.num_slots = _int32(num_rows)  # tokens that the row's blocks can hold
+        self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)  # newest step that names the row
+        self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # counts the requests that left the row
+        self.stop_token_ids: Int32Array = np.full((num_rows, 1), NO_STOP, dtype=np.int32)
+        self.ranks: dict[int, Rank] = {}  # of running rows
+        self._requests = np.full(num_rows, None, dtype=object)
+        self._free_rows = list(range(num_rows))  # heap: low rows first keeps the tables of the runner compact
+        self._left_rows: list[int] = []
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def request(self, row: int) -> Request:
+        return cast(Request, self._requests[row])
+
+    def requests(self, rows: Int32Array | Int64Array) -> list[Request]:
+        return cast(list[Request], self._requests[rows].tolist())
+
+    def next_free_row(self) -> int:
+        return self._free_rows[0]
+
+    def enter(self, request: Request, rank: Rank, *, num_cached_tokens: int, num_slots: int) -> int:
+        """The request takes `next_free_row()`; the row."""
+        row = heapq.heappop(self._free_rows)
+        num_prompt_tokens = request.num_prompt_tokens
+        self.num_prompt_tokens[row] = num_prompt_tokens
+        self.num_tokens[row] = request.num_tokens
+        self.min_num_tokens[row] = num_prompt_tokens + request.sampling.min_tokens
+        self.max_num_tokens[row] = request.max_num_tokens
+        self.num_computed_tokens[row] = num_cached_tokens
+        self.num_inflight_tokens[row] = 0
+        self.num_inflight_samples[row] = 0
+        self.num_slots[row] = num_slots
+        self.last_step[row] = -1
+        self._set_stop_ids(row, request.stop_token_ids)
+        self._requests[row] = request
+        self.ranks[row] = rank
+        self.running[row] = True
+        self.num_running += 1
+        request.row = row
+        return row
+
+    def leave(self, row: int) -> Rank:
+        """The row is free; what is still in flight for it belongs to an epoch that is over."""
+        request = self.request(row)
+        request.row = -1
+        self._requests[row] = None
+        self.running[row] = False
+        self.num_running -= 1
+        self.epochs[row] += 1
+        heapq.heappush(self._free_rows, row)
+        self._left_rows.append(row)
+        return self.ranks.pop(row)
+
+    def take_left_rows(self) -> Int32Array:
+        """Rows that requests left since the last call."""
+        left = np.array(self._left_rows, dtype=np.int32)
+        self._left_rows.clear()
+        return left
+
+    def gaps(self) -> Gaps:
+        rows = np.flatnonzero(self.running).astype(np.int32)
+        starts = self.num_computed_tokens[rows] + self.num_inflight_tokens[rows]
+        ends = self.num_tokens[rows] + self.num_inflight_samples[rows]
+        missing = np.where(ends < self.max_num_tokens[rows], ends - starts, 0)
+        decodes = missing == 1
+        return Gaps(rows[decodes], starts[decodes], rows[missing > 1])
+
+    def reserve(self, step_id: int, rows: Int32Array, num_scheduled_tokens: Int32Array, samples: BoolArray) -> None:
+        self.num_inflight_tokens[rows] += num_scheduled_tokens
+        self.num_inflight_samples[rows] += samples
+        self.last_step[rows] = step_id
+
+    def check_invariants(self) -> None:
+        rows = np.flatnonzero(self.running)
+        require(len(rows) == self.num_running == len(self.ranks), "running rows are miscounted")
+        require(len(self._free_rows) + self.num_running == self.num_rows, "rows are lost")
+        require(not self.running[self._free_rows].any(), "a free row is running")
+        for row in rows.tolist():
+            request = self.request(row)
+            require(request.row == row and request.state is RequestState.RUNNING, f"{request} is not in row {row}")
+            require(int(self.num_tokens[row]) == request.num_tokens, f"{request} has {self.num_tokens[row]} tokens")
+        start = self.num_computed_tokens + self.num_inflight_tokens
+        known = self.num_tokens + self.num_inflight_samples
+        for name, holds in (
+            ("tokens in flight", (self.num_inflight_tokens >= 0) & (self.num_inflight_samples >= 0)),
+            ("computed tokens", (self.num_computed_tokens >= 0) & (start <= known)),
+            ("length", (self.num_tokens < self.max_num_tokens) & (known <= self.max_num_tokens)),
+            ("slots", start <= self.num_slots),
+        ):
+            require(bool(holds[rows].all()), f"{name} of row {rows[~holds[rows]].tolist()}")
+
+    def _set_stop_ids(self, row: int, stop_token_ids: tuple[int, ...]) -> None:
+        count, width = len(stop_token_ids), self.stop_token_ids.shape[1]
+        if count > width:
+            padding = ((0, 0), (0, count - width))
+            self.stop_token_ids = np.pad(self.stop_token_ids, padding, constant_values=NO_STOP)
+        self.stop_token_ids[row, :count] = stop_token_ids
+        self.stop_token_ids[row, count:] = NO_STOP
+
+
+def _int32(num_rows: int) -> Int32Array:
+    return np.zeros(num_rows, dtype=np.int32)

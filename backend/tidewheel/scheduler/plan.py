@@ -1,0 +1,97 @@
+"""A batch while it is put together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
+from tidewheel.request import Request
+
+
+class Chunk(NamedTuple):
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool  # reaches the last token
+
+
+class StepPlan:
+    """Rows and block-table entries of the next batch, within a token budget."""
+
+    def __init__(self, token_budget: int) -> None:
+        self.token_budget = token_budget
+        self.is_scarce = False  # blocks ran out for running rows: nobody is admitted in this step
+        self._decode_rows = _ids([])
+        self._decode_starts = _ids([])
+        self._chunks: list[Chunk] = []
+        self._new_rows: list[NewRow] = []
+        self._block_rows: list[int] = []
+        self._block_indices: list[int] = []
+        self._block_ids: list[int] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self._decode_rows) and not self._chunks
+
+    def set_decodes(self, rows: Int32Array, starts: Int32Array) -> None:
+        self._decode_rows, self._decode_starts = rows, starts
+        self.token_budget -= len(rows)
+
+    def add_chunk(self, row: int, start: int, end: int) -> None:
+        """As much of ``[start, end)`` as the budget allows."""
+        num_tokens = min(end - start, self.token_budget)
+        self._chunks.append(Chunk(row, start, num_tokens, start + num_tokens == end))
+        self.token_budget -= num_tokens
+
+    def add_row(self, new_row: NewRow) -> None:
+        self._new_rows.append(new_row)
+
+    def add_blocks(self, row: int, first_index: int, block_ids: list[int]) -> None:
+        self._block_rows += [row] * len(block_ids)
+        self._block_indices += range(first_index, first_index + len(block_ids))
+        self._block_ids += block_ids
+
+    def to_batch(self, step_id: int, freed_rows: Int32Array) -> ScheduledBatch:
+        chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
+        num_decodes = len(self._decode_rows) + sum(chunk.num_tokens == 1 for chunk in chunks)
+        return ScheduledBatch(
+            step_id=step_id,
+            rows=_join(self._decode_rows, [chunk.row for chunk in chunks]),
+            start_positions=_join(self._decode_starts, [chunk.start for chunk in chunks]),
+            num_scheduled_tokens=_join(np.ones_like(self._decode_rows), [chunk.num_tokens for chunk in chunks]),
+            samples=np.array([True] * len(self._decode_rows) + [chunk.samples for chunk in chunks], dtype=np.bool_),
+            num_decodes=num_decodes,
+            num_tokens=len(self._decode_rows) + sum(chunk.num_tokens for chunk in chunks),
+            new_rows=tuple(self._new_rows),
+            freed_rows=freed_rows,
+            block_rows=_ids(self._block_rows),
+            block_indices=_ids(self._block_indices),
+            block_ids=_ids(self._block_ids),
+        )
+
+
+def new_row(request: Request) -> NewRow:
+    """All that the runner must know of a request that takes a row."""
+    token_ids = request.prompt_token_ids
+    if request.output_token_ids:
+        token_ids = np.concatenate((token_ids, _ids(request.output_token_ids)))
+    return NewRow(
+        row=request.row,
+        request_id=request.request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.sampling,
+        seed=request.seed,
+        stop_token_ids=request.stop_token_ids,
+        bad_words_ids=request.bad_words_ids,
+    )
+
+
+def _ids(values: list[int]) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+def _join(leading: Int32Array, rest: list[int]) -> Int32Array:
+    return np.concatenate((leading, _ids(rest))) if rest else leading

@@ -1,0 +1,104 @@
+"""The decisions of one step: who gets how many tokens and blocks, who has to leave, who may enter."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidewheel.batch import Int32Array
+from tidewheel.request import Request
+from tidewheel.scheduler.admission import Admission
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.plan import StepPlan, new_row
+from tidewheel.scheduler.policy import choose_victim
+from tidewheel.scheduler.state import State
+
+
+def plan_step(state: State, config: SchedulerConfig, admission: Admission, now: float) -> StepPlan:
+    """Rows that miss one token come first, so that a long prompt never holds up a decode; what is left of the budget
+    goes to longer gaps, and then to requests that wait, both in the order of the policy."""
+    plan = StepPlan(config.max_num_batched_tokens)
+    decode_rows, decode_starts, chunk_rows = state.columns.gaps()
+    _plan_decodes(state, plan, decode_rows, decode_starts)
+    _plan_chunks(state, plan, chunk_rows)
+    if not plan.is_scarce:
+        _plan_admissions(state, plan, config, admission, now)
+    return plan
+
+
+def _plan_decodes(state: State, plan: StepPlan, rows: Int32Array, starts: Int32Array) -> None:
+    full = starts >= state.columns.num_slots[rows]
+    if full.any():
+        needy = rows[full].tolist()
+        if not _grow(state, plan, needy):
+            plan.is_scarce = True
+            sitting_out = _grow_by_rank(state, plan, needy)
+            keep = state.columns.running[rows] & ~np.isin(rows, sitting_out)
+            rows, starts = rows[keep], starts[keep]
+    plan.set_decodes(rows, starts)
+
+
+def _grow(state: State, plan: StepPlan, rows: list[int]) -> bool:
+    """One more block for each row, or nothing."""
+    new_blocks = state.kv.grow(rows)
+    if new_blocks is None:
+        return False
+    columns, block_size = state.columns, state.kv.block_size
+    for row, num_slots, block_id in zip(rows, columns.num_slots[rows].tolist(), new_blocks, strict=True):
+        plan.add_blocks(row, num_slots // block_size, [block_id])
+        columns.request(row).num_new_blocks += 1
+    columns.num_slots[rows] += block_size
+    return True
+
+
+def _grow_by_rank(state: State, plan: StepPlan, needy: list[int]) -> list[int]:
+    """Blocks ran out: best row first, at the cost of the worst. Returns the rows that must sit out this step.
+
+    A victim in flight gives its blocks back only when its step is applied; a row that can count on them waits for
+    that, and takes no further victim.
+    """
+    columns = state.columns
+    sitting_out: list[int] = []
+    for row in sorted(needy, key=columns.ranks.__getitem__):
+        while columns.running[row] and not _grow(state, plan, [row]):
+            if state.kv.num_held_blocks > len(sitting_out):
+                sitting_out.append(row)
+                break
+            state.preempt(choose_victim(columns.ranks))
+    return sitting_out
+
+
+def _plan_chunks(state: State, plan: StepPlan, rows: Int32Array) -> None:
+    columns = state.columns
+    for row in sorted(rows[columns.running[rows]].tolist(), key=columns.ranks.__getitem__):
+        if plan.token_budget < 1:
+            return
+        start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
+        plan.add_chunk(row, start, int(columns.num_tokens[row]))
+
+
+def _plan_admissions(state: State, plan: StepPlan, config: SchedulerConfig, admission: Admission, now: float) -> None:
+    """Waiting requests in order, while rows, budget and blocks last. The head is never overtaken.
+
+    A request takes the blocks of all its tokens when it enters, so a prefill that has begun never runs out of them.
+    """
+    headroom = int(config.watermark * state.kv.num_blocks)
+    while state.waiting and state.columns.has_free_row and plan.token_budget > 0:
+        request = state.waiting.head()
+        hit = state.kv.find_prefix(request)
+        blocks = state.enter(request, hit, keep_free=headroom if state.columns.num_running else 0)
+        if blocks is None:
+            return
+        if request.first_scheduled_time is None:
+            _record_first_start(state, request, hit.num_tokens, now)
+            admission.record_start(now)
+        plan.add_row(new_row(request))
+        plan.add_blocks(request.row, 0, blocks)
+        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens)
+
+
+def _record_first_start(state: State, request: Request, num_cached_tokens: int, now: float) -> None:
+    request.first_scheduled_time = now
+    request.num_cached_tokens = num_cached_tokens
+    if state.kv.enable_prefix_caching:
+        state.counters.num_prefix_queries += request.num_prompt_tokens
+        state.counters.num_prefix_hits += num_cached_tokens

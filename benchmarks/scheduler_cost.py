@@ -1,0 +1,140 @@
+"""What scheduling costs on the host: `schedule` + `apply` of the real Scheduler, with tokens that cost nothing.
+
+    python benchmarks/scheduler_cost.py --running 256 4096 [--steps 2000] [--finished 0] [--json]
+
+Steady decoding: every row gets one token a step, the rows stand at different places in their blocks, prefix caching
+is on, so each step allocates, hashes and registers blocks for one row in `block_size`. `--finished N` lets N requests
+run to their end first: the cost must not depend on how many there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.request import Request
+from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 16
+MEAN_PROMPT_TOKENS = 128
+EOS_IDS = (1, 2)
+VOCAB_SIZE = 32_000
+WARM_UP_STEPS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds a step, over `steps` steps of `running` decoding requests."""
+
+    running: int
+    finished: int
+    steps: int
+    median_us: float
+    p99_us: float
+    schedule_us: float  # medians of the two halves
+    apply_us: float
+
+
+class Bench:
+    def __init__(self, running: int, steps: int, seed: int = 0) -> None:
+        self.running = running
+        self.steps = steps
+        self.rng = np.random.default_rng(seed)
+        max_model_len = 2 * MEAN_PROMPT_TOKENS + WARM_UP_STEPS + steps + 1024
+        config = SchedulerConfig(
+            max_num_seqs=running,
+            max_num_batched_tokens=max(8192, 2 * running),
+            max_model_len=max_model_len,
+            max_waiting_requests=running,
+            max_waiting_tokens=running * max_model_len,
+        )
+        num_blocks = running * (max_model_len // BLOCK_SIZE + 1)
+        self.scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True))
+        self.num_added = 0
+
+    def add(self, max_tokens: int) -> None:
+        length = int(self.rng.integers(1, 2 * MEAN_PROMPT_TOKENS))
+        prompt = self.rng.integers(3, VOCAB_SIZE, length, dtype=np.int32)
+        request = Request(
+            f"request-{self.num_added}",
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            max_tokens=max_tokens,
+            arrival_time=time.monotonic(),
+            stop_token_ids=EOS_IDS,
+        )
+        self.num_added += 1
+        self.scheduler.add(request, time.monotonic())
+
+    def answer(self, batch: ScheduledBatch) -> SampledTokens:
+        tokens = self.rng.integers(3, VOCAB_SIZE, len(batch.rows), dtype=np.int32)
+        return SampledTokens(batch.step_id, np.where(batch.samples, tokens, SampledTokens.NOT_SAMPLED))
+
+    def step(self) -> tuple[float, float]:
+        """Seconds in `schedule` and in `apply`."""
+        begin = time.perf_counter()
+        batch = self.scheduler.schedule(begin)
+        scheduled = time.perf_counter()
+        if batch is None:
+            raise RuntimeError("nothing to schedule")
+        sampled = self.answer(batch)
+        answered = time.perf_counter()
+        self.scheduler.apply(batch, sampled, answered)
+        return scheduled - begin, time.perf_counter() - answered
+
+    def run(self, finished: int) -> Cost:
+        while self.num_added < finished:
+            for _ in range(min(self.running, finished - self.num_added)):
+                self.add(max_tokens=2)
+            while self.scheduler.has_unfinished:
+                self.step()
+        for _ in range(self.running):
+            self.add(max_tokens=self.steps + WARM_UP_STEPS + 1000)
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        if self.scheduler.num_running != self.running:
+            raise RuntimeError(f"{self.scheduler.num_running} of {self.running} requests are running")
+        halves = np.array([self.step() for _ in range(self.steps)]) * 1e6
+        self.scheduler.check_invariants()
+        total = halves.sum(axis=1)
+        return Cost(
+            running=self.running,
+            finished=finished,
+            steps=self.steps,
+            median_us=round(statistics.median(total.tolist()), 1),
+            p99_us=round(float(np.quantile(total, 0.99)), 1),
+            schedule_us=round(float(np.median(halves[:, 0])), 1),
+            apply_us=round(float(np.median(halves[:, 1])), 1),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Cost of schedule + apply per step, in microseconds.")
+    parser.add_argument("--running", type=int, nargs="+", default=[256, 4096], help="running requests")
+    parser.add_argument("--finished", type=int, default=0, help="requests that end before the measurement")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--json", action="store_true", help="machine readable, one list")
+    options = parser.parse_args()
+    costs = [Bench(running, options.steps).run(options.finished) for running in options.running]
+    if options.json:
+        print(json.dumps([asdict(cost) for cost in costs]))
+        return
+    print(f"python {platform.python_version()}, numpy {np.__version__}, {platform.processor() or platform.machine()}")
+    columns = ("running", "finished", "steps", "median_us", "p99_us", "schedule_us", "apply_us")
+    print(" ".join(f"{name:>12}" for name in columns))
+    for cost in costs:
+        print(" ".join(f"{asdict(cost)[name]:>12}" for name in columns))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""`tidewheel chat`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from tidewheel.cli.answer import Answer, show
+from tidewheel.cli.usage import add_sampling_options, add_server_options, connect, sampling_params
+
+if TYPE_CHECKING:
+    from tidewheel_client import Client
+
+_HELP = "Ctrl-C stops an answer, Ctrl-D ends the chat, /new starts over."
+_PROMPT = "> "
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_options(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told before the first message")
+    parser.add_argument("--stats", action="store_true", help="add tokens and times after each answer")
+    add_sampling_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    params = sampling_params(args)
+    with connect(args) as client:
+        client.metadata()  # says at once when there is no such server or model
+        print(f"{client.model} at {client.url}. {_HELP}")
+        _Chat(client, args.system, params, stats=args.stats).run()
+    return 0
+
+
+class _Chat:
+    """The messages so far, and the loop that adds to them."""
+
+    def __init__(self, client: Client, system: str | None, params: dict[str, object], *, stats: bool) -> None:
+        self._client = client
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+        self._params = params
+        self._stats = stats
+
+    def run(self) -> None:
+        while (line := _read_line()) is not None:
+            if line == "/new":
+                self._messages = list(self._opening)
+            elif line:
+                self._turn(line)
+
+    def _turn(self, line: str) -> None:
+        """One question and its answer. One that fails leaves no trace in the conversation."""
+        from tidewheel_client import RequestError
+
+        messages = [*self._messages, {"role": "user", "content": line}]
+        try:
+            answer = self._ask(messages)
+        except RequestError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return
+        self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+        if self._stats:
+            print(answer.stats, file=sys.stderr)
+
+    def _ask(self, messages: list[dict[str, str]]) -> Answer:
+        with self._client.stream(messages=messages, **self._params) as stream:  # type: ignore[arg-type]
+            return show(stream)
+
+
+def _read_line() -> str | None:
+    """The next line; empty after Ctrl-C, None at the end of the input."""
+    try:
+        return input(_PROMPT if sys.stdin.isatty() else "").strip()
+    except KeyboardInterrupt:
+        print()
+        return ""
+    except EOFError:
+        if sys.stdin.isatty():
+            print()
+        return None

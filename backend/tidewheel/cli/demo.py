@@ -1,0 +1,65 @@
+"""`tidewheel demo`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidewheel.cli.answer import show
+from tidewheel.cli.serve import DEFAULT_REPOSITORY
+
+if TYPE_CHECKING:
+    from tidewheel.server.launch import Endpoints
+    from tidewheel_client import Client
+
+MODEL = "demo"
+PROMPTS = ("A tuple is", "The server process", "To create a table")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-repository", type=Path, default=DEFAULT_REPOSITORY, metavar="DIR")
+    parser.add_argument("--max-tokens", type=int, default=80, metavar="N", help="per prompt (default: %(default)s)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tidewheel.server.ports import Ports
+    from tidewheel.server.serve import ServeOptions, serve
+
+    session = _Session(args.max_tokens)
+    options = ServeOptions(
+        model_repository=args.model_repository,
+        settings={},
+        ports=Ports(http=0, grpc=0, metrics=0),
+        drain_s=0.0,
+        verbose=args.verbose,
+    )
+    code = serve(options, session.run)
+    if session.error is not None:
+        raise session.error
+    return code
+
+
+class _Session:
+    """Asks the server that has just started. Runs on a thread of its own; `error` is what went wrong there."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.error: Exception | None = None
+
+    def run(self, endpoints: Endpoints) -> None:
+        from tidewheel.server.ports import authority
+        from tidewheel_client import Client, RequestError
+
+        try:
+            with Client(authority(endpoints.host, endpoints.ports.grpc), MODEL) as client:
+                for seed, prompt in enumerate(PROMPTS):
+                    self._write(client, prompt, seed)
+        except RequestError as error:
+            self.error = error
+
+    def _write(self, client: Client, prompt: str, seed: int) -> None:
+        print(f"\n\N{HEAVY RIGHT-POINTING ANGLE QUOTATION MARK ORNAMENT} {prompt}", end="", flush=True)
+        with client.stream(prompt, max_tokens=self._max_tokens, temperature=0.7, seed=seed) as stream:
+            print(f"  ({show(stream).stats})", flush=True)

@@ -1,0 +1,70 @@
+"""`tidewheel COMMAND`: finds the command, and turns what goes wrong into one line and an exit code.
+
+Exit codes: 0 done; 1 the server could not start, or a part of it died; 2 wrong usage, or the request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from tidewheel import __version__
+
+# Module → what it does. Each has add_arguments(parser) and run(args) → exit code, which imports what is heavy.
+COMMANDS = {
+    "serve": "serve a model, or a model repository, through Triton",
+    "generate": "send one prompt and stream the answer",
+    "chat": "talk to a model",
+    "demo": "start a server with the demo model, let it write, and end it",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # say, `tidewheel generate … | head`
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise
+        print(f"tidewheel: error: {error}", file=sys.stderr)
+        return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tidewheel", description="Serve large language models from NVIDIA Triton Inference Server."
+    )
+    parser.add_argument("--version", action="version", version=f"tidewheel {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, text in COMMANDS.items():
+        module = import_module(f"tidewheel.cli.{name}")
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _exit_code(error: Exception) -> int | None:
+    """None for what is a bug of ours. The classes are looked up among what is loaded, to import nothing for it."""
+    for module, name, code in (
+        ("tidewheel.server.errors", "ServeError", 1),
+        ("tidewheel.errors", "ConfigError", 1),
+        ("tidewheel.cli.usage", "UsageError", 2),
+        ("tidewheel_client.errors", "RequestError", 2),
+    ):
+        cls = getattr(sys.modules.get(module), name, None)
+        if cls is not None and isinstance(error, cls):
+            return code
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

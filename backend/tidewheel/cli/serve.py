@@ -1,0 +1,100 @@
+"""`tidewheel serve`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidewheel.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from tidewheel.server.serve import ServeOptions
+
+DEFAULT_REPOSITORY = Path("model_repository")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_argument_group("what to serve", "without either: the folder model_repository, if it is there")
+    what.add_argument("--model", metavar="PATH_OR_HF_ID", help="a Hugging Face folder or id, served at once")
+    what.add_argument("--model-repository", type=Path, metavar="DIR", help="a Triton model repository")
+    what.add_argument("--model-name", default="", metavar="NAME", help="serve --model as NAME (default: its own)")
+    what.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an engine setting for --model, say dtype=float32 or max_num_seqs=64 (repeatable)",
+    )
+    where = parser.add_argument_group("where", "port 0 takes a free one")
+    where.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        where.add_argument(f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--drain-s",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="how long running requests may go on when the server is asked to stop (default: %(default)g)",
+    )
+    how.add_argument("--tritonserver", metavar="PATH", help="the tritonserver to run (default: the first one found)")
+    how.add_argument(
+        "--triton-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="one more argument for tritonserver, as --triton-arg=--log-verbose=1 (repeatable)",
+    )
+    how.add_argument("--log-file", type=Path, metavar="FILE", help="write all that tritonserver and its stubs print")
+    how.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
+
+
+def run(args: argparse.Namespace) -> int:
+    options = _options(args)
+    from tidewheel.server.serve import serve
+
+    return serve(options)
+
+
+def _options(args: argparse.Namespace) -> ServeOptions:
+    from tidewheel.server.ports import Ports
+    from tidewheel.server.repository import parse_settings
+    from tidewheel.server.serve import ServeOptions
+
+    model_repository = args.model_repository
+    if args.model is not None and model_repository is not None:
+        raise UsageError("--model and --model-repository exclude each other")
+    if args.model is None and (args.set or args.model_name):
+        raise UsageError("--set and --model-name go with --model; settings of a repository stand in its config.pbtxt")
+    if args.model is None and model_repository is None:
+        if not DEFAULT_REPOSITORY.is_dir():
+            raise UsageError(f"nothing to serve: give --model or --model-repository (no {DEFAULT_REPOSITORY} here)")
+        model_repository = DEFAULT_REPOSITORY
+    return ServeOptions(
+        model_repository=model_repository,
+        model=args.model,
+        model_name=args.model_name,
+        settings=parse_settings(args.set),
+        host=args.host,
+        ports=Ports(http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
+        drain_s=args.drain_s,
+        tritonserver=args.tritonserver,
+        triton_arguments=tuple(args.triton_arg),
+        log_file=args.log_file,
+        verbose=args.verbose,
+    )
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"{port} is no port: 0 to 65535")
+    return port
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is no time in seconds: 0 to 86400")
+    return seconds

@@ -1,0 +1,97 @@
+"""What several commands share: where the server is, sampling options, and errors of usage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidewheel_client import Client
+
+DEFAULT_URL = "127.0.0.1:8001"
+
+# Option → (type, help). Only those given are sent, so that the model's own defaults hold.
+_SAMPLING: dict[str, tuple[type, str]] = {
+    "max_tokens": (int, "longest answer in tokens (default: what fits the context)"),
+    "temperature": (float, "0 is greedy"),
+    "top_k": (int, "sample among the K most likely tokens"),
+    "top_p": (float, "sample among the likeliest tokens that sum to P"),
+    "min_p": (float, "drop tokens less likely than P times the likeliest"),
+    "seed": (int, "same seed, same answer"),
+    "repetition_penalty": (float, "above 1 discourages repetition"),
+    "presence_penalty": (float, "above 0 discourages tokens that are in the answer already"),
+    "frequency_penalty": (float, "the same, by how often"),
+}
+
+
+class UsageError(Exception):
+    """The command cannot mean anything, or the server has not what it asks for."""
+
+
+def add_server_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC endpoint of the server (default: %(default)s)")
+    parser.add_argument("--model", help="name of the model (default: the only one that the server streams)")
+    parser.add_argument("--timeout-s", type=float, metavar="S", help="give up after S seconds")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "what is not given is the model's default")
+    for name, (kind, text) in _SAMPLING.items():
+        group.add_argument(_option(name), type=kind, metavar=name.rsplit("_", 1)[-1].upper(), help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before TEXT (repeatable)")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other sampling parameter; VALUE is JSON or text (repeatable)",
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> dict[str, object]:
+    """What was given, by the names of the wire."""
+    params: dict[str, object] = {
+        name: value for name in (*_SAMPLING, "stop") if (value := getattr(args, name)) is not None
+    }
+    for pair in args.set:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {pair!r}: write key=value")
+        params[key.replace("-", "_")] = _json_or_text(value)
+    return params
+
+
+def connect(args: argparse.Namespace) -> Client:
+    """A client of the server, with the model that is meant. Raises `UsageError` or `RequestError`."""
+    from tidewheel_client import Client, ServerUnavailable
+
+    client = Client(args.url, args.model or "", timeout_s=args.timeout_s)
+    if args.model:
+        return client
+    try:
+        client.model = _only_model(client)
+    except ServerUnavailable:
+        client.close()
+        raise UsageError(f"no server answers at {args.url}: start one with tidewheel serve, or give --url") from None
+    return client
+
+
+def _only_model(client: Client) -> str:
+    models = client.streaming_models()
+    if len(models) == 1:
+        return models[0]
+    if not models:
+        raise UsageError(f"the server at {client.url} has no model that streams: name one with --model")
+    raise UsageError(f"the server at {client.url} has several models: choose one with --model: {', '.join(models)}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _json_or_text(value: str) -> object:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -1,0 +1,1 @@
+"""Finding, assembling, starting and watching a tritonserver."""

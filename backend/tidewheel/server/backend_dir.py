@@ -1,0 +1,49 @@
+"""The folder for `--backend-directory`: Triton's Python backend with the right stub, and Tidewheel beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+
+from tidewheel.server.errors import ServeError
+from tidewheel.server.locate import STUB_NAME, TritonInstall
+
+BACKEND = "tidewheel"
+_PACKAGES = ("tidewheel", "tidewheel_kernels")
+
+
+def assemble(install: TritonInstall, target: Path) -> Path:
+    """Fills `target` (made here) with links to what is installed, and returns it.
+
+    The other backends of the installation are linked too, so that a repository with ensembles goes on working.
+    """
+    target.mkdir(parents=True)
+    for backend in install.backends.iterdir():
+        if backend.name not in ("python", BACKEND):
+            (target / backend.name).symlink_to(backend)
+    python = target / "python"
+    python.mkdir()
+    for part in (install.backends / "python").iterdir():
+        if part.name not in (STUB_NAME, "__pycache__"):
+            (python / part.name).symlink_to(part)
+    (python / STUB_NAME).symlink_to(install.stub)
+    (target / BACKEND).symlink_to(package_folder(BACKEND))
+    return target
+
+
+def package_folder(name: str) -> Path:
+    """Folder of an installed package, which is not imported. Raises `ServeError` when it is not there."""
+    spec = importlib.util.find_spec(name)
+    places = spec.submodule_search_locations if spec is not None else None
+    folder = next((Path(place) for place in places or () if Path(place).is_dir()), None)
+    if folder is None:
+        raise ServeError(f"the package {name} is not installed: install tidewheel again")
+    return folder.resolve()
+
+
+def python_path() -> list[str]:
+    """What the stub needs on PYTHONPATH to import what this Python imports, most specific first."""
+    roots = [package_folder(name).parent for name in _PACKAGES]
+    site = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
+    return list(dict.fromkeys(str(path) for path in (*roots, *site)))

@@ -1,0 +1,37 @@
+"""What `tidewheel serve` says. A terminal that has gone away must not end the server."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+from tqdm import tqdm
+
+from tidewheel.server.server_log import LogLine
+
+_LEVELS = {"W": "warning", "E": "error", "F": "error"}
+
+
+class Console:
+    """The report goes to standard output, everything else to standard error, above any progress bar."""
+
+    def __init__(self, *, verbose: bool) -> None:
+        self.verbose = verbose
+
+    def report(self, text: str) -> None:
+        self._write(text, sys.stdout)
+
+    def note(self, text: str) -> None:
+        self._write(f"tidewheel: {text}", sys.stderr)
+
+    def server_line(self, line: LogLine, loading: bool) -> None:
+        """Problems alone, unless verbose. While models load no errors: the reason is reported once, at the end."""
+        if self.verbose:
+            self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
+        elif line.is_problem and not (loading and line.level != "W"):
+            self.note(f"{_LEVELS[line.level]}: {line.message.strip()}")
+
+    def _write(self, text: str, stream: object) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            tqdm.write(text, file=stream)
+            stream.flush()  # type: ignore[attr-defined]

@@ -1,0 +1,121 @@
+"""How tritonserver is called: its command line and its environment."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidewheel.server.backend_dir import python_path
+from tidewheel.server.errors import ServeError
+from tidewheel.server.locate import TritonInstall
+from tidewheel.server.ports import Ports
+from tidewheel.server.workdir import WorkDir
+
+SHM_DEFAULT_BYTES = 16 << 20  # per front end, at its start
+SHM_GROWTH_BYTES = 16 << 20  # fewer remaps while large prompts arrive
+MAX_QUEUED_RESPONSES = 1024  # per gRPC stream whose client does not read
+EXIT_MARGIN_S = 15  # Triton's own limit, after the drain limit: the supervisor is to act first
+
+# APIs that nobody but an operator of a development server needs; behind a key that is told to nobody they are closed.
+_CLOSED_APIS = "shared-memory,trace,logging"
+_FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    host: str
+    ports: Ports
+
+
+def command(
+    install: TritonInstall,
+    repository: Path,
+    endpoints: Endpoints,
+    work: WorkDir,
+    *,
+    drain_s: float,
+    flags: frozenset[str],
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """The command line. `flags` are those that this tritonserver knows; `extra` comes last, as given."""
+    return [
+        str(install.binary),
+        f"--model-repository={repository}",
+        f"--backend-directory={work.backends}",
+        "--model-control-mode=none",
+        f"--http-address={endpoints.host}",
+        f"--http-port={endpoints.ports.http}",
+        f"--grpc-address={endpoints.host}",
+        f"--grpc-port={endpoints.ports.grpc}",
+        f"--metrics-address={endpoints.host}",
+        f"--metrics-port={endpoints.ports.metrics}",
+        f"--backend-config=python,shm-region-prefix-name={work.shm_prefix}",
+        f"--backend-config=python,shm-default-byte-size={SHM_DEFAULT_BYTES}",
+        f"--backend-config=python,shm-growth-byte-size={SHM_GROWTH_BYTES}",
+        f"--exit-timeout-secs={math.ceil(drain_s) + EXIT_MARGIN_S}",
+        *_hardening(flags),
+        *_without_gpu(flags),
+        *extra,
+    ]
+
+
+def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for tritonserver, its stubs and the engines that they start."""
+    env = dict(base)
+    env["TIDEWHEEL_RUN_DIR"] = str(work.run)
+    env["LD_LIBRARY_PATH"] = _joined([str(path) for path in install.libraries], base.get("LD_LIBRARY_PATH"))
+    env["PYTHONPATH"] = _joined(python_path(), base.get("PYTHONPATH"))
+    # The Python inside a stub takes its prefix from the `python3` that it finds first.
+    env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
+    env["PYTHONUNBUFFERED"] = "1"
+    # Front ends tokenise on threads of their own, and numpy there does nothing that several threads could share.
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault("OPENBLAS_NUM_THREADS", "1")
+    return env
+
+
+def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str]:
+    """The flags in its help. Raises `ServeError` if the program does not run here."""
+    try:
+        done = subprocess.run(  # noqa: S603 - the located program
+            [str(install.binary), "--help"], env=dict(env), capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ServeError(f"{install.binary} does not run: {error}") from None
+    found = frozenset(_FLAG.findall(done.stdout + done.stderr))
+    if "--model-repository" not in found:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        raise ServeError(f"{install.binary} does not run: {last[0]}")
+    return found
+
+
+def _hardening(flags: frozenset[str]) -> list[str]:
+    key = secrets.token_hex(16)
+    wanted = {
+        "--allow-client-shm": "false",
+        "--allow-sagemaker": "false",
+        "--allow-vertex-ai": "false",
+        "--http-restricted-api": f"{_CLOSED_APIS}:tidewheel-closed={key}",
+        "--grpc-restricted-protocol": f"{_CLOSED_APIS}:tidewheel-closed={key}",
+        "--grpc-max-response-pool-size": str(MAX_QUEUED_RESPONSES),
+    }
+    return [f"{flag}={value}" for flag, value in wanted.items() if flag in flags]
+
+
+def _without_gpu(flags: frozenset[str]) -> list[str]:
+    """Spares a machine without an NVIDIA driver Triton's complaints about it."""
+    if Path("/dev/nvidiactl").exists():
+        return []
+    wanted = {"--allow-gpu-metrics": "false", "--pinned-memory-pool-byte-size": "0"}
+    return [f"{flag}={value}" for flag, value in wanted.items() if flag in flags]
+
+
+def _joined(paths: Sequence[str], rest: str | None) -> str:
+    return os.pathsep.join([*paths, *([rest] if rest else [])])

@@ -1,0 +1,113 @@
+"""Processes of Linux, through /proc and pidfds: children, descendants, their end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.02
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Process(NamedTuple):
+    pid: int
+    parent: int
+    name: str  # of its program, the first 15 bytes
+    state: str  # "Z": ended, its parent has not asked yet
+    started: int  # clock ticks since boot: with the pid, an identity
+
+
+def read(pid: int) -> Process | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name stands in parentheses and may hold anything.
+    name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
+    fields = rest.split()
+    return Process(pid, int(fields[1]), name, fields[0], int(fields[19]))
+
+
+def snapshot() -> list[Process]:
+    found = (read(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [process for process in found if process is not None]
+
+
+def children(pid: int) -> list[Process]:
+    return [process for process in snapshot() if process.parent == pid]
+
+
+def descendants(pid: int) -> list[Process]:
+    """Every living process below `pid`."""
+    below: dict[int, list[Process]] = {}
+    for process in snapshot():
+        below.setdefault(process.parent, []).append(process)
+    found, todo = [], [pid]
+    while todo:
+        for process in below.get(todo.pop(), ()):
+            todo.append(process.pid)
+            if process.state != "Z":
+                found.append(process)
+    return found
+
+
+class Watch:
+    """Notices the end of one process. `fileno` is a pidfd, or None where the kernel has none: poll `has_ended`."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.pid = process.pid
+        self.fileno: int | None = None
+        with contextlib.suppress(OSError):
+            self.fileno = os.pidfd_open(process.pid)
+
+    def has_ended(self) -> bool:
+        now = read(self.pid)
+        return now is None or now.state == "Z" or now.started != self._process.started
+
+    def close(self) -> None:
+        if self.fileno is not None:
+            os.close(self.fileno)
+            self.fileno = None
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process, so that none can get away."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with_parent() -> None:
+    """To be called in a child before it becomes another program: SIGTERM when its parent ends, however it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def reap(*, keep: int) -> None:
+    """Collects children that have ended, but not `keep`, whose exit status its owner wants."""
+    for process in children(os.getpid()):
+        if process.state == "Z" and process.pid != keep:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, number)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Polls; whether the condition came true in time."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(_POLL_S)
+    return True

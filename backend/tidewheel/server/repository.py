@@ -1,0 +1,96 @@
+"""Model repositories: one written for `--model`, one that is there checked before anything starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+
+TWIN_SUFFIX = "_infer"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
+    """An entry that serves a folder or a Hugging Face id, and its non-decoupled twin on the same engine.
+
+    Raises `ConfigError` if `model` is neither, or a setting is unknown or impossible.
+    """
+    model = resolve_model(model)
+    EngineConfig.from_settings({"model": model, **settings})
+    _write(repository / name, {"model": model, **settings}, decoupled=True)
+    _write(repository / f"{name}{TWIN_SUFFIX}", {"engine_of": name}, decoupled=False)
+
+
+def resolve_model(model: str) -> str:
+    """The absolute folder, or the Hugging Face id as it is."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
+        return str(folder.resolve())
+    if not _HUB_ID.fullmatch(model):
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (organisation/name) either")
+    return model
+
+
+def served_name(model: str) -> str:
+    """The name to serve a model under: the last part of its folder or id."""
+    folder = Path(model).expanduser()
+    name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1]
+    return re.sub(r"[^\w.-]+", "_", name).strip("._-") or "model"
+
+
+def check_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ConfigError(f"the name {name!r} cannot be served: use letters, digits, '.', '-' and '_'")
+    return name
+
+
+def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
+    """`key=value` texts; a key that stands twice is an error."""
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals or not key:
+            raise ConfigError(f"--set {pair!r}: write key=value")
+        if key == "model":
+            raise ConfigError(f"--set {pair!r}: --model names the model")
+        if key in settings:
+            raise ConfigError(f"--set has {key} twice: {settings[key]!r} and {value!r}")
+        settings[key] = value.strip()
+    return settings
+
+
+def entries(repository: Path) -> list[str]:
+    """Names of the entries, sorted. Raises `ConfigError` when there is nothing to serve."""
+    if not repository.is_dir():
+        raise ConfigError(f"model repository {str(repository)!r}: no such folder")
+    names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
+    if not names:
+        raise ConfigError(
+            f"model repository {str(repository)!r} has no entry: it must hold a folder per model, with a config.pbtxt"
+        )
+    return names
+
+
+def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
+    (folder / "1").mkdir(parents=True)
+    lines = [
+        'backend: "tidewheel"',
+        f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",
+        "instance_group [ { count: 1 kind: KIND_CPU } ]",  # of the front end: its engine picks the device
+    ]
+    lines += [
+        f'parameters {{ key: "{key}" value: {{ string_value: "{_escape(value)}" }} }}'
+        for key, value in parameters.items()
+    ]
+    (folder / "config.pbtxt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _escape(text: str) -> str:
+    """As protobuf's text format wants it between double quotes."""
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,156 @@
+"""`tidewheel serve` from options to exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidewheel.engine.run_dir import engine_dir
+from tidewheel.engine.status import read_status
+from tidewheel.server import backend_dir, launch, ports, repository
+from tidewheel.server.console import Console
+from tidewheel.server.launch import Endpoints
+from tidewheel.server.locate import TritonInstall, locate
+from tidewheel.server.ports import Ports, authority
+from tidewheel.server.progress import LoadProgress
+from tidewheel.server.report import summary, version_warning
+from tidewheel.server.server_log import ServerLog
+from tidewheel.server.signals import StopSignals
+from tidewheel.server.supervisor import Supervisor
+from tidewheel.server.triton_http import TritonHttp
+from tidewheel.server.workdir import WorkDir, work_dir
+
+FORCED_EXIT = 130  # as a shell has it for a program that Ctrl-C ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Exactly one of `model_repository` and `model` is set."""
+
+    model_repository: Path | None = None
+    model: str | None = None  # a folder or a Hugging Face id
+    model_name: str = ""  # to serve `model` under; empty: the last part of its folder or id
+    settings: Mapping[str, str]  # engine settings for `model`
+    host: str = "127.0.0.1"
+    ports: Ports
+    drain_s: float = 30.0
+    tritonserver: str | None = None
+    triton_arguments: tuple[str, ...] = ()
+    log_file: Path | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Everything that is decided before a process starts."""
+
+    install: TritonInstall
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    endpoints: Endpoints
+    engines: Mapping[str, Path]  # model name → folder of its engine
+
+
+def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
+    """Runs until asked to stop; the exit code. `session`, if given, runs beside the ready server, which ends with it.
+
+    Raises `ServeError` or `ConfigError` when the server cannot start or a part of it dies; everything that was
+    started has ended by then.
+    """
+    console = Console(verbose=options.verbose)
+    install = locate(options.tritonserver)
+    with StopSignals() as signals, work_dir() as work, _server_log(options.log_file) as log:
+        plan = _prepare(options, install, work)
+        console.note(f"starting tritonserver ({install.origin})")
+        with Supervisor(
+            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line
+        ) as supervisor:
+            if _wait_ready(supervisor, plan):
+                _announce(console, plan, log.version)
+                _stay(supervisor, plan.endpoints, session)
+                console.note(_farewell(supervisor, options.drain_s))
+                supervisor.drain(list(plan.engines.values()), options.drain_s)
+        return FORCED_EXIT if supervisor.was_forced else 0
+
+
+def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:
+    models = _repository(options, work)
+    names = repository.entries(models)
+    endpoints = Endpoints(host=options.host, ports=ports.choose(options.host, options.ports))
+    backend_dir.assemble(install, work.backends)
+    environment = launch.environment(install, work)
+    # Where `engine_dir` looks, here as in the processes that are started.
+    os.environ["TIDEWHEEL_RUN_DIR"] = str(work.run)
+    command = launch.command(
+        install,
+        models,
+        endpoints,
+        work,
+        drain_s=options.drain_s,
+        flags=launch.known_flags(install, environment),
+        extra=options.triton_arguments,
+    )
+    return _Plan(
+        install=install,
+        command=tuple(command),
+        environment=environment,
+        endpoints=endpoints,
+        engines={name: engine_dir(models, name) for name in names},
+    )
+
+
+def _repository(options: ServeOptions, work: WorkDir) -> Path:
+    """The folder to serve; written now if a single model is."""
+    if options.model_repository is not None:
+        return options.model_repository.expanduser().resolve()
+    model = options.model or ""
+    name = options.model_name or repository.served_name(model)
+    repository.write_entry(work.repository, model, repository.check_name(name), options.settings)
+    return work.repository.resolve()
+
+
+@contextlib.contextmanager
+def _server_log(path: Path | None) -> Iterator[ServerLog]:
+    if path is None:
+        yield ServerLog()
+        return
+    with path.open("wb") as copy:
+        yield ServerLog(copy)
+
+
+def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
+    server = TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http))
+    progress = LoadProgress(plan.engines)
+    try:
+        return supervisor.wait_ready(server.is_ready, progress.update)
+    finally:
+        progress.close()
+
+
+def _announce(console: Console, plan: _Plan, version: str) -> None:
+    models = TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http)).models()
+    statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
+    infos = {name: status.info for name, status in statuses.items() if status is not None and status.info is not None}
+    warning = version_warning(version, plan.endpoints.host)
+    if warning is not None:
+        console.note(f"warning: {warning}")
+    console.report(summary(version, plan.install.origin, plan.endpoints, models, infos))
+
+
+def _stay(supervisor: Supervisor, endpoints: Endpoints, session: Callable[[Endpoints], None] | None) -> None:
+    if session is None:
+        supervisor.watch(lambda: False)
+        return
+    guest = threading.Thread(target=session, args=(endpoints,), daemon=True)
+    guest.start()
+    supervisor.watch(lambda: not guest.is_alive())
+
+
+def _farewell(supervisor: Supervisor, drain_s: float) -> str:
+    if not supervisor.stop_requested:
+        return "stopping"
+    return f"stopping: running requests have {drain_s:g} s to end (Ctrl-C again ends them now)"

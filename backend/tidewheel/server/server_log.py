@@ -1,0 +1,102 @@
+"""What tritonserver and its stubs print: what a user should see of it, and why a load failed."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections import deque
+from typing import IO, NamedTuple
+
+_KEPT_LINES = 400
+_MAX_LINE = 1 << 16
+_LINE = re.compile(r'^(?P<level>[IWEF])\d{4} [\d:.]+ \d+ (?P<file>[^:\]]+):\d+\] ?"?(?P<message>.*?)"?$', re.DOTALL)
+_VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
+# "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
+_LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL)
+_POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
+_EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
+# Triton says these of a machine without a GPU, where they mean nothing.
+_NOISE = re.compile(r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled")
+
+
+class LogLine(NamedTuple):
+    level: str  # I, W, E, F; empty for what is no line of Triton's log
+    file: str
+    message: str
+
+    @property
+    def is_problem(self) -> bool:
+        return self.level in ("W", "E", "F") and _NOISE.search(self.message) is None
+
+
+class LoadFailure(NamedTuple):
+    model: str
+    reason: str  # one line
+
+
+def parse(text: str) -> LogLine:
+    match = _LINE.match(text)
+    if match is None:
+        return LogLine("", "", text)
+    return LogLine(match["level"], match["file"], _unescape(match["message"]))
+
+
+def load_failure(message: str) -> LoadFailure | None:
+    """Which model cannot be loaded and why, if that is what a message says."""
+    match = _LOAD_FAILED.match(message) or _POLL_FAILED.match(message)
+    if match is None:
+        return None
+    return LoadFailure(match["model"], _one_line(match["reason"]))
+
+
+class ServerLog:
+    """Splits the output into lines, keeps the last ones, and remembers version and first failed load.
+
+    `copy` gets every byte, for `--log-file`.
+    """
+
+    def __init__(self, copy: IO[bytes] | None = None) -> None:
+        self._copy = copy
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._kept: deque[LogLine] = deque(maxlen=_KEPT_LINES)
+        self.version = ""
+        self.failure: LoadFailure | None = None
+
+    def feed(self, data: bytes) -> list[LogLine]:
+        """The lines that `data` completes."""
+        if self._copy is not None:
+            self._copy.write(data)
+            self._copy.flush()
+        *complete, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+        if len(self._rest) > _MAX_LINE:
+            complete, self._rest = [*complete, self._rest], ""
+        return [self._note(text) for text in complete]
+
+    def last_words(self) -> str:
+        """The line most likely to say why the server ended: the last error, else the last line at all."""
+        lines = [line for line in self._kept if line.message.strip()]
+        errors = [line for line in lines if line.level in ("E", "F") and line.is_problem]
+        plain = [line for line in lines if line.level == "" and not line.message.startswith(("|", "+"))]
+        best = (errors or plain or lines)[-1:]
+        return _one_line(best[0].message) if best else "it printed nothing"
+
+    def _note(self, text: str) -> LogLine:
+        line = parse(text.rstrip("\r"))
+        self._kept.append(line)
+        if version := _VERSION.match(line.message):
+            self.version = version[1]
+        if self.failure is None and line.level == "E":
+            self.failure = load_failure(line.message)
+        return line
+
+
+def _one_line(reason: str) -> str:
+    """The reason without the name of the exception and without the stack that Triton appends."""
+    text = reason.split("\n\nAt:", 1)[0].strip()
+    text = _EXCEPTION_NAME.sub("", text)
+    return " ".join(text.split())
+
+
+def _unescape(message: str) -> str:
+    return message.replace("\\n", "\n").replace('\\"', '"') if "\\" in message else message

@@ -1,0 +1,207 @@
+"""One tritonserver with its stubs and engines: started together, watched, ended together."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+from types import TracebackType
+
+from tidewheel.engine import control
+from tidewheel.engine.status import read_status
+from tidewheel.server import processes
+from tidewheel.server.errors import ServeError
+from tidewheel.server.locate import STUB_NAME
+from tidewheel.server.server_log import LogLine, ServerLog
+from tidewheel.server.signals import StopSignals
+
+POLL_S = 0.1
+DEATH_GRACE_S = 2.5  # for the rest of a group of which one has died; all of it is gone within 5 s
+FINAL_ANSWERS_S = 3.0  # for the errors that tell cut-off requests what happened
+ENGINE_GRACE_S = 5.0  # for engines to give their device back
+_READ_BYTES = 1 << 16
+
+
+class Supervisor:
+    """Starts tritonserver and owns every process below this one; leaving the `with` block ends them all.
+
+    Runs in one thread: a selector waits for signals, for output, and for the end of any watched process. `on_line`
+    gets each line of output, with whether models are still loading.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        signals: StopSignals,
+        log: ServerLog,
+        on_line: Callable[[LogLine, bool], None],
+    ) -> None:
+        self._signals = signals
+        self._log = log
+        self._on_line = on_line
+        self._loading = True
+        self._watches: list[processes.Watch] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ, signals.clear)
+        processes.adopt_orphans()
+        # A session of its own: Ctrl-C in the terminal reaches this process alone, which ends the others in order.
+        self._server = subprocess.Popen(  # noqa: S603 - the located program
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=processes.end_with_parent,
+        )
+        assert self._server.stdout is not None
+        self._output = self._server.stdout.fileno()
+        os.set_blocking(self._output, False)
+        self._selector.register(self._output, selectors.EVENT_READ, self._read_output)
+        self._watch(self._server.pid)
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._signals.count > 0
+
+    @property
+    def was_forced(self) -> bool:
+        """Somebody asked twice."""
+        return self._signals.count > 1
+
+    def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
+        """Whether the server is ready; False: asked to stop. Raises `ServeError` with the reason if a load fails."""
+        while not is_ready():
+            self._pump(POLL_S)
+            on_tick()
+            if self.stop_requested:
+                return False
+            if self._log.failure is not None:
+                raise ServeError(f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}")
+            if self._server.poll() is not None:
+                self._read_output()
+                raise ServeError(self._why_it_ended())
+        self._loading = False
+        for process in processes.children(self._server.pid):
+            if process.name == STUB_NAME[: len(process.name)] and process.state != "Z":
+                self._watch(process.pid)
+        return True
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        """Returns when asked to stop or `is_over()`. Raises `ServeError` when tritonserver or a stub has died."""
+        while not self.stop_requested and not is_over():
+            self._pump(POLL_S)
+            for watch in self._watches:
+                if watch.has_ended():
+                    raise ServeError(self._obituary(watch.pid))
+            processes.reap(keep=self._server.pid)
+
+    def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
+        """Refuses new requests and lets the running ones end; what still runs after the limit gets an error."""
+        self._unwatch()
+        for engine_dir in _alive(engine_dirs):
+            control.drain(engine_dir)
+        self._server.send_signal(SIGTERM)
+        if self._wait_server(limit_s) or self.was_forced:
+            return
+        for engine_dir in _alive(engine_dirs):
+            control.stop(engine_dir)
+        self._wait_server(FINAL_ANSWERS_S)
+
+    def end_all(self, grace_s: float) -> None:
+        """Ends every process below this one: asked first, killed after the grace. Nothing is left when it returns."""
+        self._unwatch()
+        me = os.getpid()
+        processes.signal_all(processes.descendants(me), SIGTERM)
+        end = time.monotonic() + grace_s
+        while processes.descendants(me) and time.monotonic() < end and not self.was_forced:
+            self._pump(POLL_S)
+            processes.reap(keep=self._server.pid)
+        while left := processes.descendants(me):
+            processes.signal_all(left, SIGKILL)
+            time.sleep(POLL_S / 10)
+            processes.reap(keep=self._server.pid)
+        self._server.wait()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end_all(0.0 if self.was_forced else DEATH_GRACE_S if error else ENGINE_GRACE_S)
+        self._selector.close()
+        if self._server.stdout is not None:
+            self._server.stdout.close()
+
+    def _watch(self, pid: int) -> None:
+        process = processes.read(pid)
+        if process is None:
+            raise ServeError(self._obituary(pid))
+        watch = processes.Watch(process)
+        self._watches.append(watch)
+        if watch.fileno is not None:
+            self._selector.register(watch.fileno, selectors.EVENT_READ, lambda: None)
+
+    def _unwatch(self) -> None:
+        """What is to end may end: an ended process would keep the selector from waiting."""
+        for watch in self._watches:
+            if watch.fileno is not None:
+                self._selector.unregister(watch.fileno)
+            watch.close()
+        self._watches.clear()
+
+    def _pump(self, timeout_s: float) -> None:
+        """Waits for something to happen, and takes in what has."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def _read_output(self) -> None:
+        while True:
+            try:
+                data = os.read(self._output, _READ_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                if self._output in self._selector.get_map():
+                    self._selector.unregister(self._output)
+                return
+            for line in self._log.feed(data):
+                self._on_line(line, self._loading)
+
+    def _wait_server(self, limit_s: float) -> bool:
+        """Whether tritonserver ended within the limit; stops waiting when forced."""
+        end = time.monotonic() + limit_s
+        while self._server.poll() is None:
+            if time.monotonic() >= end or self.was_forced:
+                return False
+            self._pump(POLL_S)
+        return True
+
+    def _obituary(self, pid: int) -> str:
+        if pid == self._server.pid:
+            self._server.poll()
+            return f"tritonserver died ({_status(self._server.returncode)}): {self._log.last_words()}"
+        return f"a front end died (stub process {pid}): ending the server, its supervisor may start it again"
+
+    def _why_it_ended(self) -> str:
+        if self._log.failure is not None:
+            return f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}"
+        return f"tritonserver ended at its start ({_status(self._server.returncode)}): {self._log.last_words()}"
+
+
+def _alive(engine_dirs: Sequence[Path]) -> list[Path]:
+    found = ((folder, read_status(folder)) for folder in engine_dirs)
+    return [folder for folder, status in found if status is not None and status.is_alive]
+
+
+def _status(returncode: int | None) -> str:
+    if returncode is None:
+        return "no exit status"
+    return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"

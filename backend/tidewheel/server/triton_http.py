@@ -1,0 +1,68 @@
+"""The few questions that `tidewheel serve` asks tritonserver over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+_TIMEOUT_S = 2.0
+
+
+class DeployedModel(NamedTuple):
+    name: str
+    backend: str
+    decoupled: bool
+    engine_of: str  # the model whose engine it shares; empty: its own
+
+
+class TritonHttp:
+    """`authority` is host:port. Every call makes a connection of its own and raises OSError if none can be made."""
+
+    def __init__(self, authority: str) -> None:
+        self._authority = authority
+
+    def is_ready(self) -> bool:
+        try:
+            return self._call("GET", "/v2/health/ready").status == 200
+        except OSError:
+            return False
+
+    def models(self) -> list[DeployedModel]:
+        """Every ready model, sorted by name."""
+        index = self._json("POST", "/v2/repository/index")
+        names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
+        return [self._model(name) for name in names]
+
+    def _model(self, name: str) -> DeployedModel:
+        config = self._json("GET", f"/v2/models/{quote(name, safe='')}/config")
+        parameters = config.get("parameters", {})
+        return DeployedModel(
+            name=name,
+            backend=config.get("backend", ""),
+            decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+            engine_of=parameters.get("engine_of", {}).get("string_value", ""),
+        )
+
+    def _json(self, method: str, path: str) -> Any:
+        answer = self._call(method, path)
+        if answer.status != 200:
+            raise OSError(f"{path} answered {answer.status}")
+        return json.loads(answer.body)
+
+    def _call(self, method: str, path: str) -> _Answer:
+        connection = http.client.HTTPConnection(self._authority, timeout=_TIMEOUT_S)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return _Answer(response.status, response.read())
+        except http.client.HTTPException as error:
+            raise OSError(str(error)) from error
+        finally:
+            connection.close()
+
+
+class _Answer(NamedTuple):
+    status: int
+    body: bytes

@@ -1,0 +1,90 @@
+"""The private folder of one running server, and the end of what a killed one left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PREFIX = "tidewheel-serve-"
+_LOCK = "lock"
+_YOUNG_S = 60.0  # a younger folder may be one that is being made
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
+
+
+@dataclass(frozen=True, slots=True)
+class WorkDir:
+    """Folder of mode 0700; its lock is held as long as its server lives, so nobody takes it for a leftover."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        """TIDEWHEEL_RUN_DIR of the server: a folder per engine."""
+        return self.root / "run"
+
+    @property
+    def backends(self) -> Path:
+        return self.root / "backends"
+
+    @property
+    def repository(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def shm_prefix(self) -> str:
+        """What the names of the server's shared-memory regions start with; no two servers share one."""
+        return _shm_prefix(self.root)
+
+
+@contextlib.contextmanager
+def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
+    """A new work folder; on leaving, it and the shared-memory regions under its prefix are gone."""
+    base = parent or Path(tempfile.gettempdir())
+    sweep(base, shared_memory)
+    root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    try:
+        with (root / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder = WorkDir(root)
+            folder.run.mkdir(mode=0o700)
+            yield folder
+    finally:
+        _remove(root, shared_memory)
+
+
+def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
+    """Removes the folders and regions of servers of this user that were killed; the folders removed."""
+    return [root for root in base.glob(f"{_PREFIX}*") if _is_left_over(root) and _remove(root, shared_memory)]
+
+
+def _is_left_over(root: Path) -> bool:
+    try:
+        info = root.lstat()
+        if info.st_uid != os.getuid() or not root.is_dir() or root.is_symlink():
+            return False
+        if time.time() - info.st_mtime < _YOUNG_S:
+            return False
+        with (root / _LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # gone meanwhile, or its server lives
+        return False
+    return True
+
+
+def _remove(root: Path, shared_memory: Path) -> bool:
+    for region in shared_memory.glob(f"{_shm_prefix(root)}*"):
+        with contextlib.suppress(OSError):
+            region.unlink()
+    shutil.rmtree(root, ignore_errors=True)
+    return not root.exists()
+
+
+def _shm_prefix(root: Path) -> str:
+    return f"tidewheel_{root.name.removeprefix(_PREFIX)}_"

@@ -1,0 +1,77 @@
+"""From a model folder to a `CausalLM` on its device."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import CausalLM, Progress
+from tidewheel.models.config import parse_config
+from tidewheel.models.config_file import Fields, architecture
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.registry import NativeTraits, native_traits
+from tidewheel.models.transformers_model import load_transformers_model, transformers_config
+from tidewheel.models.weights import checkpoint_files, fill_random, load_weights
+
+logger = logging.getLogger(__name__)
+
+
+class LoadedModel(NamedTuple):
+    model: CausalLM
+    architecture: str
+    max_model_len: int
+
+
+def load_model(
+    folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> LoadedModel:
+    """Raises `ConfigError` in one line; what `config.json` and the headers can tell is checked before any reading."""
+    name = architecture(fields)
+    traits = native_traits(fields)
+    logger.info("%s runs %s", name, "through transformers" if traits is None else "on the native decoder")
+    if traits is not None:
+        return _load_native(folder, fields, traits, config, dtype, device, progress)
+    cls, hf_config = transformers_config(fields)
+    context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
+    if context is None:
+        raise ConfigError(f"{fields.where} does not say the context length of {name}: set max_model_len")
+    max_model_len = resolve_max_model_len(config.max_model_len, context)
+    seed = config.seed if config.load_format == "dummy" else None
+    model = load_transformers_model(
+        folder, cls, hf_config, dtype=dtype, device=device, progress=progress, dummy_seed=seed
+    )
+    return LoadedModel(model, name, max_model_len)
+
+
+def _load_native(
+    folder: Path,
+    fields: Fields,
+    traits: NativeTraits,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+) -> LoadedModel:
+    shape = parse_config(fields, traits)
+    max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
+    files = [] if config.load_format == "dummy" else checkpoint_files(folder)
+    decoder = Decoder(shape, max_model_len=max_model_len, dtype=dtype, device=device)
+    if config.load_format == "dummy":
+        fill_random(decoder.destinations(), config.seed, progress)
+    else:
+        load_weights(files, decoder.destinations(), progress, ignored=decoder.ignores)
+    decoder.pack()
+    return LoadedModel(decoder, shape.architecture, max_model_len)
+
+
+def resolve_max_model_len(wanted: int | None, context: int) -> int:
+    if wanted is None:
+        return context
+    if wanted > context:
+        raise ConfigError(f"max_model_len is {wanted}: the model was made for at most {context} tokens")
+    return wanted

@@ -1,0 +1,29 @@
+"""Where a model lies: a folder, or the local copy of a Hugging Face repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from tidewheel.errors import ConfigError
+
+# Data only: no code and no pickled weights are ever fetched.
+PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+
+
+def resolve_folder(model: str) -> Path:
+    """The folder itself, else a download (or the cached copy) of the Hugging Face repository of that name."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists() or folder.is_absolute() or model.count("/") != 1:
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
+    try:
+        return Path(snapshot_download(model, allow_patterns=PATTERNS))
+    except HFValidationError:
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model {model!r} is no folder and cannot be fetched from Hugging Face: {reason}") from None

@@ -1,0 +1,120 @@
+"""Every other causal decoder of transformers, with its attention replaced by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import KVLayer, ModelShape, Progress
+from tidewheel.models.config_file import Fields, architecture
+from tidewheel.models.registry import NATIVE
+from tidewheel.models.transformers_attention import IMPLEMENTATION, KEYWORD, PagedAttention
+from tidewheel.models.transformers_checks import check_class, check_config
+from tidewheel.models.transformers_probe import probe
+from tidewheel.models.weights import STAGE, checkpoint_files, named
+from tidewheel_kernels import AttentionMetadata
+
+
+class TransformersModel:
+    """A `CausalLM` around a model of transformers: one packed sequence in, logits of chosen tokens out."""
+
+    def __init__(self, model: Any, name: str, device: torch.device) -> None:
+        self._model = model
+        shapes = probe(model, name, device)
+        if len(set(shapes)) != 1:
+            raise ConfigError(f"{name} is not offered: its layers keep keys of different shapes")
+        num_kv_heads, head_dim = shapes[0]
+        hidden_size = model.config.hidden_size
+        self.shape = ModelShape(
+            len(shapes), num_kv_heads, head_dim, model.get_output_embeddings().weight.shape[0], hidden_size,
+            getattr(model.config, "intermediate_size", None) or 4 * hidden_size,
+        )  # fmt: skip
+        self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self._model(
+            input_ids=token_ids.long().unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logit_indices,
+            **{KEYWORD: PagedAttention(meta, kv_layers)},
+        ).logits
+        return logits.squeeze(0)
+
+
+def transformers_config(fields: Fields) -> tuple[Any, Any]:
+    """Class and configuration of a model of transformers, checked; no weights are touched."""
+    name = architecture(fields)
+    if name not in _names():
+        raise ConfigError(
+            f"{fields.where}: architecture {name!r} is unknown; offered are {', '.join(NATIVE)} "
+            "and the causal decoders of transformers"
+        )
+    cls = getattr(transformers, name)
+    check_class(cls, name)
+    try:
+        config = cls.config_class.from_dict(dict(fields.values))
+    except Exception as error:  # the library raises whatever its validators raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {reason}") from error
+    check_config(config, name)
+    return cls, config
+
+
+def _names() -> set[str]:
+    values = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return {name for value in values for name in ((value,) if isinstance(value, str) else value)}
+
+
+@torch.inference_mode()
+def load_transformers_model(
+    folder: Path,
+    cls: Any,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    dummy_seed: int | None = None,
+) -> TransformersModel:
+    """With `dummy_seed`, random weights made on the device, of the sizes that the configuration gives."""
+    progress(STAGE, 0.0)
+    if dummy_seed is None:
+        model = _from_files(folder, cls, config, dtype).to(device)
+    else:
+        torch.manual_seed(dummy_seed)
+        with device:
+            model = cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+    progress(STAGE, 1.0)
+    return TransformersModel(model.eval().requires_grad_(False), cls.__name__, device)
+
+
+def _from_files(folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    checkpoint_files(folder)  # our own validation of every file that the library is about to read
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        model, info = cls.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True,
+            local_files_only=True, trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{folder}: transformers cannot load the weights: {reason[:500]}") from error
+    if info["missing_keys"]:
+        raise ConfigError(f"{folder}: the checkpoint lacks {named(info['missing_keys'])}")
+    if info["unexpected_keys"]:
+        raise ConfigError(f"{folder}: the checkpoint has {named(info['unexpected_keys'])}, which has no place")
+    return model

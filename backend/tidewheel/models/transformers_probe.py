@@ -1,0 +1,107 @@
+"""One short forward pass that proves, when a model is loaded, that the paged attention computes what it computes.
+
+The model runs a few tokens twice, with our attention and with transformers' own, and the logits must agree. That
+finds what no list of names can: biases, sinks and masks that do not arrive in the arguments of the attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import KVLayer
+from tidewheel.models.transformers_attention import IMPLEMENTATION, KEYWORD, AttentionCall, PagedAttention
+from tidewheel.models.transformers_checks import expected_window
+from tidewheel_kernels import AttentionMetadata
+
+NUM_TOKENS = 16
+# Largest root-mean-square difference of the logits, relative to their size.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Arguments that only carry bookkeeping; any other one that is set changes the attention.
+HARMLESS = frozenset({
+    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
+})  # fmt: skip
+
+
+class Probe(PagedAttention):
+    """The attention of one sequence of `NUM_TOKENS` tokens, with a cache made on the first call of each layer."""
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        self.caches: dict[int, KVLayer] = {}
+        self._config = config
+        super().__init__(_one_sequence(device), self.caches)  # type: ignore[arg-type]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.layer in self.caches:
+            raise ValueError(f"layer {call.layer} attends twice")
+        _check_call(call, expected_window(self._config, call.layer))
+        num_kv_heads, head_dim = call.key.shape[1], call.key.shape[3]
+        shape = (1, NUM_TOKENS, num_kv_heads, head_dim)
+        self.caches[call.layer] = (call.key.new_zeros(shape), call.key.new_zeros(shape))
+        return super().attend(call)
+
+
+def _one_sequence(device: torch.device) -> AttentionMetadata:
+    bounds, length = np.array([0, NUM_TOKENS], dtype=np.int32), np.array([NUM_TOKENS], dtype=np.int32)
+    return AttentionMetadata(
+        slot_mapping=torch.arange(NUM_TOKENS, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.from_numpy(bounds).to(device),
+        seq_lens=torch.from_numpy(length).to(device),
+        max_seqlen_q=NUM_TOKENS,
+        max_seq_len=NUM_TOKENS,
+        num_decodes=0,
+        cu_seqlens_q_cpu=bounds,
+        seq_lens_cpu=length,
+    )
+
+
+def _check_call(call: AttentionCall, window: int | None) -> None:
+    others = [key for key, value in call.others.items() if key not in HARMLESS and value is not None]
+    if others:
+        raise ValueError(f"its attention takes {', '.join(sorted(others))}, which paged attention does not know")
+    if call.mask is not None:
+        raise ValueError("it makes an attention mask of its own")
+    if not getattr(call.module, "is_causal", True) or call.others.get("is_causal") is False:
+        raise ValueError("its attention is not causal")
+    if call.key.shape != call.value.shape:
+        raise ValueError("its values are not as wide as its keys")
+    if window is not None and call.sliding_window != window:
+        raise ValueError(f"layer {call.layer} has a window of {call.sliding_window}, its configuration says {window}")
+
+
+def probe(model: Any, name: str, device: torch.device) -> list[tuple[int, int]]:
+    """(num_kv_heads, head_dim) of each layer. Raises `ConfigError` for a model that paged attention cannot run."""
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, model.config.vocab_size, (1, NUM_TOKENS), generator=generator).to(device)
+    inputs = {
+        "input_ids": token_ids,
+        "position_ids": torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
+        "use_cache": False,
+    }
+    probed = Probe(model.config, device)
+    try:
+        paged = model(**inputs, **{KEYWORD: probed}).logits.float()
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{name} cannot run with paged attention: {reason}") from error
+    layers = sorted(probed.caches)
+    if layers != list(range(model.config.num_hidden_layers)):
+        raise ConfigError(f"{name} is not offered: {len(layers)} of {model.config.num_hidden_layers} layers attend")
+    model.set_attn_implementation("eager")
+    difference = _relative_difference(paged, model(**inputs).logits.float())
+    model.set_attn_implementation(IMPLEMENTATION)
+    limit = TOLERANCE[model.dtype]
+    if not difference <= limit:
+        raise ConfigError(
+            f"{name} is not offered: paged attention changes its logits by {difference:.2g}, at most {limit} is right"
+        )
+    return [(cache[0].shape[2], cache[0].shape[3]) for _, cache in sorted(probed.caches.items())]
+
+
+def _relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((values - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-20))

@@ -1,0 +1,118 @@
+"""From checkpoint files to the tensors of a model: streamed, converted, and proven complete. No pickle, ever."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import Progress
+from tidewheel.models.config_file import read_json
+from tidewheel.models.safetensors_file import SafetensorsFile
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+STAGE = "weights"
+RANDOM_STD = 0.02
+NUM_NAMED = 3  # names that an error lists before it only counts
+
+
+def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
+    """The validated files of a checkpoint: one, or those that its index names."""
+    if (folder / INDEX_NAME).is_file():
+        paths = _indexed_paths(folder)
+    elif (folder / SINGLE_NAME).is_file():
+        paths = [folder / SINGLE_NAME]
+    elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+        raise ConfigError(f"{folder} has pickled weights only, which are never loaded: convert them to safetensors")
+    else:
+        raise ConfigError(f"{folder} has no weights: {SINGLE_NAME} and {INDEX_NAME} are both missing")
+    return [SafetensorsFile(path) for path in paths]
+
+
+def _indexed_paths(folder: Path) -> list[Path]:
+    where = folder / INDEX_NAME
+    weight_map = read_json(where).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{where} has no weight_map: download it again")
+    paths = []
+    for name in sorted({str(value) for value in weight_map.values()}):
+        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise ConfigError(f"{where} names {name!r}: only safetensors files beside it are read")
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder / name} is missing, though {INDEX_NAME} names it: download it again")
+        paths.append(folder / name)
+    return paths
+
+
+def load_weights(
+    files: Iterable[SafetensorsFile],
+    destinations: Mapping[str, torch.Tensor],
+    progress: Progress,
+    *,
+    ignored: Callable[[str], bool],
+) -> None:
+    """Copies every tensor to its destination, converting the dtype on the way.
+
+    Each destination must be filled exactly once with its own shape; a tensor without a destination is an error
+    unless `ignored` says that the architecture has no use for it.
+    """
+    files = list(files)
+    _check_names(files, destinations, ignored)
+    total, done = sum(file.num_bytes for file in files), 0
+    for file in files:
+        for name, tensor in file.tensors():
+            if name in destinations:
+                destinations[name].copy_(tensor)
+            done += tensor.nbytes
+            progress(STAGE, done / total)
+
+
+def _check_names(
+    files: list[SafetensorsFile], destinations: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
+) -> None:
+    """Everything that can be known from the headers is known before the first byte is read."""
+    where = files[0].path.parent
+    seen: set[str] = set()
+    for file in files:
+        for name, entry in file.entries.items():
+            if name in seen:
+                raise ConfigError(f"{where}: {name} is in more than one file")
+            seen.add(name)
+            destination = destinations.get(name)
+            if destination is None:
+                continue
+            if entry.shape != tuple(destination.shape):
+                raise ConfigError(
+                    f"{file.path}: {name} has shape {list(entry.shape)}, "
+                    f"config.json asks for {list(destination.shape)}"
+                )
+            if not entry.dtype.is_floating_point:
+                raise ConfigError(f"{file.path}: {name} has dtype {entry.dtype}; only float weights are served")
+    missing = [name for name in destinations if name not in seen]
+    if missing:
+        raise ConfigError(f"{where}: the checkpoint lacks {named(missing)}; its files and config.json do not match")
+    left_over = [name for name in seen if name not in destinations and not ignored(name)]
+    if left_over:
+        raise ConfigError(f"{where}: the checkpoint has {named(left_over)}, which config.json has no place for")
+
+
+def named(names: Iterable[str]) -> str:
+    """A few names, then how many more."""
+    ordered = sorted(names)
+    rest = len(ordered) - NUM_NAMED
+    return ", ".join(ordered[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
+    """Weights for speed tests: the same for the same names, shapes, seed and device, whatever the order."""
+    for count, (name, tensor) in enumerate(destinations.items(), 1):
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        else:
+            generator = torch.Generator(tensor.device).manual_seed(seed ^ zlib.crc32(name.encode()))
+            tensor.normal_(0.0, RANDOM_STD, generator=generator)
+        progress(STAGE, count / len(destinations))

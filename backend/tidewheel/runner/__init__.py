@@ -1,0 +1,1 @@
+"""Everything that happens on the device: model, cache, inputs and sampling of one engine."""

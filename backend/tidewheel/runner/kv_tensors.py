@@ -1,0 +1,88 @@
+"""The memory behind the block pool: how many blocks there are, and their tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tidewheel.batch import Int32Array
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import KVLayer, ModelShape
+from tidewheel_kernels import copy_blocks
+
+DEFAULT_CPU_MB = 512
+MIB = 1 << 20
+
+
+class CacheLayout(NamedTuple):
+    """Sizes of one block over all layers."""
+
+    shape: ModelShape
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        tokens = 2 * self.shape.num_layers * self.block_size  # keys and values
+        return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
+
+
+class MemoryBudget(NamedTuple):
+    """Bytes that the cache may take, and the setting that gave them."""
+
+    bytes: int
+    source: str  # as a person would write it: "kv_cache_memory_mb 512"
+    setting: str  # what to raise when it is too little
+
+
+def cpu_budget(config: EngineConfig) -> MemoryBudget:
+    megabytes = config.kv_cache_memory_mb or DEFAULT_CPU_MB
+    return MemoryBudget(megabytes * MIB, f"kv_cache_memory_mb {megabytes}", "kv_cache_memory_mb")
+
+
+def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: CacheLayout, max_model_len: int) -> int:
+    """Blocks of the pool: the setting, else what the budget holds. Raises `ConfigError` if one request cannot fit."""
+    source, setting = budget.source, budget.setting
+    if num_blocks is None:
+        num_blocks = max(budget.bytes, 0) // layout.block_bytes
+    else:
+        source, setting = f"num_blocks {num_blocks}", "num_blocks"
+    tokens = num_blocks * layout.block_size
+    if tokens < max_model_len:
+        needed = -(-max_model_len // layout.block_size)
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but {source} gives a KV cache of {tokens} tokens: "
+            f"set max_model_len to at most {tokens}, or raise {setting} "
+            f"({needed} blocks of {layout.block_size} tokens need {-(-needed * layout.block_bytes // MIB)} MiB)"
+        )
+    return num_blocks
+
+
+class KVTensors:
+    """Keys and values of all layers in one tensor, so that copying blocks is one launch."""
+
+    def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
+        shape = layout.shape
+        self._tensor = torch.zeros(
+            shape.num_layers, 2, num_blocks, layout.block_size, shape.num_kv_heads, shape.head_dim,
+            dtype=layout.dtype, device=device,
+        )  # fmt: skip
+        self.layers: list[KVLayer] = [(layer[0], layer[1]) for layer in self._tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tensor.nbytes
+
+    def copy(self, sources: Int32Array, targets: Int32Array) -> None:
+        """Copies block ``sources[i]`` to ``targets[i]`` in every layer."""
+        if len(sources):
+            device = self._tensor.device
+            source, target = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (sources, targets))
+            copy_blocks(self._tensor.flatten(0, 1), source, target)
+
+    def fill(self, value: float) -> None:
+        """Every slot of every block; tests poison the cache with NaN before a run."""
+        self._tensor.fill_(value)

@@ -1,0 +1,114 @@
+"""From settings to the parts of a runner: device, dtype, weights, and a cache that fits beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import CausalLM, Progress
+from tidewheel.models.config_file import checkpoint_dtype, read_config
+from tidewheel.models.loader import LoadedModel, load_model
+from tidewheel.models.source import resolve_folder
+from tidewheel.runner.device import device_name, resolve_device, resolve_dtype
+from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
+from tidewheel.runner.profiling import gpu_budget
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+
+
+class RunnerParts(NamedTuple):
+    """A loaded model before it has a cache."""
+
+    model: CausalLM
+    layout: CacheLayout
+    info: RunnerInfo  # with no blocks yet
+    device: torch.device
+    started: float  # of the load, on the performance counter
+
+
+def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
+    """Raises `ConfigError` in one line."""
+    started = time.perf_counter()
+    device = resolve_device(config)
+    folder = resolve_folder(config.model)
+    fields = read_config(folder)
+    dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
+    loaded = load_model(folder, fields, config, dtype, device, progress)
+    info = _draft_info(config, folder, loaded, dtype, device)
+    return RunnerParts(loaded.model, CacheLayout(loaded.model.shape, info.block_size, dtype), info, device, started)
+
+
+def _draft_info(
+    config: EngineConfig, folder: Path, loaded: LoadedModel, dtype: torch.dtype, device: torch.device
+) -> RunnerInfo:
+    return RunnerInfo(
+        model=str(folder),
+        architecture=loaded.architecture,
+        device=device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=loaded.model.shape.vocab_size,
+        max_model_len=loaded.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size or BLOCK_SIZES[device.type],
+        num_blocks=0,
+        weights_bytes=loaded.model.weights_bytes,
+        activation_bytes=0,
+        kv_cache_bytes=0,
+        load_seconds=0.0,
+    )
+
+
+def allocate_cache(parts: RunnerParts, config: EngineConfig, activation_bytes: int) -> tuple[KVTensors, RunnerInfo]:
+    """The cache that settings or free memory give, and the complete facts about the runner."""
+    layout, device = parts.layout, parts.device
+    budget = _budget(config, activation_bytes, device)
+    num_blocks = decide_num_blocks(config.num_blocks, budget, layout, parts.info.max_model_len)
+    kv = _allocate(layout, num_blocks, device, budget)
+    info = dataclasses.replace(
+        parts.info,
+        num_blocks=num_blocks,
+        activation_bytes=activation_bytes,
+        kv_cache_bytes=kv.num_bytes,
+        load_seconds=time.perf_counter() - parts.started,
+    )
+    _log(info, device)
+    return kv, info
+
+
+def _budget(config: EngineConfig, activation_bytes: int, device: torch.device) -> MemoryBudget:
+    if device.type == "cuda" and config.kv_cache_memory_mb is None:
+        return gpu_budget(config, activation_bytes, device)
+    return cpu_budget(config)
+
+
+def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget: MemoryBudget) -> KVTensors:
+    try:
+        return KVTensors(layout, num_blocks, device)
+    except RuntimeError as error:  # torch's CPU allocator has no class of its own; CUDA's derives from this one
+        raise ConfigError(
+            f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
+            f"lower num_blocks or {budget.setting}"
+        ) from error
+
+
+def _log(info: RunnerInfo, device: torch.device) -> None:
+    tokens = info.num_blocks * info.block_size
+    logger.info(
+        "memory: weights %d MiB, activations %d MiB, KV cache %d MiB",
+        info.weights_bytes // MIB, info.activation_bytes // MIB, info.kv_cache_bytes // MIB,
+    )  # fmt: skip
+    logger.info("%s KV cache size: %d tokens", "GPU" if device.type == "cuda" else "CPU", tokens)
+    logger.info(
+        "Maximum concurrency for %d tokens per request: %.2fx", info.max_model_len, tokens / info.max_model_len
+    )

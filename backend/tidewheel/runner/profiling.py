@@ -1,0 +1,90 @@
+"""What a step needs beside weights and cache: measured on a GPU by running the largest one, estimated on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tidewheel.batch import NewRow, ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import ModelShape
+from tidewheel.runner.kv_tensors import MIB, MemoryBudget
+from tidewheel.sampling import SamplingParams
+
+# Turns every stage of sampling on, so that the measured peak holds for any request.
+EVERY_STAGE = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
+)
+
+
+class StepSize(NamedTuple):
+    """A step of `num_rows` requests with `tokens_per_row` tokens each."""
+
+    num_rows: int
+    tokens_per_row: int
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks of one row; in a profile all rows share them."""
+        return -(-self.tokens_per_row // block_size)
+
+
+def largest_step(config: EngineConfig, max_model_len: int) -> StepSize:
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    return StepSize(num_rows, max(1, min(config.max_num_batched_tokens // num_rows, max_model_len - 1)))
+
+
+WARM_UP = StepSize(num_rows=1, tokens_per_row=2)  # enough to prove that a model runs
+
+
+def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
+    """A step like a real one, except that all rows write the same blocks: only its shape matters."""
+    num_rows, length = size
+    num_blocks = size.num_blocks(block_size)
+    token_ids = np.zeros(length, dtype=np.int32)
+    lengths = np.full(num_rows, length, dtype=np.int32)
+    return ScheduledBatch(
+        step_id=0,
+        rows=np.arange(num_rows, dtype=np.int32),
+        start_positions=np.zeros(num_rows, dtype=np.int32),
+        num_scheduled_tokens=lengths,
+        samples=np.ones(num_rows, dtype=np.bool_),
+        num_decodes=num_rows if length == 1 else 0,
+        num_tokens=num_rows * length,
+        new_rows=tuple(NewRow(row, "", token_ids, length, EVERY_STAGE, row, (), ()) for row in range(num_rows)),
+        block_rows=np.repeat(np.arange(num_rows, dtype=np.int32), num_blocks),
+        block_indices=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
+        block_ids=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
+    )
+
+
+def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
+    """Widest live set of a layer (residual, its norm, gate and up, their product), and logits in two formats."""
+    per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
+    logits = size.num_rows * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize)
+    return size.num_rows * size.tokens_per_row * per_token + logits
+
+
+def measured_activation_bytes(run: Callable[[], object], config: EngineConfig, device: torch.device) -> int:
+    """Peak of CUDA memory while `run` runs, beyond what was there before."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: a step of that size does not fit on the GPU "
+            f"beside {before // MIB} MiB of weights; lower it"
+        ) from None
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def gpu_budget(config: EngineConfig, activation_bytes: int, device: torch.device) -> MemoryBudget:
+    """What `gpu_memory_utilization` of the device leaves beside all that is there now and a step's activations."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(total * config.gpu_memory_utilization) - (total - free) - activation_bytes
+    return MemoryBudget(allowed, f"gpu_memory_utilization {config.gpu_memory_utilization}", "gpu_memory_utilization")

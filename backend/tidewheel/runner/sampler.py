@@ -1,0 +1,77 @@
+"""From logits to tokens on the device: the order of the stages, and what comes back to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tidewheel.batch import Int32Array, TopLogprobs
+from tidewheel.runner.inputs import Int64Array
+from tidewheel.runner.sampling_plan import SamplingPlan
+from tidewheel.runner.staging import HostArray
+from tidewheel_kernels import (
+    LogprobsOutput,
+    PenaltyTensors,
+    SamplingTensors,
+    apply_logit_bias,
+    apply_penalties,
+    compute_logprobs,
+    sample,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """On the device."""
+
+    token_ids: torch.Tensor  # [S] int64, -1 where the logits were not finite
+    logprobs: LogprobsOutput | None  # of the rows that the plan names
+
+
+def staged_groups(plan: SamplingPlan) -> list[Sequence[HostArray] | None]:
+    """The arrays of a plan that `sample_tokens` wants on the device, in its order."""
+    wants_logprobs = len(plan.logprob_rows) > 0
+    return [plan.draw, plan.bias, plan.penalties, (plan.logprob_rows,) if wants_logprobs else None]
+
+
+def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, staged: Sequence[Sequence[torch.Tensor]]) -> Sampled:
+    """Samples one token for each row of `logits` [S, V], which it may overwrite.
+
+    The order is vLLM's: log-probabilities are those of the model; then biases and forbidden tokens, penalties,
+    temperature, top_k, top_p, min_p, and the draw.
+    """
+    draw, bias, penalties, logprob_rows = staged
+    changes = plan.bias is not None or plan.penalties is not None
+    if changes and logits.dtype != torch.float32:
+        logits = logits.float()
+    raw = logits
+    if logprob_rows:
+        raw = logits.index_select(0, logprob_rows[0])
+    if plan.bias is not None:
+        apply_logit_bias(logits, *bias)
+    if plan.penalties is not None:
+        apply_penalties(logits, PenaltyTensors(*penalties))
+    temperature, top_k, top_p, min_p, uniform = draw
+    tensors = SamplingTensors(
+        temperature, top_k, top_p, min_p, plan.any_sampled, plan.any_top_k, plan.any_top_p, plan.any_min_p
+    )
+    token_ids = sample(logits, tensors, uniform).token_ids
+    if not logprob_rows:
+        return Sampled(token_ids, None)
+    num_top = int(plan.num_top_logprobs.max())
+    return Sampled(token_ids, compute_logprobs(raw, token_ids.index_select(0, logprob_rows[0]), num_top))
+
+
+def top_logprobs(
+    output: LogprobsOutput, num_top: Int32Array, batch_indices: Int64Array, token_ids: Int32Array
+) -> dict[int, TopLogprobs]:
+    """Host values by index into the batch; `token_ids` are those sampled there, rows without one are left out."""
+    logprobs, ranks = output.logprobs.tolist(), output.ranks.tolist()
+    ids, values = output.top_token_ids.tolist(), output.top_logprobs.tolist()
+    return {
+        index: TopLogprobs(logprobs[i], ranks[i], tuple(ids[i][:count]), tuple(values[i][:count]))
+        for i, (index, count) in enumerate(zip(batch_indices.tolist(), num_top.tolist(), strict=True))
+        if token_ids[i] >= 0
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -14,7 +15,7 @@ _PACKAGES = ("tidewheel", "tidewheel_kernels")
 
 
 def assemble(install: TritonInstall, target: Path) -> Path:
-    """Fills `target` (made here) with links to what is installed, and returns it.
+    """Fills `target` (made here) with links to what is installed (a copy of its library), and returns it.
 
     The other backends of the installation are linked too, so that a repository with ensembles goes on working.
     """
@@ -25,7 +26,9 @@ def assemble(install: TritonInstall, target: Path) -> Path:
     python = target / "python"
     python.mkdir()
     for part in (install.backends / "python").iterdir():
-        if part.name not in (STUB_NAME, "__pycache__"):
+        if part.suffix == ".so":
+            shutil.copy2(part, python)  # Triton refuses a library whose real path lies outside the folder
+        elif part.name not in (STUB_NAME, "__pycache__"):
             (python / part.name).symlink_to(part)
     (python / STUB_NAME).symlink_to(install.stub)
     (target / BACKEND).symlink_to(package_folder(BACKEND))

@@ -47,6 +47,10 @@ def _check(
         raise ValueError(
             f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit"
         )
+    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
+        raise TypeError(
+            f"q is {q.dtype}, k_cache {k_cache.dtype} and v_cache {v_cache.dtype}; they must be of one dtype"
+        )
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads {num_q_heads} is not a multiple of num_kv_heads {num_kv_heads}")
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:

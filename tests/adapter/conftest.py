@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from support import fake_triton
 
 sys.modules["triton_python_backend_utils"] = fake_triton

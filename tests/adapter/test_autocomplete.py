@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.fake_triton import ModelConfig
 
+from support.fake_triton import ModelConfig
 from tidewheel.adapter.autocomplete import complete
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS
 from tidewheel.errors import ConfigError

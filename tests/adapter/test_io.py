@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.fake_triton import InferenceRequest, Tensor
 
+from support.fake_triton import InferenceRequest, Tensor
 from tidewheel.adapter.io import MAX_PARAMETER_BYTES, ResponseFormat, read_request, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
 from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
@@ -79,7 +79,7 @@ def test_the_prompt_is_prepended_unless_streaming(stream: bool | None, exclude: 
 
 
 def test_streaming_cannot_prepend() -> None:
-    with pytest.raises(InvalidRequest, match="exclude_input_in_output is false.*stream"):
+    with pytest.raises(InvalidRequest, match=r"exclude_input_in_output is false.*stream"):
         read(text_input="Hi", stream=True, exclude_input_in_output=False)
 
 
@@ -97,9 +97,9 @@ def test_each_flag_asks_for_its_output(flag: str) -> None:
 
 def test_sampling_tensors() -> None:
     given: dict[str, Any] = {
-        "max_tokens": 5, "min_length": 1, "min_tokens": 2, "end_id": 3, "top_k": 4, "seed": 2**64 - 1, "ignore_eos": True,
-        "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": -0.3,
-        "stop_words": ["a", "é"], "bad_words": [""], "stop": ["x"],
+        "max_tokens": 5, "min_length": 1, "min_tokens": 2, "end_id": 3, "top_k": 4, "seed": 2**64 - 1,
+        "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.1,
+        "frequency_penalty": -0.3, "stop_words": ["a", "é"], "bad_words": [""], "stop": ["x"], "ignore_eos": True,
     }  # fmt: skip
     request, _ = read(text_input="Hi", **given)
     assert parameters_of(request) == {"input tensor": given}
@@ -171,7 +171,7 @@ def test_wrong_shapes_and_bytes() -> None:
         read(text_input=["a", "b"])
     with pytest.raises(InvalidRequest, match="text_input has 0 elements"):
         read(text_input=[])
-    with pytest.raises(InvalidRequest, match="stop_words is not valid UTF-8.*byte 1"):
+    with pytest.raises(InvalidRequest, match=r"stop_words is not valid UTF-8.*byte 1"):
         read(text_input="Hi", stop_words=[b"a\xff"])
 
 

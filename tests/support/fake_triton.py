@@ -6,6 +6,7 @@ Where misuse would crash the real server, this one raises `AssertionError`.
 from __future__ import annotations
 
 import json
+import weakref
 from collections import defaultdict
 from typing import Any, ClassVar
 
@@ -139,17 +140,21 @@ class Logger:
 
 
 class _Metric:
-    def __init__(self, key: tuple[str, ...]) -> None:
-        self._key = key
+    def __init__(self, key: tuple[str, ...], family: MetricFamily) -> None:
+        self._key, self._family = key, weakref.ref(family)
         MetricFamily.values[key] += 0.0
 
-    def set(self, value: float) -> None:
+    def _call(self) -> None:
+        assert self._family() is not None, "the 'MetricFamily' has been deleted"
         MetricFamily.num_calls += 1
+
+    def set(self, value: float) -> None:
+        self._call()
         MetricFamily.values[self._key] = value
 
     def increment(self, value: float) -> None:
         assert value >= 0, "a counter cannot go back"
-        MetricFamily.num_calls += 1
+        self._call()
         MetricFamily.values[self._key] += value
 
 
@@ -166,7 +171,7 @@ class MetricFamily:
 
     def Metric(self, labels: dict[str, str]) -> _Metric:
         assert all(isinstance(value, str) for value in labels.values())
-        return _Metric((self._name, *(f"{key}={labels[key]}" for key in sorted(labels))))
+        return _Metric((self._name, *(f"{key}={labels[key]}" for key in sorted(labels))), self)
 
     @classmethod
     def value(cls, name: str, **labels: str) -> float:

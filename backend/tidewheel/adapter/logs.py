@@ -36,7 +36,7 @@ def log_engine_info(info: EngineInfo) -> None:
     """The memory split and what fits, in the lines that people of this field look for."""
     device = "CPU" if info.device.startswith("cpu") else "GPU"
     for line in (
-        f"model {info.model}: {info.architecture}, {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s",
+        f"model: {info.architecture} in {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s",
         f"memory: weights {_mib(info.weights_bytes)}, activations {_mib(info.activation_bytes)}, "
         f"KV cache {_mib(info.kv_cache_bytes)} ({info.num_blocks:,} blocks of {info.block_size} tokens)",
         f"{device} KV cache size: {info.num_cache_tokens:,} tokens",

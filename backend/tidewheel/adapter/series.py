@@ -5,6 +5,8 @@ process and only differences travel, and nothing travels for what did not change
 a call; here a histogram is published as what Prometheus makes of one anyway: the counter families `<name>_bucket`,
 `<name>_sum` and `<name>_count`. Series of the same name and labels in several front ends are one series in the
 server, so their differences add up.
+
+Triton takes a family away with its last Python object, under the feet of its metrics: each series holds on to its own.
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ Labels = Mapping[str, str]
 class Gauge:
     def __init__(self, family: Any, labels: Labels) -> None:
         self._metric = family.Metric(labels=dict(labels))
-        self._value = 0.0
+        self._family = family
+        self._value: float | None = None
 
     def set(self, value: float) -> None:
         if value != self._value:
             self._metric.set(value)
             self._value = value
+
+    def forget(self) -> None:
+        """Somebody else may set it meanwhile."""
+        self._value = None
 
 
 class Counter:
@@ -33,6 +40,7 @@ class Counter:
 
     def __init__(self, family: Any, labels: Labels) -> None:
         self._metric = family.Metric(labels=dict(labels))
+        self._family = family
         self._total = 0.0
 
     def advance(self, total: float) -> None:

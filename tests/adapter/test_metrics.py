@@ -1,0 +1,96 @@
+"""What the engine counts, as series of the server."""
+
+from __future__ import annotations
+
+import threading
+
+from support.fake_triton import Logger, MetricFamily
+
+from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher
+from tidewheel.engine.messages import EngineInfo, EngineStats
+
+LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
+value = MetricFamily.value
+
+
+def make_info() -> EngineInfo:
+    return EngineInfo(
+        pid=1, model="demo", architecture="LlamaForCausalLM", device="cpu (2 threads)", dtype="float32",
+        vocab_size=64, max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, num_blocks=40,
+        weights_bytes=1, activation_bytes=1, kv_cache_bytes=1, enable_prefix_caching=True, load_seconds=0.1,
+    )  # fmt: skip
+
+
+STATS = EngineStats(
+    num_running=3, num_waiting=2, num_waiting_tokens=50, num_blocks=40, num_free_blocks=30, num_cached_blocks=7,
+    num_steps=9, num_scheduled_tokens=99, num_prefix_queries=60, num_prefix_hits=16, num_preemptions=1,
+    step_seconds=0.5, busy_fraction=0.25, waiting_by_class=(0, 1, 1, 0),
+)  # fmt: skip
+
+
+def test_engine_figures() -> None:
+    EngineMetrics(make_info(), LABELS).publish(STATS)
+    for name, expected in {
+        "vllm:num_requests_running": 3, "vllm:num_requests_waiting": 2, "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:prefix_cache_queries_total": 60, "vllm:prefix_cache_hits_total": 16, "vllm:num_preemptions_total": 1,
+        "tidewheel_waiting_tokens": 50, "tidewheel_kv_blocks_cached": 7, "tidewheel_engine_busy_fraction": 0.25,
+        "tidewheel_steps_total": 9, "tidewheel_step_seconds_total": 0.5, "tidewheel_scheduled_tokens_total": 99,
+    }.items():  # fmt: skip
+        assert value(name, **LABELS) == expected, name
+    assert [value("tidewheel_requests_waiting", **{"class": c}) for c in ("critical", "high", "normal", "low")] == [
+        0, 1, 1, 0,
+    ]  # fmt: skip
+
+
+def test_the_family_that_triton_makes_load_headers_of() -> None:
+    EngineMetrics(make_info(), LABELS).publish(STATS)
+    blocks = {
+        kind: value("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type=kind, model="demo", version="1")
+        for kind in ("max", "used", "tokens_per")
+    }
+    assert blocks == {"max": 40, "used": 10, "tokens_per": 16}
+
+
+def test_an_idle_engine_costs_nothing() -> None:
+    metrics = EngineMetrics(make_info(), LABELS)
+    metrics.publish(STATS)
+    calls = MetricFamily.num_calls
+    metrics.publish(STATS)
+    assert MetricFamily.num_calls == calls
+
+
+def test_who_takes_over_goes_on_where_the_other_stopped() -> None:
+    owner, other = EngineMetrics(make_info(), LABELS), EngineMetrics(make_info(), LABELS)
+    other.publish(STATS)
+    MetricFamily.values.clear()
+    owner.publish(STATS)
+    other.follow(STATS)
+    other.publish(STATS)
+    assert value("vllm:prefix_cache_queries_total") == 60
+    assert value("vllm:num_requests_running") == 3
+
+
+def test_usage_before_the_first_block() -> None:
+    EngineMetrics(make_info(), LABELS).publish(EngineStats())
+    assert value("vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_publisher_flushes_at_the_end() -> None:
+    flushed = []
+    MetricsPublisher(lambda: flushed.append(1), interval_s=3600).close()
+    assert flushed == [1]
+
+
+def test_a_flush_that_fails_is_said_once_and_tried_again() -> None:
+    calls, third = [], threading.Event()
+
+    def flush() -> None:
+        calls.append(1)
+        if len(calls) >= 3:
+            third.set()
+        raise RuntimeError("server is gone")
+
+    publisher = MetricsPublisher(flush, interval_s=0.0)
+    assert third.wait(10)
+    publisher.close()
+    assert len([line for _, line in Logger.lines if "server is gone" in line]) == 1

@@ -55,7 +55,7 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 def vocabulary_config(vocabulary: int) -> LaunchConfig:
-    """One program streams a whole row of logits: many warps, since a batch may have fewer rows than the GPU has SMs."""
+    """One program streams a whole row of logits: many warps, for a batch often has fewer rows than the GPU SMs."""
     block = min(max(next_power_of_2(vocabulary), 64), 8192)
     return LaunchConfig(block, num_warps=min(max(block // 256, 1), 16))
 
@@ -95,7 +95,7 @@ def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 for the interpreter, which runs programs one after the other."""
+    """Streaming multiprocessors of a GPU; a small number elsewhere, where kernels are interpreted or only compiled."""
     if device.type != "cuda":
-        return 1
+        return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,6 +1,6 @@
 """The part that both attention kernels share: an online softmax over tiles of keys from the paged cache."""
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import triton
 import triton.language as tl

@@ -5,7 +5,7 @@ the interval that holds the threshold and then shrinks it to logits that occur, 
 usual rows, and exactly.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton

@@ -1,0 +1,188 @@
+"""Compiles every kernel for GPUs that are not there, and reports registers, stack and shared memory.
+
+``python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json]``
+
+The launchers run on CPU tensors with the launch itself replaced by compilation, so what is compiled is what the
+launch tables say. Exit status 1 if a kernel does not compile, needs more shared memory than the architecture has, or
+uses the stack where its case forbids it. `TRITON_INTERPRET` must not be set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tidewheel_kernels.aot_cases import CASES, Case
+from tidewheel_kernels.backend import KernelUnavailable, interpreter_enabled, triton_installed
+
+ARCHITECTURES = (80, 90, 100)
+# CUDA programming guide, "Technical specifications per compute capability": shared memory of one block, in bytes.
+MAX_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+
+_POINTER_TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as a launcher asked for it."""
+
+    kernel: Any  # triton.JITFunction
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler made of one launch. Bytes, and registers per thread."""
+
+    case: str
+    kernel: str
+    arch: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    stack: int
+    shared: int
+    problem: str  # empty if all is well
+
+
+def compile_case(case: Case, arch: int) -> list[Report]:
+    with _recorded_launches() as launches:
+        case.call()
+    if not launches:
+        raise AssertionError(f"case {case.name} launched no kernel")
+    return [_compile(case, launch, arch) for launch in launches]
+
+
+@contextmanager
+def _recorded_launches() -> Iterator[list[Launch]]:
+    """Replaces ``kernel[grid](**arguments)`` by a note of kernel and arguments."""
+    from triton.runtime.jit import KernelInterface
+
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: tuple[int, ...]) -> Any:  # noqa: ARG001
+        return lambda **arguments: launches.append(Launch(kernel, arguments))
+
+    with mock.patch.object(KernelInterface, "__getitem__", record):
+        yield launches
+
+
+def _compile(case: Case, launch: Launch, arch: int) -> Report:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    arguments = dict(launch.arguments)
+    options = {"num_warps": arguments.pop("num_warps", 4), "num_stages": arguments.pop("num_stages", 3)}
+    signature, constants, attributes = _specialise(launch.kernel, arguments)
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    name = launch.kernel.fn.__name__
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    except Exception as error:  # the compiler raises many types; each is a finding, not a reason to stop
+        return Report(case.name, name, arch, **options, registers=0, stack=0, shared=0, problem=f"error: {error!r}")
+    registers, stack = _resource_usage(compiled.asm["cubin"])
+    shared = int(compiled.metadata.shared)
+    problem = ""
+    if shared > MAX_SHARED[arch]:
+        problem = f"needs {shared} bytes of shared memory, sm_{arch} has {MAX_SHARED[arch]}"
+    elif stack and case.no_stack:
+        problem = f"uses {stack} bytes of stack"
+    return Report(case.name, name, arch, **options, registers=registers, stack=stack, shared=shared, problem=problem)
+
+
+def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """Signature, constants and attributes as the just-in-time compiler derives them from arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments.pop(parameter.name)
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name] = _type_name(value)
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    if arguments:
+        raise TypeError(f"{kernel.fn.__name__} has no parameters {sorted(arguments)}")
+    return signature, constants, attributes
+
+
+def _type_name(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return _POINTER_TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    raise TypeError(f"no kernel argument type for {value!r}")
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread and stack bytes; a spilled register lives on the stack."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
+    if found is None:
+        raise RuntimeError(f"cuobjdump shows no resource usage: {listing!r}")
+    return int(found[1]), int(found[2])
+
+
+def compile_all(cases: Sequence[Case], architectures: Sequence[int]) -> Iterator[Report]:
+    if not triton_installed() or interpreter_enabled():
+        raise KernelUnavailable("ahead-of-time compilation needs triton-lang, and TRITON_INTERPRET unset")
+    for case in cases:
+        for arch in architectures:
+            yield from compile_case(case, arch)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tidewheel_kernels.aot", description="Compile kernels without a GPU."
+    )
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, choices=sorted(MAX_SHARED))
+    parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="only these cases")
+    parser.add_argument("--all", action="store_true", help="also the cases that are only recorded")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args(argv)
+    cases = [case for case in CASES if (case.name in options.case if options.case else options.all or case.default)]
+    failed = False
+    for report in compile_all(cases, options.arch):
+        failed |= bool(report.problem)
+        sys.stdout.write(json.dumps(asdict(report)) + "\n" if options.json else _line(report))
+        sys.stdout.flush()
+    return int(failed)
+
+
+def _line(report: Report) -> str:
+    return (
+        f"{report.case:32} {report.kernel:26} sm_{report.arch:<4} {report.num_warps:2} warps {report.num_stages} stages "
+        f"{report.registers:4} registers {report.stack:5} stack {report.shared:7} shared {report.problem or 'ok'}\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

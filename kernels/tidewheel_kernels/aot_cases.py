@@ -1,0 +1,170 @@
+"""Launches that `tidewheel_kernels.aot` compiles: real shapes on uninitialised CPU tensors, which nothing reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from tidewheel_kernels.metadata import AttentionMetadata
+from tidewheel_kernels.penalties import PenaltyTensors
+from tidewheel_kernels.sampling import SamplingTensors
+
+BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+VOCABULARY = 151_936
+
+
+@dataclass(frozen=True)
+class Case:
+    """`no_stack`: a spill is a failure. `default`: compiled by the default run of the tests."""
+
+    name: str
+    call: Callable[[], object]
+    no_stack: bool = True
+    default: bool = True
+
+
+def _rms_norm(hidden: int, dtype: torch.dtype, *, residual: bool) -> None:
+    from tidewheel_kernels.jit.rms_norm import rms_norm
+
+    x = torch.empty(2, hidden, dtype=dtype)
+    rms_norm(x, torch.empty(hidden, dtype=dtype), 1e-6, x.clone() if residual else None)
+
+
+def _silu_and_mul(size: int) -> None:
+    from tidewheel_kernels.jit.activation import silu_and_mul
+
+    silu_and_mul(torch.empty(2, 2 * size, dtype=BF16))
+
+
+def _rope(head_dim: int, rotary_dim: int, *, norm: bool) -> None:
+    from tidewheel_kernels.jit.rope import rope_and_cache
+
+    qkv = torch.empty(2, 16 + 8 + 8, head_dim, dtype=BF16)
+    q, k, v = qkv.split((16, 8, 8), dim=1)
+    cache = torch.empty(2, 64, 8, head_dim, dtype=BF16)
+    weight = torch.empty(head_dim, dtype=BF16) if norm else None
+    ids = torch.empty(2, dtype=I64)
+    rope_and_cache(
+        q,
+        k,
+        v,
+        torch.empty(8, rotary_dim),
+        ids,
+        ids,
+        cache,
+        cache.clone(),
+        q_norm_weight=weight,
+        k_norm_weight=weight,
+    )
+
+
+def _kv_cache() -> None:
+    from tidewheel_kernels.jit.kv_cache import copy_blocks, write_kv_cache
+
+    cache, k, ids = (
+        torch.empty(2, 64, 8, 128, dtype=BF16),
+        torch.empty(2, 8, 128, dtype=BF16),
+        torch.empty(2, dtype=I64),
+    )
+    write_kv_cache(k, k.clone(), ids, cache, cache.clone())
+    copy_blocks(cache.unsqueeze(0), ids, ids.clone())
+
+
+def _attention(
+    head_dim: int,
+    *,
+    query_len: int,
+    group: int = 4,
+    block_size: int = 64,
+    dtype: torch.dtype = BF16,
+    num_kv_heads: int = 8,
+    max_seq_len: int = 4096,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+) -> None:
+    from tidewheel_kernels.jit.attention import paged_attention
+
+    num_seqs = 2
+    q = torch.empty(num_seqs * query_len, group * num_kv_heads, head_dim, dtype=dtype)
+    cache = torch.empty(2, block_size, num_kv_heads, head_dim, dtype=dtype)
+    meta = AttentionMetadata(
+        slot_mapping=torch.empty(q.shape[0], dtype=I64),
+        block_tables=torch.empty(num_seqs, max_seq_len // block_size, dtype=I32),
+        cu_seqlens_q=torch.empty(num_seqs + 1, dtype=I32),
+        seq_lens=torch.empty(num_seqs, dtype=I32),
+        max_seqlen_q=query_len,
+        max_seq_len=max_seq_len,
+        num_decodes=num_seqs if query_len == 1 else 0,
+    )
+    paged_attention(q, cache, cache.clone(), meta, torch.empty_like(q), 0.1, sliding_window, soft_cap)
+
+
+_prefill = partial(_attention, query_len=256)
+# Two sequences and one KV head: few enough programs for split keys also where the device looks small.
+_split_decode = partial(_attention, query_len=1, num_kv_heads=1)
+_plain_decode = partial(_attention, query_len=1, max_seq_len=64)
+
+
+def _sample(*, filtered: bool, dtype: torch.dtype) -> None:
+    from tidewheel_kernels.jit.sampling import sample
+
+    column = torch.empty(2, dtype=F32)
+    params = SamplingTensors(column, torch.empty(2, dtype=I32), column, column, True, filtered, filtered, filtered)
+    sample(torch.empty(2, VOCABULARY, dtype=dtype), params, column)
+
+
+def _logits_operations() -> None:
+    from tidewheel_kernels.jit.logprobs import chosen_logprobs
+    from tidewheel_kernels.jit.penalties import apply_logit_bias, apply_penalties
+
+    logits, ids, column = torch.empty(2, VOCABULARY), torch.empty(300, dtype=I32), torch.empty(2)
+    apply_penalties(logits, PenaltyTensors(ids, ids, ids, torch.empty(300, dtype=torch.bool), column, column, column))
+    apply_logit_bias(logits, ids, ids, torch.empty(300))
+    chosen_logprobs(logits, torch.empty(2, dtype=I64))
+
+
+CASES = (
+    Case("rms_norm-1024", partial(_rms_norm, 1024, BF16, residual=True)),
+    Case("rms_norm-4096", partial(_rms_norm, 4096, BF16, residual=True), default=False),
+    Case("rms_norm-4096-plain", partial(_rms_norm, 4096, BF16, residual=False), default=False),
+    Case("rms_norm-8192-float32", partial(_rms_norm, 8192, F32, residual=True), default=False),
+    Case("silu_and_mul-3072", partial(_silu_and_mul, 3072)),
+    Case("rope-128-norm", partial(_rope, 128, 128, norm=True)),
+    Case("rope-64", partial(_rope, 64, 64, norm=False), default=False),
+    Case("rope-80-partial", partial(_rope, 80, 32, norm=False), default=False),
+    Case("kv_cache", _kv_cache),
+    Case("prefill-128", partial(_prefill, 128)),
+    Case("prefill-64", partial(_prefill, 64), default=False),
+    Case("prefill-128-group-2", partial(_prefill, 128, group=2), default=False),
+    Case("prefill-128-group-7", partial(_prefill, 128, group=7), default=False),
+    Case("prefill-80", partial(_prefill, 80), default=False),
+    Case("prefill-96", partial(_prefill, 96), default=False),
+    Case("prefill-128-window", partial(_prefill, 128, sliding_window=1024), default=False),
+    Case("prefill-128-soft-cap", partial(_prefill, 128, soft_cap=50.0), default=False),
+    Case("prefill-128-block-16", partial(_prefill, 128, block_size=16), default=False),
+    Case("prefill-128-block-32", partial(_prefill, 128, block_size=32), default=False),
+    Case("prefill-128-block-128", partial(_prefill, 128, block_size=128), default=False),
+    Case("prefill-256", partial(_prefill, 256), no_stack=False, default=False),
+    Case("prefill-256-window-cap", partial(_prefill, 256, sliding_window=1024, soft_cap=50.0), False, default=False),
+    Case("prefill-64-float32", partial(_prefill, 64, dtype=F32), no_stack=False, default=False),
+    Case("prefill-128-float32", partial(_prefill, 128, dtype=F32), no_stack=False, default=False),
+    Case("decode-128", partial(_plain_decode, 128)),
+    Case("decode-128-split", partial(_split_decode, 128)),
+    Case("decode-64-split", partial(_split_decode, 64), default=False),
+    Case("decode-80-split", partial(_split_decode, 80), default=False),
+    Case("decode-128-split-group-7", partial(_split_decode, 128, group=7), default=False),
+    Case("decode-128-split-group-32", partial(_split_decode, 128, group=32), default=False),
+    Case("decode-128-split-window", partial(_split_decode, 128, sliding_window=1024), default=False),
+    Case("decode-128-split-soft-cap", partial(_split_decode, 128, soft_cap=50.0), default=False),
+    Case("decode-128-split-block-16", partial(_split_decode, 128, block_size=16), default=False),
+    Case("decode-128-split-block-128", partial(_split_decode, 128, block_size=128), default=False),
+    Case("decode-256-split", partial(_split_decode, 256), no_stack=False, default=False),
+    Case("decode-128-split-float32", partial(_split_decode, 128, dtype=F32), no_stack=False, default=False),
+    Case("sample-filtered", partial(_sample, filtered=True, dtype=F32)),
+    Case("sample-filtered-bfloat16", partial(_sample, filtered=True, dtype=BF16), default=False),
+    Case("sample-plain", partial(_sample, filtered=False, dtype=F32), default=False),
+    Case("logits", _logits_operations),
+)

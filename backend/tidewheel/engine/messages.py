@@ -1,7 +1,8 @@
 """What front ends and the engine say to each other: msgspec structs over a ZeroMQ ipc socket, never pickle.
 
 Front end → engine: `Hello` first, then `AddRequest`, `Cancel`, `Ping`, `Drain`, `Goodbye`.
-Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a step; `Stats` a few times a second.
+Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a step; `Stats` a few times a second;
+`Dropped` to one that it does not know (any more). `Drain` is answered with `Stats`, and needs no `Hello`.
 
 A request is named by `key`, a number that its front end counts up; what a client calls it never travels. Every
 `AddRequest` is answered by deltas, the last of which carries `finish_reason`, and nothing follows that one.
@@ -102,6 +103,12 @@ class Failed(Message, frozen=True):
     message: str
 
 
+class Dropped(Message, frozen=True):
+    """The engine knows nothing of this front end: its requests are over, and `Hello` starts anew."""
+
+    message: str
+
+
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A `TidewheelError` on its way: `errors.from_wire(tag, message, retry_after_ms)`."""
 
@@ -167,7 +174,7 @@ class Stats(Message, frozen=True):
     stats: EngineStats
 
 
-FromEngine = Ready | Failed | Deltas | Stats
+FromEngine = Ready | Failed | Dropped | Deltas | Stats
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

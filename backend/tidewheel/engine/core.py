@@ -1,0 +1,140 @@
+"""The step: schedule, run, apply, deliver. The same loop in the engine process and in `LLM`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.engine.messages import EngineStats
+from tidewheel.engine.recovery import is_out_of_memory, recover
+from tidewheel.engine.runner import Computed, PendingTokens, Runner
+from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.request import FinishReason, Request
+from tidewheel.scheduler.scheduler import Scheduler
+
+
+class _InFlight(NamedTuple):
+    batch: ScheduledBatch
+    pending: PendingTokens
+
+
+Deliver = Callable[[StepOutputs], None]
+
+
+class EngineCore:
+    """Drives scheduler and runner from one thread.
+
+    `receive` is called twice a step: before it is planned, and before its tokens are applied, so that a request
+    cancelled while the device was busy gets no further token. It calls `add` and `cancel`. `deliver` learns of every
+    new token and of the one end of every request that `add` accepted; it may call `cancel` too.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        deliver: Deliver,
+        *,
+        receive: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        max_inflight_steps: int = 1,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._deliver = deliver
+        self._receive = receive
+        self._clock = clock
+        self._max_inflight_steps = max_inflight_steps
+        self._in_flight: deque[_InFlight] = deque()
+        self._request_ids: dict[int, str] = {}  # by row, as the newest batch has it
+        self._step_seconds = 0.0
+        self._last_stats = (clock(), 0.0)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished
+
+    def add(self, request: Request) -> None:
+        """Raises what the scheduler refuses with; nothing is delivered then."""
+        self._scheduler.add(request, self._clock())
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ends the request at once, in whatever state it is. Unknown and ended ones are none of our business."""
+        request = self._scheduler.cancel(request_id, reason)
+        if request is not None:
+            self._deliver_ended([request])
+
+    def fail_all(self, error: TidewheelError) -> None:
+        """Ends every request with the error. What is in flight is forgotten."""
+        self._in_flight.clear()
+        self._deliver_ended(self._scheduler.fail_all(error))
+
+    def step(self) -> bool:
+        """One turn of the loop. False when nothing could be done."""
+        self._receive()
+        started = self._clock()
+        batch = self._scheduler.schedule(started)
+        if batch is not None:
+            self._in_flight.append(self._launch(batch))
+        if not self._in_flight:
+            return False
+        if batch is None or len(self._in_flight) == self._max_inflight_steps:
+            self._complete(*self._in_flight.popleft())
+        self._step_seconds += self._clock() - started
+        return True
+
+    def _complete(self, batch: ScheduledBatch, pending: PendingTokens) -> None:
+        tokens = self._wait(batch, pending)
+        self._receive()
+        self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
+
+    def _launch(self, batch: ScheduledBatch) -> _InFlight:
+        for new in batch.new_rows:
+            self._request_ids[new.row] = new.request_id
+        try:
+            return _InFlight(batch, self._runner.launch(batch))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)  # its frames hold tensors that the next try needs room for
+        return _InFlight(batch, Computed(recover(self._runner, batch, failure, self._give_up)))
+
+    def _wait(self, batch: ScheduledBatch, pending: PendingTokens) -> SampledTokens:
+        try:
+            return pending.wait()
+        except Exception as error:
+            if self._in_flight or not is_out_of_memory(error):  # or a later step builds on this one already
+                raise
+            failure = error.with_traceback(None)
+        del pending
+        return recover(self._runner, batch, failure, self._give_up)
+
+    def _give_up(self, row: int) -> None:
+        request = self._scheduler.cancel(self._request_ids[row], FinishReason.ERROR)
+        if request is not None:
+            request.error = InternalError(
+                f"the device ran out of memory at {request.num_tokens} tokens of this request: send a shorter one, "
+                "or lower max_num_batched_tokens or gpu_memory_utilization"
+            )
+            self._deliver_ended([request])
+
+    def _deliver_ended(self, requests: list[Request]) -> None:
+        if requests:
+            self._deliver(StepOutputs([], [], None, requests))
+
+    def check_invariants(self) -> None:
+        self._scheduler.check_invariants()
+
+    def stats(self) -> EngineStats:
+        """A snapshot; `busy_fraction` covers the time since the last one."""
+        now = self._clock()
+        then, busy = self._last_stats
+        self._last_stats = (now, self._step_seconds)
+        return EngineStats(
+            **self._scheduler.stats()._asdict(),
+            step_seconds=self._step_seconds,
+            busy_fraction=min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9)),
+        )

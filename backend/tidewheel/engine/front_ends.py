@@ -1,0 +1,160 @@
+"""Who is connected to the engine, which request is whose, and the news that still has to be sent to each."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import zmq
+
+from tidewheel.batch import StepOutputs, TopLogprobs
+from tidewheel.engine.deltas import final_delta, refusal, to_wire
+from tidewheel.engine.messages import Delta, Deltas, FromEngine, encoder
+from tidewheel.errors import InvalidRequest, TidewheelError
+from tidewheel.request import Request
+
+log = logging.getLogger(__name__)
+
+SILENCE_LIMIT_S = 5.0
+MAX_UNSENT_DELTAS = 1 << 18  # of one front end that does not read; beyond it the front end counts as gone
+
+
+class FrontEnd:
+    """One connection. `identity` is ZeroMQ's name for it."""
+
+    __slots__ = ("identity", "last_seen", "name", "request_ids", "unsent")
+
+    def __init__(self, identity: bytes, name: str, now: float) -> None:
+        self.identity = identity
+        self.name = name
+        self.last_seen = now
+        self.request_ids: dict[int, str] = {}  # by key, of unfinished requests
+        self.unsent: list[Delta] = []
+
+
+class _Route(NamedTuple):
+    front_end: FrontEnd
+    key: int
+
+
+class FrontEnds:
+    """Sends through a ROUTER socket with ROUTER_MANDATORY set, so that a peer that is gone shows as an error."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._by_identity: dict[bytes, FrontEnd] = {}
+        self._routes: dict[str, _Route] = {}  # by request id
+        self._unreachable: list[FrontEnd] = []
+        self._num_opened = 0
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def get(self, identity: bytes) -> FrontEnd | None:
+        return self._by_identity.get(identity)
+
+    def admit(self, identity: bytes, name: str, now: float) -> FrontEnd:
+        """A front end that says `Hello` twice keeps what it has."""
+        front_end = self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
+        front_end.last_seen = now
+        return front_end
+
+    def remove(self, front_end: FrontEnd) -> list[str]:
+        """Forgets the front end; the ids of its unfinished requests, which nobody waits for any more."""
+        self._by_identity.pop(front_end.identity, None)
+        orphans = list(front_end.request_ids.values())
+        for request_id in orphans:
+            del self._routes[request_id]
+        front_end.request_ids.clear()
+        return orphans
+
+    def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
+        """Front ends that can't be reached, do not read or fell silent, with the reason."""
+        gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
+        self._unreachable = []
+        for front_end in self._by_identity.values():
+            if now - front_end.last_seen > SILENCE_LIMIT_S:
+                gone.append((front_end, f"silent for {now - front_end.last_seen:.1f} s"))
+            elif len(front_end.unsent) > MAX_UNSENT_DELTAS:
+                gone.append((front_end, f"did not read {len(front_end.unsent)} deltas"))
+        return gone
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def open(self, front_end: FrontEnd, key: int) -> str:
+        """The engine's id for a new request. Every open request is closed by exactly one final delta."""
+        if key in front_end.request_ids:
+            raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
+        self._num_opened += 1
+        request_id = str(self._num_opened)
+        front_end.request_ids[key] = request_id
+        self._routes[request_id] = _Route(front_end, key)
+        return request_id
+
+    def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
+        """Answers a request that is not open."""
+        front_end.unsent.append(refusal(key, error))
+
+    def close(self, request_id: str, error: TidewheelError) -> None:
+        """Ends an open request that the scheduler knows nothing of."""
+        route = self._routes.pop(request_id)
+        del route.front_end.request_ids[route.key]
+        self.refuse(route.front_end, route.key, error)
+
+    def close_all(self, error: TidewheelError) -> None:
+        for request_id in list(self._routes):
+            self.close(request_id, error)
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        """Notes the news of a step; `flush` sends them."""
+        logprobs = outputs.logprobs or {}
+        for index, (request, token_id) in enumerate(zip(outputs.requests, outputs.token_ids, strict=True)):
+            if request.finish_reason is not None:
+                self._finish(request, [token_id], logprobs.get(index))
+            elif route := self._routes.get(request.request_id):
+                delta = Delta(route.key, [token_id], logprobs=to_wire(logprobs.get(index)))
+                route.front_end.unsent.append(delta)
+        for request in outputs.finished:
+            self._finish(request, [])
+
+    def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
+        """No route: its end is noted already, or its front end is gone."""
+        route = self._routes.pop(request.request_id, None)
+        if route is not None:
+            del route.front_end.request_ids[route.key]
+            route.front_end.unsent.append(final_delta(route.key, request, token_ids, logprobs))
+
+    # --- sending ----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """One message to each front end that there is news for. What a full queue refuses is sent with the next."""
+        for front_end in self._by_identity.values():
+            if front_end.unsent and self._send(front_end.identity, Deltas(front_end.unsent)):
+                front_end.unsent = []
+
+    def broadcast(self, message: FromEngine) -> None:
+        self._send_all(self._by_identity, message)
+
+    def send_to(self, identity: bytes, message: FromEngine) -> None:
+        """To anyone, known or not, unless it is gone or does not read."""
+        self._send_all([identity], message)
+
+    def _send_all(self, identities: Iterable[bytes], message: FromEngine) -> None:
+        for identity in identities:
+            self._send(identity, message)
+
+    def _send(self, identity: bytes, message: FromEngine) -> bool:
+        try:
+            self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            front_end = self._by_identity.get(identity)
+            if front_end is not None and front_end not in self._unreachable:
+                self._unreachable.append(front_end)
+            return False
+        return True

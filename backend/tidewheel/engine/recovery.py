@@ -1,0 +1,70 @@
+"""A step that ran out of memory is run again without its longest chunk: one request ends, the others go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
+from tidewheel.engine.runner import Runner
+
+MAX_GIVEN_UP = 3  # requests; a device that has no room after that is not short of memory for their sake
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Told by name, for this layer imports no torch: torch raises `OutOfMemoryError` on a GPU, a plain
+    `RuntimeError` of its allocator on a CPU."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
+def recover(
+    runner: Runner,
+    batch: ScheduledBatch,
+    error: Exception,
+    give_up: Callable[[int], None],
+) -> SampledTokens:
+    """What the batch answers without the rows that were given up. Raises when giving up rows does not help.
+
+    A step may be run twice: it writes the same keys and values into the same slots.
+    """
+    keep = np.ones(len(batch.rows), dtype=np.bool_)
+    for _ in range(MAX_GIVEN_UP):
+        largest = int(np.argmax(np.where(keep, batch.num_scheduled_tokens, 0)))
+        keep[largest] = False
+        give_up(int(batch.rows[largest]))
+        if not keep.any():
+            return _spread(batch, keep, None)
+        try:
+            return _spread(batch, keep, runner.launch(_only(batch, keep)).wait())
+        except Exception as next_error:
+            if not is_out_of_memory(next_error):
+                raise
+            error = next_error.with_traceback(None)
+    raise error
+
+
+def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
+    """The same step with fewer rows. New rows and block tables stay as they are: they do no harm unused."""
+    return dataclasses.replace(
+        batch,
+        rows=batch.rows[keep],
+        start_positions=batch.start_positions[keep],
+        num_scheduled_tokens=batch.num_scheduled_tokens[keep],
+        samples=batch.samples[keep],
+        num_decodes=int(keep[: batch.num_decodes].sum()),
+        num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
+    )
+
+
+def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens | None) -> SampledTokens:
+    """Aligned with the whole batch again. Whoever was given up has ended: its place holds no valid token."""
+    token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
+    if tokens is None:
+        return SampledTokens(batch.step_id, token_ids)
+    token_ids[keep] = tokens.token_ids
+    indices = np.flatnonzero(keep).tolist()
+    logprobs = tokens.logprobs and {indices[index]: value for index, value in tokens.logprobs.items()}
+    return SampledTokens(batch.step_id, token_ids, logprobs)

@@ -1,0 +1,213 @@
+"""The engine's end of the socket: commands in, deltas out, one thread, one loop."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from tidewheel.engine.core import EngineCore
+from tidewheel.engine.front_ends import FrontEnd, FrontEnds
+from tidewheel.engine.messages import (
+    PROTOCOL,
+    AddRequest,
+    Cancel,
+    Drain,
+    Dropped,
+    EngineInfo,
+    Failed,
+    Goodbye,
+    Hello,
+    Ready,
+    Stats,
+    ToEngine,
+    to_engine_decoder,
+)
+from tidewheel.engine.requests import to_request
+from tidewheel.engine.runner import Runner
+from tidewheel.errors import Draining, InternalError, InvalidRequest, TidewheelError
+from tidewheel.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.5
+IDLE_POLL_MS = 250
+MAX_MESSAGES_PER_STEP = 4096
+
+
+class EngineServer:
+    """Serves front ends from a bound ROUTER socket. Never trusts what it reads: a bad message harms its sender."""
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        settings_digest: str,
+        seed: int,
+        linger_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._socket = socket
+        self._info = info
+        self._settings_digest = settings_digest
+        self._seeds = random.Random(seed)  # noqa: S311: samples tokens, guards nothing
+        self._linger_s = linger_s
+        self._clock = clock
+        self._front_ends = FrontEnds(socket)
+        self._core = EngineCore(scheduler, runner, self._front_ends.deliver, receive=self._receive, clock=clock)
+        self._is_draining = False
+        self._next_stats = 0.0
+        self._lonely_since = clock()
+        self._is_checked = False  # invariants, since the last step
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def serve(self, must_stop: Callable[[], str]) -> str:
+        """Until `must_stop` names a reason, or nobody has been here for `linger_s`; the reason."""
+        while True:
+            worked = self._core.step()
+            self._front_ends.flush()
+            reason = self._keep_house(must_stop)
+            if reason:
+                return reason
+            if worked:
+                self._is_checked = False
+            else:
+                self._wait()
+
+    def end_all(self, error: TidewheelError) -> None:
+        """The last answer to everybody who waits for one. Asks neither scheduler nor runner: they may be broken."""
+        self._front_ends.close_all(error)
+        self._front_ends.flush()
+
+    def _wait(self) -> None:
+        timeout_ms = 1 if self._core.has_unfinished else IDLE_POLL_MS
+        if not self._socket.poll(timeout_ms) and not self._is_checked:
+            self._core.check_invariants()
+            self._is_checked = True
+
+    def _keep_house(self, must_stop: Callable[[], str]) -> str:
+        now = self._clock()
+        if now < self._next_stats:
+            return ""
+        self._next_stats = now + STATS_INTERVAL_S
+        self._front_ends.broadcast(Stats(self._core.stats()))
+        for front_end, reason in self._front_ends.find_gone(now):
+            log.warning("front end %s is gone (%s): %d requests end", front_end.name, reason, self._drop(front_end))
+            self._front_ends.send_to(front_end.identity, Dropped(f"the engine counts this front end as gone: {reason}"))
+        if self._front_ends:
+            self._lonely_since = now
+        elif now - self._lonely_since >= self._linger_s:
+            return "the last front end is gone"
+        return must_stop()
+
+    def _drop(self, front_end: FrontEnd) -> int:
+        orphans = self._front_ends.remove(front_end)
+        for request_id in orphans:
+            self._core.cancel(request_id)
+        return len(orphans)
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for _ in range(MAX_MESSAGES_PER_STEP):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) != 2:
+                log.warning("ignored a message of %d parts", len(parts))
+                continue
+            self._handle(*parts)
+
+    def _handle(self, identity: bytes, payload: bytes) -> None:
+        front_end = self._front_ends.get(identity)
+        if front_end is not None:
+            front_end.last_seen = self._clock()
+        try:
+            message = to_engine_decoder.decode(payload)
+        except Exception as error:  # checks of the values in it raise errors of their own
+            self._handle_malformed(front_end, payload, error)
+            return
+        match message:
+            case Hello():
+                self._greet(identity, message)
+            case Drain():
+                self._drain(identity)
+            case _ if front_end is None:
+                if not isinstance(message, Goodbye):
+                    self._front_ends.send_to(identity, Dropped("the engine does not know this front end"))
+            case _:
+                self._handle_known(front_end, message)
+
+    def _handle_known(self, front_end: FrontEnd, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self._add(front_end, message)
+            case Cancel():
+                for key in message.keys:
+                    if request_id := front_end.request_ids.get(key):
+                        self._core.cancel(request_id)
+            case Goodbye():
+                log.info("front end %s leaves: %d requests end", front_end.name, self._drop(front_end))
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            text = f"the engine speaks protocol {PROTOCOL}, the front end {hello.protocol}: restart the server"
+            self._front_ends.send_to(identity, Failed(text))
+        elif hello.settings_digest not in ("", self._settings_digest):
+            text = "the engine of this model runs with other settings: entries that share an engine need equal ones"
+            self._front_ends.send_to(identity, Failed(text))
+        else:
+            self._front_ends.admit(identity, hello.client, self._clock())
+            log.info("front end %s joins", hello.client)
+            self._front_ends.send_to(identity, Ready(self._info))
+
+    def _drain(self, identity: bytes) -> None:
+        if not self._is_draining:
+            log.info("draining: new requests are refused")
+        self._is_draining = True
+        self._front_ends.send_to(identity, Stats(self._core.stats()))
+
+    def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
+        try:
+            if self._is_draining:
+                raise Draining("the server is shutting down")
+            request_id = self._front_ends.open(front_end, message.key)
+        except TidewheelError as error:
+            self._front_ends.refuse(front_end, message.key, error)
+            return
+        try:
+            seed = self._seeds.getrandbits(64)
+            request = to_request(message, self._info, request_id=request_id, seed=seed, now=self._clock())
+            self._core.add(request)
+        except TidewheelError as error:
+            self._front_ends.close(request_id, error)
+        except Exception as error:
+            log.exception("a request could not be added")
+            self._front_ends.close(request_id, InternalError(f"the request could not be added: {error}"))
+
+    def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
+        """Logged and ignored, except for a request whose key can be read: it gets its answer."""
+        log.warning("malformed message of %d bytes: %s", len(payload), error)
+        key = _readable_key(payload)
+        if front_end is not None and key is not None and key not in front_end.request_ids:
+            refusal = error if isinstance(error, TidewheelError) else InvalidRequest(f"malformed request: {error}")
+            self._front_ends.refuse(front_end, key, refusal)
+
+
+def _readable_key(payload: bytes) -> int | None:
+    try:
+        match msgspec.msgpack.decode(payload):
+            case ["AddRequest", int(key), *_]:
+                return key
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass
+    return None

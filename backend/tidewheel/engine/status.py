@@ -1,0 +1,77 @@
+"""`status.json`: what an engine is doing, for whoever wants to join it. Replaced atomically, never edited."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.run_dir import LOG, STATUS
+
+State = Literal["starting", "loading", "ready", "failed", "stopped"]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """`failed` is final: the settings or the model must change. `stopped` is an end that was asked for."""
+
+    state: State
+    pid: int
+    start_ticks: int  # with the pid it names one process, whatever the kernel gives the number to later
+    settings: dict[str, object]
+    stage: str = ""
+    fraction: float = 0.0  # of the stage
+    message: str = ""
+    written_ns: int = 0  # monotonic clock
+    info: EngineInfo | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in ("failed", "stopped") and process_start_ticks(self.pid) == self.start_ticks
+
+
+_decoder = msgspec.json.Decoder(Status)
+
+
+def read_status(engine_dir: Path) -> Status | None:
+    """None when there is none, or none that this version can read."""
+    try:
+        return _decoder.decode((engine_dir / STATUS).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def write_status(engine_dir: Path, status: Status) -> None:
+    stamped = msgspec.structs.replace(status, written_ns=time.monotonic_ns())
+    replace_file(engine_dir / STATUS, msgspec.json.encode(stamped))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """All of the new content or all of the old one, for any reader at any time."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None if it has ended. Field 22 of proc_pid_stat(5)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def last_log_line(engine_dir: Path, limit: int = 300) -> str:
+    """What the engine said last, cut to `limit` characters."""
+    try:
+        with (engine_dir / LOG).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
+            lines = log.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip()[:limit] for line in reversed(lines) if line.strip()), "")

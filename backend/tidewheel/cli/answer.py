@@ -29,8 +29,8 @@ class Answer:
         after_first = self.total_s - self.first_s
         speed = (self.num_output_tokens - 1) / after_first if self.num_output_tokens > 1 and after_first > 0 else 0.0
         return (
-            f"{self.num_input_tokens} tokens in, {self.num_output_tokens} out; first after {self.first_s * 1e3:.0f} ms,"
-            f" then {speed:.0f} tokens/s; ended by {self.finish_reason or 'you'}"
+            f"{self.num_input_tokens} tokens in, {self.num_output_tokens} out; "
+            f"first after {self.first_s * 1e3:.0f} ms, then {speed:.0f} tokens/s; ended by {self.finish_reason or 'you'}"
         )
 
 

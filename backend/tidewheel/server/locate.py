@@ -146,9 +146,9 @@ def _check_stub(stub: Path) -> None:
         if os.fstat(file.fileno()).st_size == 0:
             raise ServeError(f"{stub} is empty: install the server again")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            linked = _LINKED_PYTHON.search(content)
-    if linked is not None and linked[1].decode() != running:
+            found = _LINKED_PYTHON.search(content)
+            linked = found[1].decode() if found is not None else running
+    if linked != running:
         raise ServeError(
-            f"{stub} is built for Python {linked[1].decode()}, this is Python {running}: "
-            f"install tidewheel with Python {linked[1].decode()}"
+            f"{stub} is built for Python {linked}, this is Python {running}: install tidewheel with Python {linked}"
         )

@@ -27,7 +27,7 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
 def resolve_model(model: str) -> str:
     """The absolute folder, or the Hugging Face id as it is."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if model and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
         return str(folder.resolve())

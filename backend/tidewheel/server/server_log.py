@@ -14,6 +14,8 @@ _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
 _LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL)
 _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
+# What is wrong with a config.pbtxt stands in a line of protobuf's, before Triton's own.
+_SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
 # Triton says these of a machine without a GPU, where they mean nothing.
 _NOISE = re.compile(r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled")
@@ -41,12 +43,14 @@ def parse(text: str) -> LogLine:
     return LogLine(match["level"], match["file"], _unescape(match["message"]))
 
 
-def load_failure(message: str) -> LoadFailure | None:
+def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
     """Which model cannot be loaded and why, if that is what a message says."""
-    match = _LOAD_FAILED.match(message) or _POLL_FAILED.match(message)
-    if match is None:
-        return None
-    return LoadFailure(match["model"], _one_line(match["reason"]))
+    if match := _LOAD_FAILED.match(message):
+        return LoadFailure(match["model"], _one_line(match["reason"]))
+    if match := _POLL_FAILED.match(message):
+        detail = f": {syntax_error}" if syntax_error else ""
+        return LoadFailure(match["model"], _one_line(match["reason"]) + detail)
+    return None
 
 
 class ServerLog:
@@ -59,6 +63,7 @@ class ServerLog:
         self._copy = copy
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
+        self._syntax_error = ""
         self._kept: deque[LogLine] = deque(maxlen=_KEPT_LINES)
         self.version = ""
         self.failure: LoadFailure | None = None
@@ -86,8 +91,10 @@ class ServerLog:
         self._kept.append(line)
         if version := _VERSION.match(line.message):
             self.version = version[1]
-        if self.failure is None and line.level == "E":
-            self.failure = load_failure(line.message)
+        if syntax := _SYNTAX_ERROR.search(line.message):
+            self._syntax_error = syntax["detail"]
+        elif self.failure is None and line.level == "E":
+            self.failure = load_failure(line.message, self._syntax_error)
         return line
 
 

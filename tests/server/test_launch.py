@@ -1,0 +1,79 @@
+"""Command line and environment of tritonserver."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidewheel.server.errors import ServeError
+from tidewheel.server.launch import Endpoints, command, environment, known_flags
+from tidewheel.server.locate import TritonInstall
+from tidewheel.server.ports import Ports
+from tidewheel.server.workdir import WorkDir
+
+ENDPOINTS = Endpoints(host="127.0.0.1", ports=Ports(http=1, grpc=2, metrics=3))
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> TritonInstall:
+    binary = tmp_path / "tritonserver"
+    return TritonInstall(
+        binary=binary, backends=tmp_path, stub=tmp_path, libraries=(Path("/lib/one"),), origin="test"
+    )
+
+
+def flags_of(line: list[str]) -> dict[str, str]:
+    return dict(flag.split("=", 1) for flag in line[1:])
+
+
+def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, tmp_path: Path) -> None:
+    known = frozenset({"--allow-client-shm", "--http-restricted-api", "--allow-gpu-metrics"})
+    line = command(install, tmp_path, ENDPOINTS, WorkDir(tmp_path), drain_s=2.5, flags=known, extra=["--id=x"])
+    flags = flags_of(line)
+    assert line[0] == str(install.binary)
+    assert line[-1] == "--id=x"
+    for endpoint in ("http", "grpc", "metrics"):
+        assert flags[f"--{endpoint}-address"] == "127.0.0.1"
+    assert flags["--model-control-mode"] == "none"
+    assert flags["--allow-client-shm"] == "false"
+    assert flags["--http-restricted-api"].startswith("shared-memory,trace,logging:")
+    assert "--grpc-restricted-protocol" not in flags
+    assert "--allow-sagemaker" not in flags
+    assert int(flags["--exit-timeout-secs"]) > 2.5
+
+
+def test_the_key_of_closed_apis_is_new_each_time(install: TritonInstall, tmp_path: Path) -> None:
+    known = frozenset({"--grpc-restricted-protocol"})
+    lines = [command(install, tmp_path, ENDPOINTS, WorkDir(tmp_path), drain_s=0, flags=known) for _ in range(2)]
+    assert flags_of(lines[0])["--grpc-restricted-protocol"] != flags_of(lines[1])["--grpc-restricted-protocol"]
+
+
+def test_environment(install: TritonInstall, tmp_path: Path) -> None:
+    base = {"PATH": "/usr/bin", "LD_LIBRARY_PATH": "/mine", "OPENBLAS_NUM_THREADS": "3", "HOME": "/h"}
+    env = environment(install, WorkDir(tmp_path), base)
+    assert env["TIDEWHEEL_RUN_DIR"] == str(tmp_path / "run")
+    assert env["LD_LIBRARY_PATH"] == "/lib/one:/mine"
+    assert env["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
+    assert env["PATH"].endswith(":/usr/bin")
+    assert env["OPENBLAS_NUM_THREADS"] == "3"
+    assert env["HOME"] == "/h"
+    assert "PYTHONPATH" not in base
+
+
+def test_known_flags(install: TritonInstall) -> None:
+    install.binary.write_text(
+        "#!/bin/sh\nprintf '  --model-repository <string>\\n\\ttext --not-this\\n  --id <x>\\n'\n"
+    )
+    install.binary.chmod(0o755)
+    assert known_flags(install, {}) == {"--model-repository", "--id"}
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\necho 'libx.so: cannot open' >&2\nexit 127\n", "not a program"])
+def test_a_server_that_does_not_run(install: TritonInstall, script: str) -> None:
+    install.binary.write_text(script)
+    install.binary.chmod(0o755)
+    with pytest.raises(ServeError, match="does not run"):
+        known_flags(install, {})

@@ -1,0 +1,94 @@
+"""Entries that `--model` writes, and repositories that are there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from tidewheel.errors import ConfigError
+from tidewheel.server.repository import check_name, entries, parse_settings, served_name, write_entry
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / 'odd "name" \\ of a model'
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def read(folder: Path) -> model_config_pb2.ModelConfig:
+    return text_format.Parse((folder / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+
+def parameters(config: model_config_pb2.ModelConfig) -> dict[str, str]:
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def test_entry_and_twin(tmp_path: Path, model: Path) -> None:
+    repository = tmp_path / "repository"
+    write_entry(repository, str(model), "mine", {"dtype": "float32", "max_num_seqs": "8"})
+    assert entries(repository) == ["mine", "mine_infer"]
+    entry, twin = read(repository / "mine"), read(repository / "mine_infer")
+    assert entry.backend == twin.backend == "tidewheel"
+    assert entry.model_transaction_policy.decoupled
+    assert not twin.model_transaction_policy.decoupled
+    assert parameters(entry) == {"model": str(model), "dtype": "float32", "max_num_seqs": "8"}
+    assert parameters(twin) == {"engine_of": "mine"}
+    assert (repository / "mine" / "1").is_dir()
+    assert (repository / "mine_infer" / "1").is_dir()
+
+
+def test_hub_ids_stay_as_they_are(tmp_path: Path) -> None:
+    write_entry(tmp_path, "Qwen/Qwen3-0.6B", "q", {})
+    assert parameters(read(tmp_path / "q")) == {"model": "Qwen/Qwen3-0.6B"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [({"max_num_seq": "1"}, "max_num_seqs"), ({"block_size": "17"}, "17"), ({"max_num_seqs": "many"}, "integer")],
+)
+def test_settings_are_checked_before_anything_is_written(
+    tmp_path: Path, model: Path, settings: dict[str, str], word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        write_entry(tmp_path / "repository", str(model), "mine", settings)
+    assert not (tmp_path / "repository").exists()
+
+
+@pytest.mark.parametrize("text", ["/no/such/folder", "./no", "a/b/c", "", "~/nothing here"])
+def test_neither_folder_nor_id(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        write_entry(tmp_path, text, "x", {})
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        write_entry(tmp_path / "repository", str(tmp_path), "x", {})
+
+
+def test_served_names(model: Path) -> None:
+    assert served_name("Qwen/Qwen3-0.6B") == "Qwen3-0.6B"
+    assert served_name(str(model)) == "odd_name_of_a_model"
+    assert check_name("Qwen3-0.6B") == "Qwen3-0.6B"
+    for bad in ("a/b", "..", "", "a b", ".hidden"):
+        with pytest.raises(ConfigError):
+            check_name(bad)
+
+
+def test_parse_settings() -> None:
+    assert parse_settings(["a=1", "max-num-seqs = 2", "c=x=y"]) == {"a": "1", "max_num_seqs": "2", "c": "x=y"}
+    for bad in (["a"], ["=1"], ["a=1", "a=2"], ["model=x"]):
+        with pytest.raises(ConfigError, match="--set"):
+            parse_settings(bad)
+
+
+def test_repositories_with_nothing_to_serve(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        entries(tmp_path / "missing")
+    (tmp_path / "no_config").mkdir()
+    with pytest.raises(ConfigError, match="no entry"):
+        entries(tmp_path)

@@ -1,0 +1,99 @@
+"""Lines as tritonserver 2.51 writes them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from tidewheel.server.server_log import LoadFailure, LogLine, ServerLog, parse
+
+FAILED = (
+    r'E1121 08:34:23.823455 9534 model_lifecycle.cc:642] "failed to load '
+    r"'bad' version 1: Internal: TritonModelException: max_num_seqs is 0: it must be at least 1\n\nAt:\n"
+    r'  /repo/bad/1/model.py(4): initialize\n"'
+)
+
+
+def fed(*lines: str) -> ServerLog:
+    log = ServerLog()
+    log.feed("".join(f"{line}\n" for line in lines).encode())
+    return log
+
+
+def test_parse() -> None:
+    line = parse('W1121 08:33:51.926273 9191 model.py:7] "a \\"quoted\\" warning"')
+    assert line == LogLine("W", "model.py", 'a "quoted" warning')
+    assert line.is_problem
+    assert parse("+-----+") == LogLine("", "", "+-----+")
+    assert not parse('I1121 08:33:51.926273 9191 a.cc:7] "x"').is_problem
+    assert not parse('E1121 08:33:50.4 9191 server.cc:241] "CudaDriverHelper has not been initialized."').is_problem
+
+
+def test_a_line_in_pieces() -> None:
+    log = ServerLog()
+    data = 'I1121 08:33:51.92 9191 a.cc:7] "é"\nrest'.encode()
+    cut = data.index(b"\xa9")
+    assert log.feed(data[:cut]) == []
+    assert log.feed(data[cut:]) == [LogLine("I", "a.cc", "é")]
+    assert log.feed(b"\n") == [LogLine("", "", "rest")]
+
+
+def test_a_line_without_an_end_does_not_grow() -> None:
+    log = ServerLog()
+    lines = [line for _ in range(40) for line in log.feed(b"x" * 10_000)]
+    assert lines
+    assert max(len(line.message) for line in lines) < 100_000
+
+
+def test_version() -> None:
+    assert fed("| server_version                   | 2.51.0          |").version == "2.51.0"
+
+
+def test_the_first_failed_load() -> None:
+    later = FAILED.replace("'bad'", "'worse'")
+    assert fed(FAILED, later).failure == LoadFailure("bad", "max_num_seqs is 0: it must be at least 1")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "E1121 08:34:23.8 9 lifecycle.cc:642] \"failed to load 'm' version 2: Invalid argument: no [TW-X] b\"",
+            LoadFailure("m", "no [TW-X] b"),
+        ),
+        (
+            "E1121 08:34:23.8 9 model_repository_manager.cc:1] \"Poll failed for model directory 'm': a\\nb\"",
+            LoadFailure("m", "a b"),
+        ),
+        (FAILED.replace("E1121", "I1121"), None),
+    ],
+)
+def test_load_failures(line: str, expected: LoadFailure | None) -> None:
+    assert fed(line).failure == expected
+
+
+def test_what_is_wrong_with_a_config_file() -> None:
+    log = fed(
+        "[libprotobuf ERROR /a/text_format.cc:337] Error parsing text-format inference.ModelConfig: 1:27: No field x.",
+        "E1121 08:34:23.8 9 m.cc:1] \"Poll failed for model directory 'm': failed to read text proto from /m/config.pbtxt\"",
+    )
+    assert log.failure is not None
+    assert log.failure.reason == "failed to read text proto from /m/config.pbtxt: 1:27: No field x."
+
+
+def test_last_words() -> None:
+    table, plain = "| Model | Version |", "error: creating server: Internal - failed to load all models"
+    error = 'E1121 08:34:23.8 9 http_server.cc:1] "failed to start HTTP service"'
+    assert fed(plain, table).last_words() == plain
+    assert fed(error, plain).last_words() == "failed to start HTTP service"
+    assert fed(table).last_words() == table
+    assert fed().last_words() == "it printed nothing"
+
+
+def test_every_byte_goes_to_the_copy() -> None:
+    copy = io.BytesIO()
+    log = ServerLog(copy)
+    log.feed(b"a\nb")
+    log.feed(b"\xff\n")
+    assert copy.getvalue() == b"a\nb\xff\n"

@@ -1,0 +1,273 @@
+"""`tidewheel serve` with the real tritonserver and a model of a few lines: it starts, watches, and leaves nothing."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from support.serving import Server, start_server, stop_server, wait_for, wait_ready
+
+pytestmark = pytest.mark.e2e
+
+# Says one word, waits until the file that the prompt names is there, says another.
+MODEL = """
+import pathlib, threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        {initialize}
+
+    def execute(self, requests):
+        for request in requests:
+            path = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy()[0].decode()
+            threading.Thread(target=self.answer, args=(request.get_response_sender(), path), daemon=True).start()
+
+    def answer(self, sender, path):
+        self.say(sender, "first", 0)
+        while not pathlib.Path(path).exists():
+            time.sleep(0.02)
+        self.say(sender, "last", FINAL)
+
+    def say(self, sender, word, flags):
+        tensor = pb_utils.Tensor("text_output", np.array([word], dtype=object))
+        sender.send(pb_utils.InferenceResponse([tensor]), flags=flags)
+"""
+CONFIG = """
+backend: "python"
+model_transaction_policy { decoupled: true }
+input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+DEATH_LIMIT_S = 5.0
+STOP_LIMIT_S = 20.0
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of the server; its path is short, for unix sockets lie below it."""
+    path = Path(tempfile.mkdtemp(prefix="tw"))
+    (path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(path / "tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def repository(folder: Path, initialize: str = "pass") -> Path:
+    entry = folder / "repository" / "words"
+    (entry / "1").mkdir(parents=True)
+    (entry / "config.pbtxt").write_text(CONFIG)
+    (entry / "1" / "model.py").write_text(MODEL.replace("{initialize}", initialize))
+    return entry.parent
+
+
+def serve(folder: Path, *arguments: str, initialize: str = "pass") -> Server:
+    return start_server("--model-repository", str(repository(folder, initialize)), *arguments, log=folder / "log")
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    running = wait_ready(serve(folder))
+    yield running
+    if running.process.poll() is None:
+        stop_server(running)
+
+
+def regions(server_temp: str) -> list[str]:
+    """Shared-memory regions of the server whose work folder has this name."""
+    token = server_temp.removeprefix("tidewheel-serve-")
+    return [path.name for path in Path("/dev/shm").glob(f"tidewheel_{token}_*")]
+
+
+class Traces:
+    """What a server has at one moment; later, that nothing of it is left."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.processes = server.descendants()
+        (self.work,) = (folder / "tmp").glob("tidewheel-serve-*")
+
+    @property
+    def stub(self) -> psutil.Process:
+        return next(p for p in self.processes if p.name().startswith("triton_python_b"))
+
+    @property
+    def tritonserver(self) -> psutil.Process:
+        return next(p for p in self.processes if p.name() == "tritonserver")
+
+    def processes_left(self) -> list[psutil.Process]:
+        return [p for p in self.processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def assert_nothing_left(self) -> None:
+        assert self.processes_left() == []
+        assert not self.work.exists()
+        assert regions(self.work.name) == []
+
+
+def stream(server: Server, release: Path) -> Iterator[str]:
+    body = {"text_input": str(release)}
+    # An idle connection that is kept would make Triton wait.
+    with server.post("words/generate_stream", body, stream=True, headers={"Connection": "close"}) as response:
+        for line in response.iter_lines(chunk_size=1):
+            if line:
+                yield line.decode()
+
+
+def wait_end(server: Server, limit_s: float) -> int:
+    return server.process.wait(limit_s)
+
+
+def test_ready_and_ctrl_c(server: Server, folder: Path) -> None:
+    traces = Traces(server, folder)
+    assert regions(traces.work.name)
+    server.process.send_signal(signal.SIGINT)
+    assert wait_end(server, STOP_LIMIT_S) == 0
+    traces.assert_nothing_left()
+    output = server.log.read_text()
+    assert f"http://127.0.0.1:{server.http_port}" in output
+    assert "words: backend python" in output
+    assert "Traceback" not in output
+
+
+def test_listens_on_loopback_alone(server: Server, folder: Path) -> None:
+    listening = [
+        connection.laddr
+        for process in Traces(server, folder).processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert {address.port for address in listening} == {server.http_port, server.grpc_port, server.metrics_port}
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+
+
+def test_closed_apis(server: Server) -> None:
+    for path in ("systemsharedmemory/region/r/register", "trace/setting", "logging"):
+        assert requests.post(f"{server.http}/v2/{path}", data="{}", timeout=5).status_code == 403
+    load = requests.post(f"{server.http}/v2/repository/models/words/load", timeout=5)
+    assert load.status_code >= 400
+
+
+def test_sigterm_lets_a_running_request_end(server: Server, folder: Path) -> None:
+    traces = Traces(server, folder)
+    release = folder / "release"
+    answer = stream(server, release)
+    assert "first" in next(answer)
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "stopping" in server.log.read_text(), 5, "the notice")
+    release.touch()
+    assert "last" in next(answer)
+    assert wait_end(server, STOP_LIMIT_S) == 0
+    traces.assert_nothing_left()
+
+
+def test_a_request_that_does_not_end_in_time_is_cut_off(folder: Path) -> None:
+    server = wait_ready(serve(folder, "--drain-s", "0.5"))
+    traces = Traces(server, folder)
+    answer = stream(server, folder / "never")
+    next(answer)
+    server.process.send_signal(signal.SIGTERM)
+    assert wait_end(server, STOP_LIMIT_S) == 0
+    traces.assert_nothing_left()
+
+
+def test_asking_twice_ends_at_once(server: Server, folder: Path) -> None:
+    traces = Traces(server, folder)
+    answer = stream(server, folder / "never")
+    next(answer)
+    server.process.send_signal(signal.SIGINT)
+    wait_for(lambda: "stopping" in server.log.read_text(), 5, "the notice")
+    server.process.send_signal(signal.SIGINT)
+    assert wait_end(server, DEATH_LIMIT_S) == 130
+    traces.assert_nothing_left()
+
+
+@pytest.mark.parametrize("victim", ["stub", "tritonserver"])
+def test_a_death_ends_the_group(server: Server, folder: Path, victim: str) -> None:
+    traces = Traces(server, folder)
+    getattr(traces, victim).kill()
+    assert wait_end(server, DEATH_LIMIT_S) == 1
+    traces.assert_nothing_left()
+    assert "died" in server.log.read_text()
+
+
+def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path) -> None:
+    traces = Traces(server, folder)
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not traces.processes_left(), STOP_LIMIT_S, "end of the orphans")
+    assert regions(traces.work.name) == []
+
+
+def error_lines(server: Server) -> list[str]:
+    return [line for line in server.log.read_text().splitlines() if "error:" in line]
+
+
+def test_a_model_that_fails_is_one_line(folder: Path) -> None:
+    server = serve(folder, initialize='raise pb_utils.TritonModelException("max_num_seqs is 0: at least 1")')
+    assert wait_end(server, STOP_LIMIT_S) == 1
+    assert error_lines(server) == ["tidewheel: error: model 'words' cannot be loaded: max_num_seqs is 0: at least 1"]
+    assert "Traceback" not in server.log.read_text()
+    assert list((folder / "tmp").iterdir()) == []
+
+
+def test_an_entry_that_cannot_be_read_is_one_line(folder: Path) -> None:
+    (repository(folder) / "words" / "config.pbtxt").write_text('backend: "python" nonsense: 1')
+    server = start_server("--model-repository", str(folder / "repository"), log=folder / "log")
+    assert wait_end(server, STOP_LIMIT_S) == 1
+    (line,) = error_lines(server)
+    assert "words" in line
+    assert "nonsense" in line
+
+
+def test_stopped_while_it_loads(folder: Path) -> None:
+    loading = folder / "loading"
+    server = serve(folder, initialize=f"pathlib.Path({str(loading)!r}).touch(); threading.Event().wait()")
+    wait_for(loading.exists, STOP_LIMIT_S, "start of the load")
+    traces = Traces(server, folder)
+    server.process.send_signal(signal.SIGTERM)
+    assert wait_end(server, STOP_LIMIT_S) == 0
+    traces.assert_nothing_left()
+
+
+def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_port_in_use_is_one_line(server: Server, folder: Path) -> None:
+    done = run_serve("--model-repository", str(folder / "repository"), "--http-port", str(server.http_port))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"port {server.http_port}" in line
+    assert "--http-port" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "word"),
+    [
+        (["--model", "/no/such/folder"], 1, "no such folder"),
+        (["--model-repository", "/no/such/folder"], 1, "no such folder"),
+        (["--model", "a/b", "--set", "max_num_seq=3"], 1, "max_num_seqs"),
+        (["--model", "a/b", "--model-repository", "x"], 2, "exclude"),
+        (["--set", "dtype=float32"], 2, "--set"),
+        (["--model", "a/b", "--tritonserver", "/no/such/program"], 1, "/no/such/program"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], code: int, word: str) -> None:
+    done = run_serve(*arguments, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    assert done.returncode == code
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tidewheel: error: ")
+    assert word in line

@@ -1,0 +1,69 @@
+"""The work folder: private, gone afterwards, and never taken from a server that lives."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tidewheel.server.workdir import sweep, work_dir
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+def make_old(folder: Path) -> None:
+    os.utime(folder, (1, 1))
+
+
+def test_private_and_gone_with_its_shared_memory(tmp_path: Path, shared_memory: Path) -> None:
+    with work_dir(tmp_path, shared_memory) as work:
+        assert stat.S_IMODE(work.root.stat().st_mode) == 0o700
+        assert stat.S_IMODE(work.run.stat().st_mode) == 0o700
+        (shared_memory / f"{work.shm_prefix}region").touch()
+        (shared_memory / "somebody_elses").touch()
+        (work.run / "engine").mkdir()
+    assert not work.root.exists()
+    assert [path.name for path in shared_memory.iterdir()] == ["somebody_elses"]
+
+
+def test_gone_after_an_error(tmp_path: Path, shared_memory: Path) -> None:
+    with pytest.raises(RuntimeError), work_dir(tmp_path, shared_memory) as work:
+        raise RuntimeError
+    assert not work.root.exists()
+
+
+def test_two_servers_have_different_prefixes(tmp_path: Path, shared_memory: Path) -> None:
+    with work_dir(tmp_path, shared_memory) as one, work_dir(tmp_path, shared_memory) as two:
+        assert not one.shm_prefix.startswith(two.shm_prefix)
+        assert not two.shm_prefix.startswith(one.shm_prefix)
+
+
+def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path, shared_memory: Path) -> None:
+    left_over = tmp_path / "tidewheel-serve-deadbeef"
+    left_over.mkdir()
+    (left_over / "lock").touch()
+    make_old(left_over)
+    (shared_memory / "tidewheel_deadbeef_region").touch()
+    with work_dir(tmp_path, shared_memory):
+        assert not left_over.exists()
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_what_may_be_in_use_stays(tmp_path: Path, shared_memory: Path) -> None:
+    being_made = tmp_path / "tidewheel-serve-new"
+    being_made.mkdir()
+    link = tmp_path / "tidewheel-serve-link"
+    link.symlink_to(shared_memory)
+    with work_dir(tmp_path, shared_memory) as running:
+        make_old(running.root)
+        assert sweep(tmp_path, shared_memory) == []
+        assert running.root.exists()
+        assert being_made.exists()
+        assert link.exists()

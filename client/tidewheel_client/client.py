@@ -152,7 +152,7 @@ class Client:
             timeout=self._timeout_s if timeout_s is None else timeout_s,
             metadata=(*self._headers, _WITH_STATUS),
         )
-        return Stream(call, request.id)
+        return Stream(call, request.id, self.url)
 
     def _is_decoupled(self, model: str) -> bool:
         config = self._unary("ModelConfig", service_pb2.ModelConfigRequest(name=model)).config
@@ -162,4 +162,4 @@ class Client:
         try:
             return getattr(self._stub, method)(request, timeout=_PROBE_TIMEOUT_S, metadata=self._headers)
         except grpc.RpcError as error:
-            raise from_rpc(error) from None
+            raise from_rpc(error, self.url) from None

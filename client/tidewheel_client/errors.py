@@ -139,9 +139,11 @@ def from_text(text: str) -> RequestError:
     return _from_tagged(text) or _first_match(text)(text)
 
 
-def from_rpc(error: grpc.RpcError) -> RequestError:
-    """The error that a failed call stands for."""
+def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
+    """The error that a failed call to the server at `url` stands for."""
     text = error.details() or ""
+    if text.startswith("failed to connect"):
+        return ServerUnavailable(f"no server answers at {url}")
     cls = _BY_STATUS.get(error.code(), RequestError)
     return _from_tagged(text) or cls(text or f"the call failed with {error.code().name}")
 

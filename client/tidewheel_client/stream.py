@@ -20,8 +20,9 @@ class Stream(Iterator[Chunk]):
     the `with` block cancels what is not finished. `finish_reason` is None until the end.
     """
 
-    def __init__(self, call: Any, request_id: str) -> None:
+    def __init__(self, call: Any, request_id: str, url: str) -> None:
         self._call = call  # the gRPC call: an iterator of ModelStreamInferResponse, with cancel()
+        self._url = url
         self._cancelled = False
         self._ended = False
         self.request_id = request_id
@@ -67,7 +68,7 @@ class Stream(Iterator[Chunk]):
             message = next(self._call, None)
         except grpc.RpcError as error:
             if not self._cancelled:
-                raise from_rpc(error) from None
+                raise from_rpc(error, self._url) from None
         if self._cancelled:
             return None
         if message is None:

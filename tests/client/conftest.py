@@ -9,7 +9,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from support.fake_triton import FakeTriton
+from support.grpc_triton import FakeTriton
 from tidewheel_client import Client
 
 

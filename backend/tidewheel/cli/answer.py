@@ -30,7 +30,8 @@ class Answer:
         speed = (self.num_output_tokens - 1) / after_first if self.num_output_tokens > 1 and after_first > 0 else 0.0
         return (
             f"{self.num_input_tokens} tokens in, {self.num_output_tokens} out; "
-            f"first after {self.first_s * 1e3:.0f} ms, then {speed:.0f} tokens/s; ended by {self.finish_reason or 'you'}"
+            f"first after {self.first_s * 1e3:.0f} ms, then {speed:.0f} tokens/s; "
+            f"ended by {self.finish_reason or 'you'}"
         )
 
 

@@ -64,16 +64,14 @@ def sampling_params(args: argparse.Namespace) -> dict[str, object]:
 
 def connect(args: argparse.Namespace) -> Client:
     """A client of the server, with the model that is meant. Raises `UsageError` or `RequestError`."""
-    from tidewheel_client import Client, ServerUnavailable
+    from tidewheel_client import Client
 
     client = Client(args.url, args.model or "", timeout_s=args.timeout_s)
-    if args.model:
-        return client
     try:
-        client.model = _only_model(client)
-    except ServerUnavailable:
+        client.model = args.model or _only_model(client)
+    except BaseException:
         client.close()
-        raise UsageError(f"no server answers at {args.url}: start one with tidewheel serve, or give --url") from None
+        raise
     return client
 
 

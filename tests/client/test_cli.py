@@ -1,0 +1,207 @@
+"""`tidewheel generate` and `chat`, against the Triton in this process."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from tritonclient.grpc import service_pb2_grpc
+
+from support.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
+from tidewheel.cli.answer import printable
+from tidewheel.cli.main import main
+
+
+def url(triton: FakeTriton) -> list[str]:
+    return ["--url", f"127.0.0.1:{triton.port}"]
+
+
+def run(*arguments: str, triton: FakeTriton) -> int:
+    return main([*arguments, *url(triton), "--model", "demo"])
+
+
+def answer_messages(asked: Asked) -> Answer:
+    """The number of messages so far, and the last one."""
+    messages = json.loads(asked.inputs["messages"])
+    yield response(asked.message, text_output=f"{len(messages)}:{messages[-1]['content']}", finish_reason="stop")
+
+
+def test_generate_streams(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "--max-tokens",
+        "7",
+        "--temperature",
+        "0",
+        "--stop",
+        "x",
+        "--set",
+        "logit_bias={}",
+        "--set",
+        "tenant=me",
+    )
+    assert run("generate", "one two", *arguments, triton=triton) == 0
+    assert capsys.readouterr().out == "one two\n"
+    (asked,) = triton.asked
+    assert asked.inputs["stream"] is True
+    expected = {"max_tokens": 7, "temperature": 0.0, "stop": ["x"], "logit_bias": {}, "tenant": "me"}
+    assert asked.sampling == expected
+
+
+def test_generate_at_once_with_nothing_but_the_prompt(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", "one two", "--no-stream", triton=triton) == 0
+    assert capsys.readouterr().out == "one two\n"
+    assert "sampling_parameters" not in triton.asked[0].inputs
+
+
+def test_generate_reads_standard_input(
+    triton: FakeTriton, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    assert run("generate", "-", "--stats", triton=triton) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "from a pipe\n"
+    assert "7 tokens in, 3 out" in printed.err
+    assert "ended by stop" in printed.err
+
+
+def test_the_only_model_need_not_be_named(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    triton.models = ("solo", "solo_infer")
+    assert main(["generate", "hi", *url(triton)]) == 0
+    assert triton.asked[0].message.model_name == "solo"
+
+
+@pytest.mark.parametrize(
+    ("models", "arguments", "word"),
+    [
+        (("a", "b"), [], "--model: a, b"),
+        (("x_infer",), [], "no model that streams"),
+        (("a",), ["--set", "nonsense"], "key=value"),
+    ],
+)
+def test_wrong_usage(
+    triton: FakeTriton, capsys: pytest.CaptureFixture[str], models: tuple[str, ...], arguments: list[str], word: str
+) -> None:
+    triton.models = models
+    assert main(["generate", "hi", *url(triton), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tidewheel: error: ")
+    assert word in line
+
+
+def test_errors_of_the_server_are_one_line(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(asked: Asked) -> Answer:
+        raise Refused(service_pb2_grpc.grpc.StatusCode.INVALID_ARGUMENT, "[TW-INPUT] top_p is 2: it must be …")
+        yield
+
+    triton.answer = refuse
+    assert run("generate", "hi", "--top-p", "2", triton=triton) == 2
+    assert capsys.readouterr().err == "tidewheel: error: [TW-INPUT] top_p is 2: it must be …\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
+@pytest.mark.parametrize("model", [[], ["--model", "demo"]])
+def test_no_server(capsys: pytest.CaptureFixture[str], command: list[str], model: list[str]) -> None:
+    assert main([*command, "--url", "127.0.0.1:9", *model]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("tidewheel: error: no server answers at 127.0.0.1:9")
+
+
+def test_chat_keeps_the_conversation(
+    triton: FakeTriton, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton.answer = answer_messages
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nagain\n/new\nfresh\n"))
+    assert run("chat", "--system", "Be brief.", triton=triton) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["2:hello", "4:again", "2:fresh"]
+    last = json.loads(triton.asked[1].inputs["messages"])
+    assert [message["role"] for message in last] == ["system", "user", "assistant", "user"]
+    assert last[2]["content"] == "2:hello"
+
+
+def test_a_failed_turn_leaves_no_trace(
+    triton: FakeTriton, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(asked: Asked) -> Answer:
+        if "bad" in asked.inputs["messages"]:
+            raise Refused(service_pb2_grpc.grpc.StatusCode.UNAVAILABLE, "[TW-BUSY retry_after_ms=9] full")
+        yield from answer_messages(asked)
+
+    triton.answer = answer
+    monkeypatch.setattr(sys, "stdin", io.StringIO("bad\ngood\n"))
+    assert run("chat", triton=triton) == 0
+    printed = capsys.readouterr()
+    assert "1:good" in printed.out
+    assert "error: [TW-BUSY retry_after_ms=9] full" in printed.err
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(triton: FakeTriton) -> None:
+    """On a terminal of its own, as a user has it."""
+    release = threading.Event()
+
+    def answer(asked: Asked) -> Answer:
+        if "slow" not in asked.inputs["messages"]:
+            yield from answer_messages(asked)
+            return
+        yield response(asked.message, text_output="partial", finish_reason="None")
+        release.wait(30)
+
+    triton.answer = answer
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "tidewheel.cli.main", "chat", *url(triton), "--model", "demo"]
+    chat = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    os.close(terminal)
+    try:
+        read_until(controller, b"> ")
+        os.write(controller, b"slow\n")
+        read_until(controller, b"partial")
+        chat.send_signal(signal.SIGINT)
+        read_until(controller, b"> ")
+        assert triton.ended.wait(10)
+        triton.answer = answer_messages
+        os.write(controller, b"next\n")
+        read_until(controller, b"3:next")  # the partial answer is part of the conversation
+        os.write(controller, b"\x04")
+        assert chat.wait(10) == 0
+    finally:
+        release.set()
+        chat.kill()
+        chat.wait()
+        os.close(controller)
+
+
+def read_until(descriptor: int, text: bytes) -> None:
+    seen = b""
+    while text not in seen:
+        seen += os.read(descriptor, 1024)
+
+
+def test_a_closed_pipe_is_no_error(triton: FakeTriton) -> None:
+    triton.answer = say_words
+    command = [sys.executable, "-m", "tidewheel.cli.main", "generate", "a " * 200, *url(triton), "--model", "demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as generate:
+        assert generate.stdout is not None
+        assert generate.stderr is not None
+        generate.stdout.read(1)
+        generate.stdout.close()
+        assert generate.stderr.read() == b""
+
+
+def test_escape_sequences_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mb\x07\r\nc\td\u202e é 漢 😀") == "a[31mb\nc\td é 漢 😀"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]])
+def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom tidewheel.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "assert not {'torch', 'grpc', 'numpy', 'transformers', 'zmq'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,126 @@
+"""A Triton without models: the gRPC service in this process, with answers that a test scripts."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+Answer = Iterator[pb.ModelStreamInferResponse]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as the server read it."""
+
+    message: pb.ModelInferRequest
+    metadata: dict[str, str]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        pairs = zip(self.message.inputs, self.message.raw_input_contents, strict=True)
+        return {tensor.name: self._value(tensor.datatype, raw) for tensor, raw in pairs}
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return json.loads(self.inputs.get("sampling_parameters", "{}"))
+
+    @staticmethod
+    def _value(datatype: str, raw: bytes) -> Any:
+        if datatype == "BYTES":
+            return raw[4:].decode("utf-8", "surrogatepass")
+        if datatype == "BOOL":
+            return raw == b"\x01"
+        return list(struct.unpack(f"<{len(raw) // 4}i", raw))
+
+
+def response(request: pb.ModelInferRequest, **outputs: Any) -> pb.ModelStreamInferResponse:
+    """Outputs named by keyword: text as str or list of str, (datatype, format, values) for numbers."""
+    answer = pb.ModelStreamInferResponse()
+    infer = answer.infer_response
+    infer.model_name, infer.id = request.model_name, request.id
+    for name, value in outputs.items():
+        tensor = infer.outputs.add()
+        tensor.name = name
+        if isinstance(value, str):
+            data = value.encode()
+            tensor.datatype, raw = "BYTES", struct.pack("<I", len(data)) + data
+        else:
+            tensor.datatype, code, numbers = value
+            raw = struct.pack(f"<{len(numbers)}{code}", *numbers)
+        infer.raw_output_contents.append(raw)
+    return answer
+
+
+@dataclass
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """`answer(asked)` yields the responses of a request; the default says its words one by one."""
+
+    answer: Callable[[Asked], Answer] | None = None
+    ready: bool = True
+    models: tuple[str, ...] = ("zebra", "demo", "demo_infer")
+    asked: list[Asked] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+    port: int = 0
+
+    def ModelStreamInfer(self, requests: Iterator[pb.ModelInferRequest], context: Any) -> Answer:
+        context.add_callback(self.ended.set)
+        for message in requests:
+            asked = Asked(message, dict(context.invocation_metadata()))
+            self.asked.append(asked)
+            try:
+                yield from (self.answer or say_words)(asked)
+            except Refused as error:
+                context.abort(error.code, error.text)
+
+    def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        return pb.ModelReadyResponse(ready=self.ready)
+
+    def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Any) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="triton", version="2.51.0")
+
+    def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+        answer = pb.ModelMetadataResponse(name=request.name, versions=["1"], platform="tidewheel")
+        answer.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+        answer.outputs.add(name="text_output", datatype="BYTES", shape=[-1])
+        return answer
+
+    def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Any) -> pb.RepositoryIndexResponse:
+        answer = pb.RepositoryIndexResponse()
+        for name in self.models:
+            answer.models.add(name=name, version="1", state="READY")
+        return answer
+
+    def ModelConfig(self, request: pb.ModelConfigRequest, context: Any) -> pb.ModelConfigResponse:
+        answer = pb.ModelConfigResponse()
+        answer.config.name = request.name
+        answer.config.model_transaction_policy.decoupled = not request.name.endswith("_infer")
+        return answer
+
+
+class Refused(Exception):
+    """Raised by an answer: ends the call with a gRPC status."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code, self.text = code, text
+
+
+def say_words(asked: Asked) -> Answer:
+    words = asked.inputs["text_input"].split()
+    for index, word in enumerate(words):
+        last = index == len(words) - 1
+        yield response(
+            asked.message,
+            text_output=word + ("" if last else " "),
+            finish_reason="stop" if last else "None",
+            num_input_tokens=("UINT32", "I", [7]),
+            num_output_tokens=("UINT32", "I", [1]),
+        )

@@ -25,6 +25,7 @@ import torch
 
 from tidewheel_kernels.aot_cases import CASES, Case
 from tidewheel_kernels.backend import KernelUnavailable, interpreter_enabled, triton_installed
+from tidewheel_kernels.launch_config import compile_target
 
 ARCHITECTURES = (80, 90, 100)
 # CUDA programming guide, "Technical specifications per compute capability": shared memory of one block, in bytes.
@@ -64,8 +65,12 @@ class Report:
 
 
 def compile_case(case: Case, arch: int) -> list[Report]:
-    with _recorded_launches() as launches:
-        case.call()
+    target = compile_target.set(arch)
+    try:
+        with _recorded_launches() as launches:
+            case.call()
+    finally:
+        compile_target.reset(target)
     if not launches:
         raise AssertionError(f"case {case.name} launched no kernel")
     return [_compile(case, launch, arch) for launch in launches]
@@ -179,8 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _line(report: Report) -> str:
     return (
-        f"{report.case:32} {report.kernel:26} sm_{report.arch:<4} {report.num_warps:2} warps {report.num_stages} stages "
-        f"{report.registers:4} registers {report.stack:5} stack {report.shared:7} shared {report.problem or 'ok'}\n"
+        f"{report.case:32} {report.kernel:26} sm_{report.arch:<4}"
+        f"{report.num_warps:2} warps {report.num_stages} stages {report.registers:4} registers "
+        f"{report.stack:5} stack {report.shared:7} shared {report.problem or 'ok'}\n"
     )
 
 

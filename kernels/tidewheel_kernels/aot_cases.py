@@ -43,7 +43,7 @@ def _rope(head_dim: int, rotary_dim: int, *, norm: bool) -> None:
     from tidewheel_kernels.jit.rope import rope_and_cache
 
     qkv = torch.empty(2, 16 + 8 + 8, head_dim, dtype=BF16)
-    q, k, v = qkv.split((16, 8, 8), dim=1)
+    q, k, v = qkv[:, :16], qkv[:, 16:24], qkv[:, 24:]
     cache = torch.empty(2, 64, 8, head_dim, dtype=BF16)
     weight = torch.empty(head_dim, dtype=BF16) if norm else None
     ids = torch.empty(2, dtype=I64)
@@ -147,9 +147,9 @@ CASES = (
     Case("prefill-128-block-16", partial(_prefill, 128, block_size=16), default=False),
     Case("prefill-128-block-32", partial(_prefill, 128, block_size=32), default=False),
     Case("prefill-128-block-128", partial(_prefill, 128, block_size=128), default=False),
-    Case("prefill-256", partial(_prefill, 256), no_stack=False, default=False),
-    Case("prefill-256-window-cap", partial(_prefill, 256, sliding_window=1024, soft_cap=50.0), False, default=False),
-    Case("prefill-64-float32", partial(_prefill, 64, dtype=F32), no_stack=False, default=False),
+    Case("prefill-256", partial(_prefill, 256), default=False),
+    Case("prefill-256-window-cap", partial(_prefill, 256, sliding_window=1024, soft_cap=50.0), default=False),
+    Case("prefill-64-float32", partial(_prefill, 64, dtype=F32), default=False),
     Case("prefill-128-float32", partial(_prefill, 128, dtype=F32), no_stack=False, default=False),
     Case("decode-128", partial(_plain_decode, 128)),
     Case("decode-128-split", partial(_split_decode, 128)),
@@ -161,8 +161,8 @@ CASES = (
     Case("decode-128-split-soft-cap", partial(_split_decode, 128, soft_cap=50.0), default=False),
     Case("decode-128-split-block-16", partial(_split_decode, 128, block_size=16), default=False),
     Case("decode-128-split-block-128", partial(_split_decode, 128, block_size=128), default=False),
-    Case("decode-256-split", partial(_split_decode, 256), no_stack=False, default=False),
-    Case("decode-128-split-float32", partial(_split_decode, 128, dtype=F32), no_stack=False, default=False),
+    Case("decode-256-split", partial(_split_decode, 256), default=False),
+    Case("decode-128-split-float32", partial(_split_decode, 128, dtype=F32), default=False),
     Case("sample-filtered", partial(_sample, filtered=True, dtype=F32)),
     Case("sample-filtered-bfloat16", partial(_sample, filtered=True, dtype=BF16), default=False),
     Case("sample-plain", partial(_sample, filtered=False, dtype=F32), default=False),

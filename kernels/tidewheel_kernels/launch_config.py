@@ -1,11 +1,12 @@
 """Recorded launch configurations: block sizes, warps and pipeline stages. Nothing is tuned at run time.
 
-The attention entries were chosen so that the compiler needs no stack on sm_80, sm_90 and sm_100 with bfloat16 and
-head_dim <= 128; ``python -m tidewheel_kernels.aot --json`` recompiles all of them and lists registers and spills.
+The attention entries are the largest tiles for which the compiler spills no register on sm_80, sm_90 and sm_100
+(float32 prefill with head_dim 128 spills a little); ``python -m tidewheel_kernels.aot --all`` shows it.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,8 +16,12 @@ import torch
 MIN_KEYS_PER_SPLIT = 128
 # Programs of the decode kernel per multiprocessor: two, to hide one's latency behind the other.
 PROGRAMS_PER_SM = 2
-# tl.dot wants at least this many rows.
-MIN_DOT_ROWS = 16
+# Least size of each dimension of tl.dot.
+MIN_DOT_SIZE = 16
+# Where tl.dot becomes warpgroup instructions that read keys from shared memory: registers for larger tiles.
+WARPGROUP_ARCHITECTURES = (90, 100, 103)
+# Architecture that launches on tensors off the GPU are for: set while compiling ahead of time.
+compile_target: ContextVar[int] = ContextVar("compile_target", default=90)
 
 
 class LaunchConfig(NamedTuple):
@@ -65,23 +70,33 @@ def rope_config(num_heads: int) -> LaunchConfig:
     return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
 
 
-def prefill_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
+def prefill_config(
+    head_dim: int, group: int, block_size: int, element_size: int, architecture: int
+) -> AttentionConfig:
     """Tiles of the mixed kernel; `group` = query heads per KV head, `element_size` in bytes."""
-    block_d = max(next_power_of_2(head_dim), 16)
-    wide = block_d > 128 or element_size > 2
-    block_m = max(64 if wide else 128, next_power_of_2(group))
-    block_n = min(block_size, 32 if wide else 64)
-    num_warps = 4 if block_m * block_d <= 64 * 64 else 8
-    return AttentionConfig(block_m, block_n, block_d, num_warps, num_stages=1 if element_size > 2 else 2)
+    block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
+    if element_size > 2:
+        block_m, block_n, num_stages = 32, 32, 1
+    elif block_d > 128:
+        block_m, block_n, num_stages = 64, 32, 2
+    elif block_d > 64 and architecture not in WARPGROUP_ARCHITECTURES:
+        block_m, block_n, num_stages = 128, 32, 3
+    else:
+        block_m, block_n, num_stages = 128, 64, 2
+    return AttentionConfig(max(block_m, next_power_of_2(group)), min(block_n, block_size), block_d, 8, num_stages)
 
 
 def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
-    """Tiles of the split-KV kernel: bandwidth-bound, so small tiles, few warps and a deeper pipeline."""
-    block_d = max(next_power_of_2(head_dim), 16)
-    wide = block_d > 128 or element_size > 2
-    block_m = max(MIN_DOT_ROWS, next_power_of_2(group))
-    block_n = min(block_size, 32 if wide else 64)
-    return AttentionConfig(block_m, block_n, block_d, num_warps=4, num_stages=2 if wide else 3)
+    """Tiles of the split-KV kernel: bound by bandwidth, so small tiles and two of them in flight.
+
+    Keys are loaded through the block table, and the pipeliner spends two stages on that chain: five stages make two
+    buffers.
+    """
+    block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
+    block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
+    if element_size > 2:
+        return AttentionConfig(block_m, min(32, block_size), block_d, num_warps=8, num_stages=2)
+    return AttentionConfig(block_m, min(32 if block_d > 128 else 64, block_size), block_d, num_warps=4, num_stages=5)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
@@ -95,7 +110,18 @@ def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a small number elsewhere, where kernels are interpreted or only compiled."""
+    """Streaming multiprocessors of a GPU; a small number elsewhere, where kernels are interpreted or compiled."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability of a GPU (90 for sm_90); elsewhere the architecture that is compiled for."""
+    return _capability(device) if device.type == "cuda" else compile_target.get()
+
+
+@lru_cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

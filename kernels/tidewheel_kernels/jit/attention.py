@@ -10,6 +10,7 @@ from tidewheel_kernels.jit.decode_attention import decode_attention_kernel, merg
 from tidewheel_kernels.jit.prefill_attention import prefill_attention_kernel
 from tidewheel_kernels.launch_config import (
     AttentionConfig,
+    architecture,
     decode_config,
     multiprocessors,
     next_power_of_2,
@@ -37,7 +38,7 @@ def paged_attention(
     if meta.num_decodes:
         _decode(q, k_cache, out, meta, arguments, decode_config(*shape))
     if meta.num_seqs > meta.num_decodes:
-        _prefill(q, k_cache, out, meta, arguments, prefill_config(*shape))
+        _prefill(q, k_cache, out, meta, arguments, prefill_config(*shape, architecture(q.device)))
 
 
 def _tensor_arguments(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, object]:

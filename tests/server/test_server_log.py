@@ -75,11 +75,11 @@ def test_load_failures(line: str, expected: LoadFailure | None) -> None:
 
 def test_what_is_wrong_with_a_config_file() -> None:
     log = fed(
-        "[libprotobuf ERROR /a/text_format.cc:337] Error parsing text-format inference.ModelConfig: 1:27: No field x.",
-        "E1121 08:34:23.8 9 m.cc:1] \"Poll failed for model directory 'm': failed to read text proto from /m/config.pbtxt\"",
+        "[libprotobuf ERROR text_format.cc:337] Error parsing text-format inference.ModelConfig: 1:27: No field x.",
+        "E1121 08:34:23.8 9 m.cc:1] \"Poll failed for model directory 'm': failed to read text proto from /m\"",
     )
     assert log.failure is not None
-    assert log.failure.reason == "failed to read text proto from /m/config.pbtxt: 1:27: No field x."
+    assert log.failure.reason == "failed to read text proto from /m: 1:27: No field x."
 
 
 def test_last_words() -> None:

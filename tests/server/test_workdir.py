@@ -33,6 +33,15 @@ def test_private_and_gone_with_its_shared_memory(tmp_path: Path, shared_memory: 
     assert [path.name for path in shared_memory.iterdir()] == ["somebody_elses"]
 
 
+def test_run_dir_of_the_environment(tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the parent before, the run folder within, and itself again after."""
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "made"))
+    with work_dir(shared_memory=shared_memory) as work:
+        assert work.root.parent == tmp_path / "made"
+        assert os.environ["TIDEWHEEL_RUN_DIR"] == str(work.run)
+    assert os.environ["TIDEWHEEL_RUN_DIR"] == str(tmp_path / "made")
+
+
 def test_gone_after_an_error(tmp_path: Path, shared_memory: Path) -> None:
     with pytest.raises(RuntimeError), work_dir(tmp_path, shared_memory) as work:
         raise RuntimeError

@@ -74,6 +74,7 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
     env["PYTHONPATH"] = _joined(python_path(), base.get("PYTHONPATH"))
     # The Python inside a stub takes its prefix from the `python3` that it finds first.
     env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
+    env["TIDEWHEEL_PYTHON"] = sys.executable
     env["PYTHONUNBUFFERED"] = "1"
     # Front ends tokenise on threads of their own, and numpy there does nothing that several threads could share.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -83,8 +82,6 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     endpoints = Endpoints(host=options.host, ports=ports.choose(options.host, options.ports))
     backend_dir.assemble(install, work.backends)
     environment = launch.environment(install, work)
-    # Where `engine_dir` looks, here as in the processes that are started.
-    os.environ["TIDEWHEEL_RUN_DIR"] = str(work.run)
     command = launch.command(
         install,
         models,

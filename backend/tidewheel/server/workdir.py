@@ -14,6 +14,7 @@ from pathlib import Path
 
 _PREFIX = "tidewheel-serve-"
 _LOCK = "lock"
+_RUN_DIR = "TIDEWHEEL_RUN_DIR"
 _YOUNG_S = 60.0  # a younger folder may be one that is being made
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
 
@@ -45,8 +46,12 @@ class WorkDir:
 
 @contextlib.contextmanager
 def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
-    """A new work folder; on leaving, it and the shared-memory regions under its prefix are gone."""
-    base = parent or Path(tempfile.gettempdir())
+    """A new work folder in `parent`, or in $TIDEWHEEL_RUN_DIR, or in the temporary directory; its `run` is
+    $TIDEWHEEL_RUN_DIR within. On leaving, it and the shared-memory regions under its prefix are gone.
+    """
+    named = os.environ.get(_RUN_DIR)
+    base = parent or Path(named or tempfile.gettempdir()).absolute()
+    base.mkdir(mode=0o700, parents=True, exist_ok=True)
     sweep(base, shared_memory)
     root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     try:
@@ -54,9 +59,17 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
             fcntl.flock(lock, fcntl.LOCK_EX)
             folder = WorkDir(root)
             folder.run.mkdir(mode=0o700)
+            os.environ[_RUN_DIR] = str(folder.run)
             yield folder
     finally:
+        _restore(named)
         _remove(root, shared_memory)
+
+
+def _restore(run_dir: str | None) -> None:
+    os.environ.pop(_RUN_DIR, None)
+    if run_dir is not None:
+        os.environ[_RUN_DIR] = run_dir
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:

@@ -27,7 +27,9 @@ def to_request(message: AddRequest, info: EngineInfo, *, request_id: str, seed: 
     _check_ids("stop_token_ids", message.stop_token_ids, info.vocab_size, MAX_STOP_IDS)
     _check_bad_words(message.bad_words_ids, info.vocab_size)
     if len(message.cache_salt) > MAX_SALT_CHARS:
-        raise InvalidRequest(f"cache_salt has {len(message.cache_salt)} characters: at most {MAX_SALT_CHARS} are read")
+        raise InvalidRequest(
+            f"cache_salt has {len(message.cache_salt)} characters: at most {MAX_SALT_CHARS} are read"
+        )
     return Request(
         request_id,
         prompt,
@@ -94,7 +96,9 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int, limit: int) -> No
 
 def _check_bad_words(sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
     if len(sequences) > MAX_BAD_SEQUENCES:
-        raise InvalidRequest(f"bad_words has {len(sequences)} token sequences: at most {MAX_BAD_SEQUENCES} are allowed")
+        raise InvalidRequest(
+            f"bad_words has {len(sequences)} token sequences: at most {MAX_BAD_SEQUENCES} are allowed"
+        )
     for sequence in sequences:
         if not sequence:
             raise InvalidRequest("bad_words holds an empty token sequence")

@@ -52,13 +52,15 @@ class EngineServer:
         settings_digest: str,
         seed: int,
         linger_s: float,
+        on_drain: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._info = info
         self._settings_digest = settings_digest
-        self._seeds = random.Random(seed)  # noqa: S311: samples tokens, guards nothing
+        self._seeds = random.Random(seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
+        self._on_drain = on_drain
         self._clock = clock
         self._front_ends = FrontEnds(socket)
         self._core = EngineCore(scheduler, runner, self._front_ends.deliver, receive=self._receive, clock=clock)
@@ -101,7 +103,9 @@ class EngineServer:
         self._front_ends.broadcast(Stats(self._core.stats()))
         for front_end, reason in self._front_ends.find_gone(now):
             log.warning("front end %s is gone (%s): %d requests end", front_end.name, reason, self._drop(front_end))
-            self._front_ends.send_to(front_end.identity, Dropped(f"the engine counts this front end as gone: {reason}"))
+            self._front_ends.send_to(
+                front_end.identity, Dropped(f"the engine counts this front end as gone: {reason}")
+            )
         if self._front_ends:
             self._lonely_since = now
         elif now - self._lonely_since >= self._linger_s:
@@ -173,7 +177,8 @@ class EngineServer:
     def _drain(self, identity: bytes) -> None:
         if not self._is_draining:
             log.info("draining: new requests are refused")
-        self._is_draining = True
+            self._is_draining = True
+            self._on_drain()
         self._front_ends.send_to(identity, Stats(self._core.stats()))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:

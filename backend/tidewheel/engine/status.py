@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +27,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
+    is_draining: bool = False  # it was told that its server shuts down, so nobody starts it again
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
 
@@ -47,6 +50,11 @@ def read_status(engine_dir: Path) -> Status | None:
 def write_status(engine_dir: Path, status: Status) -> None:
     stamped = msgspec.structs.replace(status, written_ns=time.monotonic_ns())
     replace_file(engine_dir / STATUS, msgspec.json.encode(stamped))
+
+
+def settings_digest(settings: Mapping[str, object]) -> str:
+    """Equal for equal engine settings."""
+    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()
 
 
 def replace_file(path: Path, content: bytes) -> None:

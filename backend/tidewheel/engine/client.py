@@ -1,0 +1,309 @@
+"""A front end's side of the engine: starts or joins it, sends requests, and answers for it when it dies.
+
+Everything that can block or go wrong happens on one thread. A request that `add` accepted ends exactly once: with a
+final delta, or with `on_lost`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.backoff import RestartPolicy
+from tidewheel.engine.connection import Connection
+from tidewheel.engine.launcher import EngineLauncher
+from tidewheel.engine.messages import (
+    PROTOCOL,
+    AddRequest,
+    Delta,
+    Deltas,
+    Dropped,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    FromEngine,
+    Goodbye,
+    Hello,
+    Ping,
+    Ready,
+    Stats,
+    encoder,
+)
+from tidewheel.engine.outbox import Outbox
+from tidewheel.engine.spawn import engine_command
+from tidewheel.engine.status import Status, read_status, settings_digest
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError
+from tidewheel.request import FinishReason
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 200
+SEEK_POLL_MS = 20
+MISMATCH_GRACE_S = 8.0  # an owner may be about to replace an engine that has other settings
+RETRY_AFTER_MS = 1000
+
+
+class EngineListener(Protocol):
+    """Called on the client's thread; must not block."""
+
+    def on_deltas(self, deltas: list[Delta]) -> None: ...
+
+    def on_lost(self, keys: list[int], error: TidewheelError) -> None:
+        """These requests are over, each with the error."""
+
+    def on_stats(self, stats: EngineStats) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    """Seconds, and how engines are started."""
+
+    command: Sequence[str] = field(default_factory=engine_command)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    hold_s: float = 10.0  # a request waits that long for an engine that is being started again
+    hang_timeout_s: float = 60.0  # an engine that says nothing for so long is killed; longer than any step
+    ping_interval_s: float = 1.0
+
+
+class EngineClient:
+    """Joins the engine of a folder, as its owner or not. `start` first, `close` last."""
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        config: EngineConfig,
+        listener: EngineListener,
+        *,
+        name: str,
+        options: ClientOptions | None = None,
+    ) -> None:
+        self._engine_dir = engine_dir
+        self._config = config
+        self._listener = listener
+        self._name = name
+        self._options = options or ClientOptions()
+        self._launcher = EngineLauncher(
+            engine_dir, config, command=self._options.command, policy=self._options.restart
+        )
+        self._outbox = Outbox(max_held=config.max_waiting_requests + config.max_num_seqs, hold_s=self._options.hold_s)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._connection: Connection | None = None
+        self._poller = self._make_poller()
+        self._info: EngineInfo | None = None
+        self._is_ready = False  # the connection has been answered
+        self._seeking_since = time.monotonic_ns()
+        self._next_ping = 0.0
+        self._failure = ""
+        self._settled = threading.Event()  # first ready, or a load error
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+
+    # --- any thread -------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float) -> EngineInfo:
+        """Starts or joins the engine and waits until it serves. Raises `ConfigError` in one line if it can't."""
+        self._thread.start()
+        if not self._settled.wait(timeout_s):
+            status = read_status(self._engine_dir)
+            stage = f" ({status.state} {status.stage})".replace(" )", ")") if status is not None else ""
+            raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
+        if self._failure:
+            raise ConfigError(self._failure)
+        return self.info
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise RuntimeError("the client has not been started")
+        return self._info
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this client looks after the engine; it alone publishes engine-wide metrics."""
+        return self._launcher.is_owner
+
+    def add(self, message: AddRequest) -> None:
+        """Sends the request. Raises `Busy`, `EngineDead` or `Draining`; then nothing follows."""
+        self._outbox.put(message.key, encoder.encode(message))
+
+    def cancel(self, keys: Iterable[int]) -> None:
+        """Each is answered with a final delta, unless that was on its way already."""
+        self._outbox.put_cancel(list(keys))
+
+    def close(self) -> None:
+        """Leaves the engine. What is in flight ends with `on_lost`. May be called twice."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._outbox.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._leave()
+
+    # --- the io thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+        except Exception as error:
+            log.exception("the engine client failed")
+            self._fail(InternalError(f"the engine client failed: {error}"))
+        finally:
+            self._leave()
+
+    def _turn(self) -> None:
+        timeout_ms = SEEK_POLL_MS if self._connection is None and not self._failure else POLL_MS
+        self._poller.poll(timeout_ms)
+        self._answer_cancelled(self._outbox.take())
+        try:
+            if self._connection is not None:
+                self._talk(self._connection)
+            elif not self._failure:
+                self._seek()
+        except ConfigError as error:
+            self._fail(EngineDead(str(error)))
+        self._lose(self._outbox.lose_expired(), f"the engine is not back after {self._options.hold_s:g} s")
+
+    def _seek(self) -> None:
+        """One look for an engine to join."""
+        status = read_status(self._engine_dir)
+        if self._info is not None and status is not None and status.is_draining and not status.is_alive:
+            self._fail(Draining("the server is shutting down"))
+            return
+        if self._launcher.try_lock():
+            self._launcher.tend(was_ready=self._info is not None)
+        elif status is not None:
+            self._heed_owner(status)
+        status = read_status(self._engine_dir)
+        if status is not None and status.state == "ready" and status.is_alive and self._agrees(status):
+            self._connect(status)
+
+    def _heed_owner(self, status: Status) -> None:
+        """Raises `ConfigError` when the engine that another front end looks after is none for this one."""
+        if status.state == "failed" and status.written_ns >= self._seeking_since:
+            raise ConfigError(status.message)
+        waited_s = (time.monotonic_ns() - self._seeking_since) * 1e-9
+        if status.is_alive and not self._agrees(status) and waited_s > MISMATCH_GRACE_S:
+            mine, theirs = self._config.to_settings(), status.settings
+            keys = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+            raise ConfigError(
+                f"the engine of this model runs with other settings ({', '.join(keys)}): "
+                "entries that share an engine need equal ones"
+            )
+
+    def _agrees(self, status: Status) -> bool:
+        return status.settings == self._config.to_settings()
+
+    def _connect(self, status: Status) -> None:
+        self._connection = Connection(self._context, self._engine_dir, status)
+        self._poller = self._make_poller()
+        digest = settings_digest(self._config.to_settings())
+        self._connection.send(encoder.encode(Hello(PROTOCOL, self._name, digest)))
+
+    def _talk(self, connection: Connection) -> None:
+        for message in connection.receive():
+            self._handle(message)
+        if self._connection is not connection:
+            return
+        now = time.monotonic()
+        if connection.process.has_ended:
+            for message in connection.last_words():
+                self._handle(message)
+            self._disconnect("the engine process ended")
+        elif now - connection.last_heard > self._options.hang_timeout_s and self.is_owner:
+            log.error(
+                "engine %d has said nothing for %.0f s: killed", connection.process.pid, now - connection.last_heard
+            )
+            connection.kill_hung_engine()
+            self._disconnect("the engine hung and was killed")
+        elif self._is_ready:
+            self._outbox.flush(connection.send)
+        if now >= self._next_ping and self._connection is not None:
+            self._next_ping = now + self._options.ping_interval_s
+            connection.send(encoder.encode(Ping()))
+            self._launcher.try_lock()
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Deltas():
+                self._outbox.ended(delta.key for delta in message.deltas if delta.finish_reason)
+                self._notify(self._listener.on_deltas, message.deltas)
+            case Stats():
+                self._notify(self._listener.on_stats, message.stats)
+            case Ready():
+                self._info = message.info
+                self._is_ready = True
+                self._settled.set()
+            case Dropped():
+                self._disconnect(message.message)
+            case Failed():
+                raise ConfigError(message.message)
+
+    def _disconnect(self, reason: str) -> None:
+        """The connection is of no use any more; the next turn looks for another one."""
+        if self._connection is None:
+            return
+        log.warning("connection to the engine lost: %s", reason)
+        self._connection.close()
+        self._connection = None
+        self._is_ready = False
+        self._seeking_since = time.monotonic_ns()
+        self._poller = self._make_poller()
+        self._lose(self._outbox.lose_in_flight(), f"{reason}; it is being started again")
+
+    # --- ends -------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: TidewheelError) -> None:
+        """For good."""
+        log.error("%s", error.message)
+        self._failure = error.message
+        self._give_up(error)
+        self._disconnect(error.message)
+        self._settled.set()
+
+    def _give_up(self, error: TidewheelError) -> None:
+        keys = self._outbox.refuse(error)
+        if keys:
+            self._notify(self._listener.on_lost, keys, error)
+
+    def _lose(self, keys: list[int], reason: str) -> None:
+        if keys:
+            self._notify(self._listener.on_lost, keys, EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))
+
+    def _answer_cancelled(self, keys: list[int]) -> None:
+        if keys:
+            deltas = [Delta(key, [], finish_reason=FinishReason.CANCELLED.value) for key in keys]
+            self._notify(self._listener.on_deltas, deltas)
+
+    def _notify(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            callback(*arguments)
+        except Exception:
+            log.exception("a listener of the engine failed")
+
+    def _leave(self) -> None:
+        self._give_up(Draining("the front end was closed"))
+        if self._connection is not None:
+            self._connection.send(encoder.encode(Goodbye()))
+            self._connection.close()
+            self._connection = None
+        self._launcher.release(end_engine_that_loads=self._info is None)
+        self._context.term()
+        self._outbox.close()
+
+    def _make_poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._outbox.wake_fd, zmq.POLLIN)
+        if self._connection is not None:
+            self._connection.register(poller)
+        return poller

@@ -1,0 +1,23 @@
+"""A loaded engine in the log lines that people of this field look for."""
+
+from __future__ import annotations
+
+from tidewheel.engine.messages import EngineInfo
+
+_MIB = 1 << 20
+
+
+def describe(info: EngineInfo) -> list[str]:
+    """The memory split, the size of the cache, and how many full-length requests fit it."""
+    device = "" if info.device.startswith("cpu") else "GPU "
+    return [
+        f"model: {info.architecture} in {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s",
+        f"memory: weights {_mib(info.weights_bytes)}, activations {_mib(info.activation_bytes)}, "
+        f"KV cache {_mib(info.kv_cache_bytes)} ({info.num_blocks:,} blocks of {info.block_size} tokens)",
+        f"{device}KV cache size: {info.num_cache_tokens:,} tokens",
+        f"Maximum concurrency for {info.max_model_len:,} tokens per request: {info.max_concurrency:.2f}x",
+    ]
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.1f} MiB"

@@ -1,0 +1,133 @@
+"""Requests between `EngineClient.add` and their end: queued by any thread, sent and tracked by the io thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from tidewheel.engine.messages import Cancel, encoder
+from tidewheel.errors import Busy, TidewheelError, from_wire
+
+
+class _Add(NamedTuple):
+    key: int
+    payload: bytes
+
+
+class _Held(NamedTuple):
+    payload: bytes
+    deadline: float
+
+
+class Outbox:
+    """A key is in one place at a time: queued, held (nobody to send it to yet), or in flight.
+
+    `put` and `put_cancel` may be called by any thread; everything else belongs to the io thread, which `wake_fd`
+    wakes.
+    """
+
+    def __init__(self, *, max_held: int, hold_s: float) -> None:
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._max_held = max_held
+        self._hold_s = hold_s
+        self._lock = threading.Lock()
+        self._queue: deque[_Add | list[int]] = deque()  # a list of keys is a cancellation
+        self._refusal: TidewheelError | None = None
+        self._held: dict[int, _Held] = {}
+        self._in_flight: set[int] = set()
+        self._cancelled: list[int] = []  # in flight, to be told to the engine
+
+    # --- any thread -------------------------------------------------------------------------------------------
+
+    def put(self, key: int, payload: bytes) -> None:
+        """Raises `Busy` when too many wait for an engine, or what `refuse` was called with."""
+        with self._lock:
+            if self._refusal is not None:
+                refusal = self._refusal  # raised by many threads: each needs an instance of its own
+                raise from_wire(refusal.tag, refusal.message, refusal.retry_after_ms)
+            num_waiting = len(self._queue) + len(self._held)
+            if num_waiting >= self._max_held:
+                raise Busy(f"{num_waiting} requests wait for the engine already", retry_after_ms=1000)
+            self._push(_Add(key, payload))
+
+    def put_cancel(self, keys: list[int]) -> None:
+        with self._lock:
+            if self._refusal is None:
+                self._push(keys)
+
+    def wake(self) -> None:
+        os.eventfd_write(self.wake_fd, 1)
+
+    def _push(self, entry: _Add | list[int]) -> None:
+        if not self._queue:
+            self.wake()
+        self._queue.append(entry)
+
+    # --- the io thread ----------------------------------------------------------------------------------------
+
+    def take(self) -> list[int]:
+        """Moves the queue on; the keys that were cancelled before they were sent, which are over."""
+        try:
+            os.eventfd_read(self.wake_fd)
+        except BlockingIOError:
+            return []
+        with self._lock:
+            entries, self._queue = self._queue, deque()
+        deadline = time.monotonic() + self._hold_s
+        unsent: list[int] = []
+        for entry in entries:
+            if isinstance(entry, _Add):
+                self._held[entry.key] = _Held(entry.payload, deadline)
+            else:
+                unsent += [key for key in entry if self._held.pop(key, None) is not None]
+                self._cancelled += [key for key in entry if key in self._in_flight]
+        return unsent
+
+    def flush(self, send: Callable[[bytes], bool]) -> None:
+        """Sends until `send` says that the engine takes no more."""
+        for key, held in list(self._held.items()):
+            if not send(held.payload):
+                return
+            del self._held[key]
+            self._in_flight.add(key)
+        if self._cancelled and send(encoder.encode(Cancel(self._cancelled))):
+            self._cancelled = []
+
+    def ended(self, keys: Iterable[int]) -> None:
+        self._in_flight.difference_update(keys)
+
+    def lose_in_flight(self) -> list[int]:
+        """The keys that the engine will not answer any more."""
+        lost = list(self._in_flight)
+        self._in_flight.clear()
+        self._cancelled = []
+        return lost
+
+    def lose_expired(self) -> list[int]:
+        """The keys that were held for too long. In order of age, so the first that is young ends the search."""
+        now = time.monotonic()
+        expired = []
+        for key, held in self._held.items():
+            if held.deadline > now:
+                break
+            expired.append(key)
+        for key in expired:
+            del self._held[key]
+        return expired
+
+    def refuse(self, error: TidewheelError) -> list[int]:
+        """From now on `put` raises the error; every key that is not over yet."""
+        with self._lock:
+            self._refusal = error
+            self.wake()
+        cancelled = self.take()
+        lost = [*cancelled, *self._held, *self.lose_in_flight()]
+        self._held.clear()
+        return lost
+
+    def close(self) -> None:
+        os.close(self.wake_fd)

@@ -1,0 +1,207 @@
+"""The engine process: ``python -m tidewheel.engine.process --engine-dir DIR --settings JSON``.
+
+It loads the model, serves whoever connects to the socket in its folder, and ends when nobody has been there for
+`--linger-s`, when it is told to (SIGTERM), or when its folder vanishes. Its log is its standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import fcntl
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.describe import describe
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.run_dir import ENGINE_LOCK, check_socket_path, socket_address
+from tidewheel.engine.server import EngineServer
+from tidewheel.engine.status import Status, process_start_ticks, settings_digest, write_status
+from tidewheel.errors import ConfigError, Draining, EngineDead
+
+log = logging.getLogger(__name__)
+
+LINGER_S = 10.0
+RETRY_AFTER_MS = 1000
+QUEUE_LIMIT = 1 << 16  # messages waiting in the socket, in each direction, of each front end
+PROGRESS_INTERVAL_S = 0.1
+
+EXIT_CRASHED = 1
+EXIT_LOAD_FAILED = 2
+
+
+class StatusFile:
+    """Writes `status.json` as the engine goes from state to state."""
+
+    def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
+        self._engine_dir = engine_dir
+        pid = os.getpid()
+        ticks = process_start_ticks(pid) or 0
+        self._status = Status(state="loading", pid=pid, start_ticks=ticks, settings=config.to_settings())
+        self._written_at = 0.0
+
+    def update(self, **changes: object) -> None:
+        self._status = msgspec.structs.replace(self._status, **changes)
+        self._written_at = time.monotonic()
+        write_status(self._engine_dir, self._status)
+
+    def progress(self, stage: str, fraction: float) -> None:
+        """As often as a person can read."""
+        if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
+            self.update(stage=stage, fraction=fraction)
+
+
+class StopSignal:
+    """Why the engine must stop; empty while it need not."""
+
+    def __init__(self, engine_dir: Path) -> None:
+        self._engine_dir = engine_dir
+        self._was_asked = False
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, _number: int, _frame: object) -> None:
+        self._was_asked = True
+
+    def __call__(self) -> str:
+        if self._was_asked:
+            return "it was asked to"
+        return "" if self._engine_dir.is_dir() else "its folder is gone"
+
+
+def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s: float = LINGER_S) -> int:
+    """Runs the engine to its end; the exit code. Whoever waits for an answer has got one by then.
+
+    Raises BlockingIOError if the folder has an engine already.
+    """
+    with _only_engine(engine_dir):
+        status = StatusFile(engine_dir, config)
+        status.update()
+        try:
+            runner = load(config, status.progress)
+            return _serve_loaded(config, engine_dir, runner, status, linger_s)
+        except ConfigError as error:
+            log.error("cannot load: %s", error)
+            status.update(state="failed", message=str(error))
+            return EXIT_LOAD_FAILED
+
+
+def _serve_loaded(
+    config: EngineConfig, engine_dir: Path, runner: LoadedRunner, status: StatusFile, linger_s: float
+) -> int:
+    info = engine_info(runner.info, config)
+    scheduler = build_scheduler(config, info)
+    stop = StopSignal(engine_dir)
+    stop.install()
+    with _bound_socket(engine_dir) as socket:
+        server = EngineServer(
+            socket,
+            scheduler,
+            runner,
+            info,
+            settings_digest=settings_digest(config.to_settings()),
+            seed=config.seed,
+            linger_s=linger_s,
+            on_drain=lambda: status.update(is_draining=True),
+        )
+        _announce(info, status)
+        try:
+            reason = server.serve(stop)
+        except Exception as error:
+            log.exception("a step failed; every request ends")
+            log.error("engine died: %s: %s", type(error).__name__, error)
+            server.end_all(EngineDead(f"a step failed: {type(error).__name__}", retry_after_ms=RETRY_AFTER_MS))
+            return EXIT_CRASHED
+        log.info("engine ends: %s", reason)
+        server.end_all(Draining("the engine was stopped"))
+    if engine_dir.is_dir():
+        status.update(state="stopped", message=reason)
+    return 0
+
+
+def _announce(info: EngineInfo, status: StatusFile) -> None:
+    for line in describe(info):
+        log.info("%s", line)
+    gc.collect()
+    gc.freeze()  # what loading made stays: collections between steps need not look at it
+    status.update(state="ready", stage="", fraction=1.0, info=info)
+    log.info("ready")
+
+
+@contextlib.contextmanager
+def _only_engine(engine_dir: Path) -> Iterator[None]:
+    """Two engines in one folder would take each other's socket away."""
+    with (engine_dir / ENGINE_LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
+    check_socket_path(engine_dir)
+    context = zmq.Context(io_threads=1)
+    socket = context.socket(zmq.ROUTER)
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.SNDHWM, QUEUE_LIMIT)
+    socket.set(zmq.RCVHWM, QUEUE_LIMIT)
+    socket.set(zmq.LINGER, 1000)
+    socket.bind(socket_address(engine_dir))
+    try:
+        yield socket
+    finally:
+        socket.close()
+        context.term()  # waits for what was sent, as long as LINGER says
+
+
+def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_runner) -> int:
+    parser = argparse.ArgumentParser(prog="tidewheel.engine.process", description="Runs one Tidewheel engine.")
+    parser.add_argument(
+        "--engine-dir", type=Path, required=True, help="its folder, made by the front end (mode 0700)"
+    )
+    parser.add_argument("--settings", required=True, help="the engine settings, a JSON object")
+    parser.add_argument("--linger-s", type=float, default=LINGER_S, help="how long it stays without a front end")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # stacks of all threads into the log
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text("tidewheel-eng\n")
+    try:
+        config = EngineConfig.from_settings(json.loads(arguments.settings))
+    except (ConfigError, ValueError) as error:
+        parser.error(f"--settings: {error}")
+    try:
+        return serve(config, arguments.engine_dir, load, linger_s=arguments.linger_s)
+    except BlockingIOError:
+        log.error("another engine runs in this folder: stop it first")
+        return EXIT_CRASHED
+    except Exception as error:
+        log.exception("the engine could not start")
+        log.error("engine died: %s: %s", type(error).__name__, error)
+        return EXIT_CRASHED
+
+
+def exit_now(code: int) -> None:
+    """Ends the process without the interpreter's clean-up, which can hang on a device that has failed."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_now(main())

@@ -1,0 +1,73 @@
+"""A handle on one process that never means another one, even after the kernel has given its number away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+
+from tidewheel.engine.status import process_start_ticks
+
+_POLL_S = 0.02
+
+
+class ProcessHandle:
+    """Watches and signals a process that need not be a child. `fileno` polls readable once it has ended."""
+
+    def __init__(self, pid: int, start_ticks: int) -> None:
+        self.pid = pid
+        self._start_ticks = start_ticks
+        self.fileno: int | None = None  # None where the kernel has no pidfds: then only asking helps
+        self._ending = select.poll()
+        with contextlib.suppress(AttributeError, OSError):
+            self.fileno = os.pidfd_open(pid)
+            self._ending.register(self.fileno, select.POLLIN)
+        if not self.is_alive:  # the handle may be one of a later process with this number
+            self.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """`is_alive` at the cost of one system call."""
+        return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
+
+    @property
+    def is_alive(self) -> bool:
+        return process_start_ticks(self.pid) == self._start_ticks
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process has ended within the time."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return False
+            if self.fileno is not None:
+                self._ending.poll(left_s * 1000)
+            else:
+                time.sleep(min(left_s, _POLL_S))
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Does nothing when the process has ended."""
+        if not self.is_alive:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self.fileno is not None:
+                signal.pidfd_send_signal(self.fileno, number)
+            else:
+                os.kill(self.pid, number)
+
+    def end(self, first: signal.Signals, grace_s: float) -> None:
+        """The signal, and SIGKILL if the process is still there after the grace."""
+        self.send_signal(first)
+        if not self.wait(grace_s):
+            self.send_signal(signal.SIGKILL)
+            self.wait(grace_s)
+
+    def close(self) -> None:
+        if self.fileno is not None:
+            self._ending.unregister(self.fileno)
+            os.close(self.fileno)
+            self.fileno = None

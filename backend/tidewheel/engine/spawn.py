@@ -1,0 +1,64 @@
+"""Starts an engine process, detached: it outlives its front end and is no part of its process group."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+import tidewheel
+from tidewheel.engine.run_dir import LOG
+from tidewheel.engine.status import Status, process_start_ticks, write_status
+from tidewheel.errors import ConfigError
+
+MAX_LOG_BYTES = 16 << 20  # a longer log is set aside when the next engine starts
+
+
+def engine_command() -> list[str]:
+    """How an engine is started, up to its own arguments."""
+    return [python_executable(), "-P", "-m", "tidewheel.engine.process"]
+
+
+def python_executable() -> str:
+    """The interpreter that runs this code, also where it is embedded and `sys.executable` names its host."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    candidates = (
+        os.environ.get("TIDEWHEEL_PYTHON"),
+        sys.executable if Path(sys.executable or "").name.startswith("python") else None,
+        str(Path(sys.prefix) / "bin" / version),
+        shutil.which(version),
+    )
+    for candidate in candidates:
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise ConfigError(f"no {version} found to run the engine with: set TIDEWHEEL_PYTHON to one")
+
+
+def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
+    """Starts the engine and notes it in `status.json`. Its output goes to `engine.log`."""
+    arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
+    log_path = engine_dir / LOG
+    if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
+        log_path.replace(log_path.with_suffix(".log.1"))
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
+        )
+    # Reaps the process whenever it ends, also after whoever started it has lost interest.
+    threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
+    ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended already
+    write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))
+    return process
+
+
+def _environment() -> dict[str, str]:
+    """The engine imports what this process imports, from wherever it does."""
+    package = Path(tidewheel.__file__).parent
+    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -12,7 +12,6 @@ from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
 from tidewheel.engine import control
-from tidewheel.engine.status import read_status
 from tidewheel.server import processes
 from tidewheel.server.errors import ServeError
 from tidewheel.server.locate import STUB_NAME
@@ -21,7 +20,9 @@ from tidewheel.server.signals import StopSignals
 
 POLL_S = 0.1
 DEATH_GRACE_S = 2.5  # for the rest of a group of which one has died; all of it is gone within 5 s
-FINAL_ANSWERS_S = 3.0  # for the errors that tell cut-off requests what happened
+DRAIN_ANSWER_S = 1.0
+FINAL_ANSWERS_S = 3.0  # for an engine to tell cut-off requests what happened
+SETTLE_S = 5.0  # for Triton to unload idle models: it looks once a second
 ENGINE_GRACE_S = 5.0  # for engines to give their device back
 _READ_BYTES = 1 << 16
 
@@ -103,16 +104,22 @@ class Supervisor:
             processes.reap(keep=self._server.pid)
 
     def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
-        """Refuses new requests and lets the running ones end; what still runs after the limit gets an error."""
+        """Refuses new requests and lets the running ones end; what still runs after the limit gets an error.
+
+        Once its engines are idle, Triton has a short time left: it would wait for every idle HTTP connection.
+        """
         self._unwatch()
-        for engine_dir in _alive(engine_dirs):
-            control.drain(engine_dir)
+        end = time.monotonic() + limit_s
+        idle = _drain_engines(engine_dirs)
         self._server.send_signal(SIGTERM)
-        if self._wait_server(limit_s) or self.was_forced:
-            return
-        for engine_dir in _alive(engine_dirs):
-            control.stop(engine_dir)
-        self._wait_server(FINAL_ANSWERS_S)
+        while idle is False and time.monotonic() < end and not self.was_forced:
+            if self._wait_server(POLL_S):
+                return
+            idle = _drain_engines(engine_dirs)
+        if idle is False and not self.was_forced:
+            for engine_dir in engine_dirs:
+                control.stop(engine_dir, FINAL_ANSWERS_S)
+        self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
         """Ends every process below this one: asked first, killed after the grace. Nothing is left when it returns."""
@@ -196,9 +203,11 @@ class Supervisor:
         return f"tritonserver ended at its start ({_status(self._server.returncode)}): {self._log.last_words()}"
 
 
-def _alive(engine_dirs: Sequence[Path]) -> list[Path]:
-    found = ((folder, read_status(folder)) for folder in engine_dirs)
-    return [folder for folder, status in found if status is not None and status.is_alive]
+def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:
+    """Whether no engine has a request left; None when no engine answers."""
+    answers = [control.drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs]
+    stats = [answer for answer in answers if answer is not None]
+    return all(one.num_running + one.num_waiting == 0 for one in stats) if stats else None
 
 
 def _status(returncode: int | None) -> str:

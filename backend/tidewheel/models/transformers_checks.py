@@ -14,11 +14,9 @@ BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def check_class(cls: Any, name: str) -> None:
-    """Raises `ConfigError` for a class whose attention cannot be replaced."""
+    """Raises `ConfigError` for a class that cannot run as one packed sequence."""
     if getattr(cls, "_is_stateful", False):
         raise ConfigError(f"{name} is not offered: it keeps a recurrent state instead of keys and values")
-    if not getattr(cls, "_supports_attention_backend", False):
-        raise ConfigError(f"{name} is not offered: it does not use transformers' attention interface")
     if "logits_to_keep" not in inspect.signature(cls.forward).parameters:
         raise ConfigError(f"{name} is not offered: it computes the logits of every token (no logits_to_keep)")
 

@@ -20,6 +20,8 @@ from tidewheel.models.transformers_probe import probe
 from tidewheel.models.weights import STAGE, checkpoint_files, named
 from tidewheel_kernels import AttentionMetadata
 
+MAX_REASON = 400  # characters of a message of the library that an error repeats
+
 
 class TransformersModel:
     """A `CausalLM` around a model of transformers: one packed sequence in, logits of chosen tokens out."""
@@ -68,8 +70,7 @@ def transformers_config(fields: Fields) -> tuple[Any, Any]:
     try:
         config = cls.config_class.from_dict(dict(fields.values))
     except Exception as error:  # the library raises whatever its validators raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {reason}") from error
+        raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {_one_line(error)}") from error
     check_config(config, name)
     return cls, config
 
@@ -93,28 +94,39 @@ def load_transformers_model(
     """With `dummy_seed`, random weights made on the device, of the sizes that the configuration gives."""
     progress(STAGE, 0.0)
     if dummy_seed is None:
-        model = _from_files(folder, cls, config, dtype).to(device)
-    else:
-        torch.manual_seed(dummy_seed)
-        with device:
-            model = cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        checkpoint_files(folder)  # our own validation of every file that the library is about to read
+    try:
+        model = (
+            _from_files(folder, cls, config, dtype)
+            if dummy_seed is None
+            else _dummy(cls, config, dtype, device, dummy_seed)
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises whatever its layers raise
+        raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {_one_line(error)}") from error
     progress(STAGE, 1.0)
-    return TransformersModel(model.eval().requires_grad_(False), cls.__name__, device)
+    return TransformersModel(model.to(device).eval().requires_grad_(False), cls.__name__, device)
+
+
+def _dummy(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    torch.manual_seed(seed)
+    with device:
+        return cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
 def _from_files(folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    checkpoint_files(folder)  # our own validation of every file that the library is about to read
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        model, info = cls.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True,
-            local_files_only=True, trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{folder}: transformers cannot load the weights: {reason[:500]}") from error
+    model, info = cls.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION, use_safetensors=True,
+        local_files_only=True, trust_remote_code=False, output_loading_info=True,
+    )  # fmt: skip
     if info["missing_keys"]:
         raise ConfigError(f"{folder}: the checkpoint lacks {named(info['missing_keys'])}")
     if info["unexpected_keys"]:
         raise ConfigError(f"{folder}: the checkpoint has {named(info['unexpected_keys'])}, which has no place")
     return model
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]

@@ -89,6 +89,8 @@ def probe(model: Any, name: str, device: torch.device) -> list[tuple[int, int]]:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{name} cannot run with paged attention: {reason}") from error
+    if not probed.caches:
+        raise ConfigError(f"{name} is not offered: its attention does not go through transformers' interface")
     layers = sorted(probed.caches)
     if layers != list(range(model.config.num_hidden_layers)):
         raise ConfigError(f"{name} is not offered: {len(layers)} of {model.config.num_hidden_layers} layers attend")

@@ -1,0 +1,104 @@
+"""Greedy tokens equal those of transformers, in float32, token for token, however the work is cut into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from support import tiny_models
+from support.step_loop import StepLoop, request
+from tidewheel.batch import Int32Array
+from tidewheel.config import EngineConfig
+from tidewheel.runner.model_runner import ModelRunner
+
+NUM_REQUESTS = 32
+NUM_TOKENS = 10
+BLOCK_SIZE = 16
+
+NATIVE: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": tiny_models.llama,
+    "llama-llama3-rope-tied": partial(
+        tiny_models.llama, rope_parameters=tiny_models.LLAMA3_ROPE, tie_word_embeddings=True
+    ),
+    "llama-linear-rope-biases": partial(
+        tiny_models.llama, rope_parameters=tiny_models.LINEAR_ROPE, attention_bias=True, mlp_bias=True
+    ),
+    "mistral-window": tiny_models.mistral,
+    "qwen2": tiny_models.qwen2,
+    "qwen2-window": partial(tiny_models.qwen2, use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "qwen3-tied": partial(tiny_models.qwen3, tie_word_embeddings=True),
+    "qwen3-yarn": partial(tiny_models.qwen3, rope_parameters=tiny_models.YARN_ROPE, attention_bias=True),
+}
+THROUGH_TRANSFORMERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma2": tiny_models.gemma2,
+    "gemma3": tiny_models.gemma3,
+    "gpt2": tiny_models.gpt2,
+    "gpt-neox": tiny_models.gpt_neox,
+    "granite": tiny_models.granite,
+    "opt": tiny_models.opt,
+    "phi3-window": tiny_models.phi3,
+    "stablelm": tiny_models.stablelm,
+}
+
+
+class Case(NamedTuple):
+    runner: ModelRunner
+    prompts: list[Int32Array]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=[*NATIVE, *THROUGH_TRANSFORMERS])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.set_num_threads(1)
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    model = tiny_models.save({**NATIVE, **THROUGH_TRANSFORMERS}[request.param], folder)
+    prompts = tiny_models.prompts(NUM_REQUESTS, 1, 60)
+    config = EngineConfig(
+        model=str(folder), dtype="float32", device="cpu", max_num_seqs=NUM_REQUESTS, num_blocks=256,
+        block_size=BLOCK_SIZE, num_threads=1,
+    )  # fmt: skip
+    return Case(ModelRunner.load(config), prompts, tiny_models.transformers_tokens(model, prompts, NUM_TOKENS))
+
+
+def generated(case: Case, prompts: list[Int32Array], **options: object) -> list[list[int]]:
+    """On a cache that is NaN wherever this run has not written."""
+    case.runner.kv.fill(float("nan"))
+    loop = StepLoop(case.runner, **options)
+    return loop.run([request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(prompts)])
+
+
+def test_alone(case: Case) -> None:
+    for i in (0, 1, 2):
+        assert generated(case, [case.prompts[i]]) == [case.expected[i]]
+
+
+def test_in_a_batch(case: Case) -> None:
+    assert generated(case, case.prompts) == case.expected
+
+
+def test_with_chunked_prefill(case: Case) -> None:
+    assert generated(case, case.prompts, token_budget=37) == case.expected
+
+
+def test_with_preemption(case: Case) -> None:
+    case.runner.kv.fill(float("nan"))
+    loop = StepLoop(case.runner, num_blocks=12, prefix_caching=False)
+    requests = [request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(case.prompts)]
+    assert loop.run(requests) == case.expected
+    assert loop.scheduler.stats().num_preemptions > 0
+
+
+def test_with_prefix_hits(case: Case) -> None:
+    case.runner.kv.fill(float("nan"))
+    loop = StepLoop(case.runner, prefix_caching=True)
+    first = loop.run([request(f"first {i}", prompt, NUM_TOKENS) for i, prompt in enumerate(case.prompts)])
+    again = loop.run([request(f"again {i}", prompt, NUM_TOKENS) for i, prompt in enumerate(case.prompts)])
+    assert first == case.expected
+    assert again == case.expected
+    assert loop.scheduler.stats().num_prefix_hits > 0

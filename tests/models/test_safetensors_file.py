@@ -1,0 +1,137 @@
+"""Our own validation of safetensors: what the format allows is read, everything else is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.safetensors_file import MAX_HEADER_BYTES, HeaderError, SafetensorsFile, parse_header
+
+
+def entry(begin: int, end: int, **changes: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end], **changes}
+
+
+def header(**entries: object) -> bytes:
+    return json.dumps(entries).encode()
+
+
+def write(path: Path, head: bytes, data: bytes) -> Path:
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data)
+    return path
+
+
+def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+    tensors = {
+        "float": torch.randn(3, 5),
+        "half": torch.randn(4).half(),
+        "brain": torch.randn(2, 2, 2).bfloat16(),
+        "flags": torch.tensor([True, False]),
+        "numbers": torch.arange(7),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 4),
+    }
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    file = SafetensorsFile(tmp_path / "a.safetensors")
+    assert file.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    read = dict(file.tensors())
+    assert set(read) == set(tensors)
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("head", "data_size", "message"),
+    [
+        (b"[]", 0, "not a JSON object"),
+        (b"{", 0, "not JSON"),
+        (b"\xff\xfe", 0, "not JSON"),
+        (b"[" * 100_000, 0, "not JSON"),
+        (b'{"a": 1, "a": 2}', 0, "twice"),
+        (header(a={"dtype": "F32", "shape": [1]}), 4, "must have dtype, shape and data_offsets"),
+        (header(a=entry(0, 4, extra=1)), 4, "must have dtype, shape and data_offsets"),
+        (header(a=entry(0, 4, dtype="F8_E4M3")), 4, "has dtype 'F8_E4M3'"),
+        (header(a=entry(0, 4, dtype=["F32"])), 4, "has dtype"),
+        (header(a=entry(0, 4, shape=[-1])), 4, "has shape"),
+        (header(a=entry(0, 4, shape=[True])), 4, "has shape"),
+        (header(a=entry(0, 4, shape="1")), 4, "has shape"),
+        (header(a=entry(0, 4, shape=[1] * 9)), 4, "has 9 dimensions"),
+        (header(a=entry(0, 4, shape=[2**40, 2**40])), 4, "has data_offsets"),
+        (header(a=entry(0, 4, data_offsets=[0, 4, 8])), 4, "has data_offsets"),
+        (header(a=entry(0, 4, data_offsets=[4, 0])), 4, "has data_offsets"),
+        (header(a=entry(0, 8), b=entry(4, 12)), 12, "overlaps"),
+        (header(a=entry(0, 4), b=entry(8, 12)), 12, "leaves a hole"),
+        (header(a=entry(4, 8)), 8, "leaves a hole"),
+        (header(a=entry(0, 8)), 4, "need 8 bytes of data, the file has 4"),
+        (header(a=entry(0, 4)), 8, "need 4 bytes of data, the file has 8"),
+    ],
+)
+def test_bad_headers_are_refused(head: bytes, data_size: int, message: str) -> None:
+    with pytest.raises(HeaderError, match=message):
+        parse_header(head, data_size)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "fewer than the length of a header"),
+        (b"1234567", "fewer than the length of a header"),
+        ((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "at most 100000000 are allowed"),
+        ((2**64 - 1).to_bytes(8, "little") + b"{}", "at most 100000000 are allowed"),
+        ((100).to_bytes(8, "little") + b"{}", "the file has 2 after the length"),
+    ],
+)
+def test_bad_lengths_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        SafetensorsFile(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", header(a=entry(0, 4096)), bytes(4096))
+    file = SafetensorsFile(path)
+    with path.open("r+b") as handle:
+        handle.truncate(2000)
+    with pytest.raises(ConfigError, match="became shorter"):
+        list(file.tensors())
+
+
+@given(st.binary(max_size=200), st.integers(0, 64))
+def test_random_bytes_never_get_past_the_parser(head: bytes, data_size: int) -> None:
+    try:
+        entries = parse_header(head, data_size)
+    except HeaderError:
+        return
+    assert sum(item.end - item.begin for item in entries.values()) == data_size
+
+
+def test_mutated_files_are_refused_or_read_within_bounds(tmp_path: Path) -> None:
+    save_file({"a": torch.randn(4, 4), "b": torch.randn(8).half()}, tmp_path / "good.safetensors")
+    good = (tmp_path / "good.safetensors").read_bytes()
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(good)
+        for _ in range(chance.randint(1, 3)):
+            damaged[chance.randrange(len(damaged) - 80)] = chance.randrange(256)
+        path = tmp_path / "bad.safetensors"
+        path.write_bytes(damaged[: chance.choice((len(damaged), chance.randrange(len(damaged))))])
+        try:
+            tensors = dict(SafetensorsFile(path).tensors())
+        except ConfigError:
+            refused += 1
+        else:
+            assert sum(tensor.nbytes for tensor in tensors.values()) == 80
+    assert refused > 200

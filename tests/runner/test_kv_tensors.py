@@ -1,0 +1,57 @@
+"""How many blocks there are, and that a copied block is copied in every layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models.base import ModelShape
+from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
+
+SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
+LAYOUT = CacheLayout(SHAPE, 16, torch.float32)
+CPU = torch.device("cpu")
+
+
+def test_bytes_of_a_block() -> None:
+    assert LAYOUT.block_bytes == 2 * 2 * 16 * 3 * 8 * 4
+    assert KVTensors(LAYOUT, 5, CPU).num_bytes == 5 * LAYOUT.block_bytes
+
+
+def test_the_budget_decides_unless_the_setting_does() -> None:
+    budget = MemoryBudget(10 * LAYOUT.block_bytes + 1, "kv_cache_memory_mb 1", "kv_cache_memory_mb")
+    assert decide_num_blocks(None, budget, LAYOUT, 160) == 10
+    assert decide_num_blocks(4, budget, LAYOUT, 64) == 4
+
+
+def test_a_cache_too_small_for_one_request_names_the_largest_that_fits() -> None:
+    budget = MemoryBudget(10 * LAYOUT.block_bytes, "kv_cache_memory_mb 1", "kv_cache_memory_mb")
+    with pytest.raises(ConfigError, match="kv_cache_memory_mb 1 .* set max_model_len to at most 160") as caught:
+        decide_num_blocks(None, budget, LAYOUT, 161)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="num_blocks 3 .* at most 48, or raise num_blocks"):
+        decide_num_blocks(3, budget, LAYOUT, 64)
+
+
+def test_no_memory_left_is_no_negative_number() -> None:
+    with pytest.raises(ConfigError, match="a KV cache of 0 tokens"):
+        decide_num_blocks(None, MemoryBudget(-5, "gpu_memory_utilization 0.1", "gpu_memory_utilization"), LAYOUT, 16)
+
+
+def test_cpu_default() -> None:
+    assert cpu_budget(EngineConfig(model="m")).bytes == 512 * MIB
+    assert cpu_budget(EngineConfig(model="m", kv_cache_memory_mb=7)).bytes == 7 * MIB
+
+
+def test_copies_reach_keys_and_values_of_every_layer() -> None:
+    kv = KVTensors(LAYOUT, 6, CPU)
+    for i, (keys, values) in enumerate(kv.layers):
+        keys.copy_(torch.arange(6.0).view(6, 1, 1, 1) + 100 * i)
+        values.copy_(-torch.arange(6.0).view(6, 1, 1, 1) - 100 * i)
+    kv.copy(np.array([4, 0], dtype=np.int32), np.array([1, 3], dtype=np.int32))
+    for i, (keys, values) in enumerate(kv.layers):
+        assert keys[:, 0, 0, 0].tolist() == [100 * i + block for block in (0, 4, 2, 0, 4, 5)]
+        assert values[:, 15, 2, 7].tolist() == [-100 * i - block for block in (0, 4, 2, 0, 4, 5)]

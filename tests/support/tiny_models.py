@@ -1,0 +1,132 @@
+"""Small random models of many architectures, made on the spot, and what transformers generates with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+
+from tidewheel.batch import Int32Array
+
+VOCAB_SIZE = 384
+CONTEXT = 256
+COMMON = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT, "eos_token_id": None, "bos_token_id": None}
+SHAPE = {
+    **COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def llama(**changes: object) -> PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SHAPE, **changes}))
+
+
+def mistral(**changes: object) -> PreTrainedModel:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**{**SHAPE, "sliding_window": 24, **changes}))
+
+
+def qwen2(**changes: object) -> PreTrainedModel:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**{**SHAPE, **changes}))
+
+
+def qwen3(**changes: object) -> PreTrainedModel:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**SHAPE, "head_dim": 24, **changes}))
+
+
+def gemma2() -> PreTrainedModel:
+    config = transformers.Gemma2Config(
+        **SHAPE, head_dim=32, query_pre_attn_scalar=24, sliding_window=16, tie_word_embeddings=False, attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def gemma3() -> PreTrainedModel:
+    config = transformers.Gemma3TextConfig(
+        **SHAPE, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=False,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def gpt2() -> PreTrainedModel:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, initializer_range=0.15,
+        eos_token_id=None, bos_token_id=None, scale_attn_by_inverse_layer_idx=True,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def gpt_neox() -> PreTrainedModel:
+    shape = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**shape))
+
+
+def opt() -> PreTrainedModel:
+    config = transformers.OPTConfig(
+        **COMMON, hidden_size=64, ffn_dim=112, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32,
+        init_std=0.15, pad_token_id=1,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config)
+
+
+def phi3() -> PreTrainedModel:
+    config = transformers.Phi3Config(**{**SHAPE, "pad_token_id": None, "sliding_window": 24})
+    return transformers.Phi3ForCausalLM(config)
+
+
+def stablelm() -> PreTrainedModel:
+    return transformers.StableLmForCausalLM(transformers.StableLmConfig(**SHAPE, partial_rotary_factor=0.5))
+
+
+def granite() -> PreTrainedModel:
+    config = transformers.GraniteConfig(
+        **SHAPE, attention_multiplier=0.3, residual_multiplier=0.7, logits_scaling=2.0, embedding_multiplier=1.5
+    )
+    return transformers.GraniteForCausalLM(config)
+
+
+def save(make: Callable[[], PreTrainedModel], folder: Path, *, shard_size: str = "1GB") -> PreTrainedModel:
+    """Random weights, biases and norms included, saved as safetensors; the model in float32, ready to generate."""
+    torch.manual_seed(0)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.set_attn_implementation("eager")
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return model.eval()
+
+
+def prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> list[Int32Array]:
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(shortest, longest + 1, count)
+    return [generator.integers(0, VOCAB_SIZE, length, dtype=np.int32) for length in lengths]
+
+
+@torch.inference_mode()
+def transformers_tokens(model: PreTrainedModel, prompts: Sequence[Int32Array], num_tokens: int) -> list[list[int]]:
+    """What `generate` answers to each prompt alone, greedily."""
+    config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    answers = []
+    for prompt in prompts:
+        ids = torch.from_numpy(prompt).long().unsqueeze(0)
+        full = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        answers.append(full[0, len(prompt) :].tolist())
+    return answers

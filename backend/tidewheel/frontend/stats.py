@@ -38,10 +38,6 @@ class HistogramSnapshot(NamedTuple):
     counts: tuple[int, ...]  # [len(bounds) + 1] values in each bucket, not cumulative; above all bounds last
     total: float  # sum of the values
 
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
 
 class Histogram:
     def __init__(self, bounds: tuple[float, ...]) -> None:

@@ -1,0 +1,159 @@
+"""From the parameters that a request carries, in several places and spellings, to checked sampling parameters."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.frontend.absent import ABSENT
+from tidewheel.frontend.coercion import (
+    Coercion,
+    show,
+    to_bias,
+    to_bool,
+    to_float,
+    to_int,
+    to_ints,
+    to_text,
+    to_texts,
+)  # fmt: skip
+from tidewheel.frontend.values import ParameterSource
+from tidewheel.request import Priority
+from tidewheel.sampling import SamplingParams
+
+MAX_CACHE_SALT_BYTES = 256
+_MAX_KEY_CHARS = 64  # a longer key resembles none of ours
+
+_SAMPLING: dict[str, Coercion] = {
+    "max_tokens": to_int,
+    "min_tokens": to_int,
+    "temperature": to_float,
+    "top_k": to_int,
+    "top_p": to_float,
+    "min_p": to_float,
+    "repetition_penalty": to_float,
+    "presence_penalty": to_float,
+    "frequency_penalty": to_float,
+    "seed": to_int,
+    "stop": to_texts,
+    "stop_token_ids": to_ints,
+    "include_stop_str_in_output": to_bool,
+    "ignore_eos": to_bool,
+    "bad_words": to_texts,
+    "logit_bias": to_bias,
+    "logprobs": to_int,
+    "skip_special_tokens": to_bool,
+}
+_OTHERS: dict[str, Coercion] = {
+    "priority": to_int,
+    "cache_salt": to_text,
+    "end_id": to_int,  # one more stop token
+    "pad_id": to_int,  # sequences are never padded, so every id is honoured
+}
+_COERCIONS = {**_SAMPLING, **_OTHERS}
+_ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "min_length": "min_tokens",
+    "stop_words": "stop",
+    "random_seed": "seed",
+}
+_KNOWN = (*_COERCIONS, *_ALIASES, *ABSENT)
+
+
+class ParsedParameters(NamedTuple):
+    sampling: SamplingParams
+    priority: Priority
+    cache_salt: str
+
+
+class _Given(NamedTuple):
+    value: object
+    label: str  # key and carrier, as an error names them
+
+
+def parse_parameters(
+    sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
+) -> ParsedParameters:
+    """Merges all carriers over the model's `defaults` (names of `SamplingParams`).
+
+    Raises `InvalidRequest` for what is unknown, malformed, out of range or given twice with two values, and
+    `Unsupported` for what is known and not offered. A null counts as not given.
+    """
+    given = _collect(sources)
+    priority = _priority(given.pop("priority", None))
+    cache_salt = _cache_salt(given.pop("cache_salt", None))
+    given.pop("pad_id", None)
+    end_id = given.pop("end_id", None)
+    values: dict[str, object] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
+    if end_id is not None:
+        values["stop_token_ids"] = _union(values.get("stop_token_ids", ()), end_id.value)
+    sampling = SamplingParams(**values)  # type: ignore[arg-type]
+    return ParsedParameters(sampling, priority, cache_salt)
+
+
+def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
+    """Coerced values by canonical name."""
+    given: dict[str, _Given] = {}
+    for source in sources:
+        for key, raw in source.values.items():
+            if raw is None or _is_neutral(key, raw):
+                continue
+            name = _ALIASES.get(key, key)
+            value = _COERCIONS[name](key, raw)
+            if value == () or value == {}:
+                continue  # an empty list asks for nothing, and contradicts nothing
+            entry = _Given(value, f"{key} in {source.origin}")
+            earlier = given.get(name)
+            if earlier is not None and earlier.value != value:
+                raise InvalidRequest(
+                    f"{earlier.label} is {show(earlier.value)} and {entry.label} is {show(value)}: give one value"
+                )
+            given[name] = entry
+    return given
+
+
+def _is_neutral(key: str, raw: object) -> bool:
+    """Whether a key that is not offered has the value that asks for nothing; unknown keys are refused here."""
+    if key in _COERCIONS or key in _ALIASES:
+        return False
+    feature = ABSENT.get(key)
+    if feature is None:
+        raise InvalidRequest(_unknown(key))
+    if not feature.is_neutral(raw):
+        raise Unsupported(f"{key} is {show(raw)}: {feature.reason}")
+    return True
+
+
+def _unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, _KNOWN, n=1) if len(key) <= _MAX_KEY_CHARS else []
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(_COERCIONS))}"
+    return f"unknown parameter {show(key)}: {hint}"
+
+
+def _union(ids: object, end_id: object) -> tuple[int, ...]:
+    assert isinstance(ids, tuple) and isinstance(end_id, int)
+    return ids if end_id in ids else (*ids, end_id)
+
+
+def _priority(given: _Given | None) -> Priority:
+    if given is None:
+        return Priority.NORMAL
+    assert isinstance(given.value, int)
+    try:
+        return Priority.from_wire(given.value)
+    except ValueError:
+        raise InvalidRequest(
+            f"{given.label} is {given.value}: it must be 0 (default) to {max(Priority)} (lowest)"
+        ) from None
+
+
+def _cache_salt(given: _Given | None) -> str:
+    if given is None:
+        return ""
+    assert isinstance(given.value, str)
+    size = len(given.value.encode("utf-8"))
+    if size > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequest(f"{given.label} has {size} bytes: at most {MAX_CACHE_SALT_BYTES} are allowed")
+    return given.value

@@ -24,7 +24,9 @@ def new_row(row: int, token_ids: np.ndarray) -> NewRow:
     return NewRow(row, f"r{row}", token_ids, len(token_ids), SamplingParams(), 0, (), ())
 
 
-def make_batch(rows: list[int], starts: list[int], counts: list[int], samples: list[bool], **more: object) -> ScheduledBatch:
+def make_batch(
+    rows: list[int], starts: list[int], counts: list[int], samples: list[bool], **more: object
+) -> ScheduledBatch:
     return ScheduledBatch(
         step_id=1, rows=int32(rows), start_positions=int32(starts), num_scheduled_tokens=int32(counts),
         samples=np.array(samples), num_decodes=sum(count == 1 for count in counts), num_tokens=sum(counts), **more,

@@ -29,10 +29,10 @@ def test_the_budget_decides_unless_the_setting_does() -> None:
 
 def test_a_cache_too_small_for_one_request_names_the_largest_that_fits() -> None:
     budget = MemoryBudget(10 * LAYOUT.block_bytes, "kv_cache_memory_mb 1", "kv_cache_memory_mb")
-    with pytest.raises(ConfigError, match="kv_cache_memory_mb 1 .* set max_model_len to at most 160") as caught:
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_mb 1 .* set max_model_len to at most 160") as caught:
         decide_num_blocks(None, budget, LAYOUT, 161)
     assert "\n" not in str(caught.value)
-    with pytest.raises(ConfigError, match="num_blocks 3 .* at most 48, or raise num_blocks"):
+    with pytest.raises(ConfigError, match=r"num_blocks 3 .* at most 48, or raise num_blocks"):
         decide_num_blocks(3, budget, LAYOUT, 64)
 
 

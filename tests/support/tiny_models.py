@@ -50,8 +50,9 @@ def qwen3(**changes: object) -> PreTrainedModel:
 
 def gemma2() -> PreTrainedModel:
     config = transformers.Gemma2Config(
-        **SHAPE, head_dim=32, query_pre_attn_scalar=24, sliding_window=16, tie_word_embeddings=False, attn_logit_softcapping=5.0,
-        final_logit_softcapping=8.0, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        **SHAPE, head_dim=32, query_pre_attn_scalar=24, sliding_window=16, tie_word_embeddings=False,
+        attn_logit_softcapping=5.0, final_logit_softcapping=8.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     return transformers.Gemma2ForCausalLM(config)
 

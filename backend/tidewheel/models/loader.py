@@ -60,7 +60,10 @@ def _load_native(
     shape = parse_config(fields, traits)
     max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
     files = [] if config.load_format == "dummy" else checkpoint_files(folder)
-    decoder = Decoder(shape, max_model_len=max_model_len, dtype=dtype, device=device)
+    try:
+        decoder = Decoder(shape, max_model_len=max_model_len, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch's CPU allocator has no class of its own; CUDA's derives from this one
+        raise ConfigError(f"{folder}: the weights do not fit into the memory of {device} as {dtype}") from error
     if config.load_format == "dummy":
         fill_random(decoder.destinations(), config.seed, progress)
     else:

@@ -96,11 +96,10 @@ def load_transformers_model(
     if dummy_seed is None:
         checkpoint_files(folder)  # our own validation of every file that the library is about to read
     try:
-        model = (
-            _from_files(folder, cls, config, dtype)
-            if dummy_seed is None
-            else _dummy(cls, config, dtype, device, dummy_seed)
-        )
+        if dummy_seed is None:
+            model = _from_files(folder, cls, config, dtype)
+        else:
+            model = _random(cls, config, dtype, device, dummy_seed)
     except ConfigError:
         raise
     except Exception as error:  # the library raises whatever its layers raise
@@ -109,7 +108,7 @@ def load_transformers_model(
     return TransformersModel(model.to(device).eval().requires_grad_(False), cls.__name__, device)
 
 
-def _dummy(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def _random(cls: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     torch.manual_seed(seed)
     with device:
         return cls._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)

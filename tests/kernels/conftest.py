@@ -1,0 +1,55 @@
+"""Runs the kernels on a GPU if there is one, else through triton-lang's interpreter on the CPU.
+
+triton-lang decides at import whether functions are interpreted. So the kernels are imported here, under
+TRITON_INTERPRET=1, and the variable is put back for whatever else runs in this process. If something imported
+triton-lang before, the kernel tests skip; ``make test-kernels`` gives them a process of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent
+ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1"
+
+
+def _import_interpreted() -> str:
+    """Imports every kernel for the interpreter; returns why it could not, or an empty text."""
+    if "triton" in sys.modules:
+        from triton import knobs
+
+        return "" if knobs.runtime.interpret else "triton was imported without TRITON_INTERPRET=1"
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        package = importlib.import_module("tidewheel_kernels.jit")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"tidewheel_kernels.jit.{module.name}")
+    from triton import knobs
+
+    knobs.runtime.interpret = True  # asked again at every launch, when the variable has its old value
+    return ""
+
+
+OBSTACLE = "" if ON_GPU else _import_interpreted()
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tensors for the kernels live."""
+    if OBSTACLE:
+        pytest.skip(OBSTACLE)
+    return "cuda" if ON_GPU else "cpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # numpy, which interprets the kernels, warns where a GPU gives inf or NaN without a word.
+    for item in items:
+        if FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::RuntimeWarning"))

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.kernel_harness import NAN
+from tidewheel_kernels import copy_blocks, write_kv_cache
+from tidewheel_kernels.jit.kv_cache import copy_blocks as copy_blocks_triton
+from tidewheel_kernels.jit.kv_cache import write_kv_cache as write_triton
+from tidewheel_kernels.kv_cache import write_kv_cache_reference
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (2, 80), (3, 128)], ids=str)
+def test_write_stores_strided_rows_and_skips_padding(device: str, heads: int, head_dim: int) -> None:
+    torch.manual_seed(0)
+    kv = torch.randn(5, 2 * heads, head_dim, device=device)
+    k, v = kv[:, :heads], kv[:, heads:]
+    slots = torch.tensor([17, -1, 0, 63, 16], device=device)
+    ours, reference = (torch.full((2, 4, 16, heads, head_dim), NAN, device=device) for _ in range(2))
+    write_triton(k, v, slots, ours[0], ours[1])
+    write_kv_cache_reference(k, v, slots, reference[0], reference[1])
+    assert torch.equal(ours.nan_to_num(7.0), reference.nan_to_num(7.0))
+    assert torch.equal(ours[0, 1, 1], k[0]) and torch.equal(ours[1, 3, 15], v[3])
+    assert ours[:, 2].isnan().all()
+
+
+def test_write_of_no_token(device: str) -> None:
+    cache = torch.zeros(1, 16, 2, 8, device=device)
+    empty = torch.zeros(0, 2, 8, device=device)
+    for write in (write_triton, write_kv_cache):
+        write(empty, empty, torch.zeros(0, dtype=torch.int64, device=device), cache, cache)
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("block", [(16, 2, 8), (16, 3, 40)], ids=str)
+def test_copy_inside_a_stack_of_caches(device: str, block: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    stack = torch.randn(3, 5, *block, device=device)
+    expected = stack.clone()
+    expected[:, 4], expected[:, 1] = stack[:, 0], stack[:, 2]
+    copy_blocks_triton(stack, torch.tensor([0, 2], device=device), torch.tensor([4, 1], device=device))
+    assert torch.equal(stack, expected)
+
+
+@pytest.mark.parametrize("as_list", [False, True], ids=["stack", "list"])
+def test_copy_blocks_on_the_cpu(as_list: bool) -> None:
+    stack = torch.randn(2, 4, 16, 1, 8)
+    before = stack.clone()
+    copy_blocks(list(stack) if as_list else stack, torch.tensor([3]), torch.tensor([0]))
+    assert torch.equal(stack[:, 0], before[:, 3]) and torch.equal(stack[:, 1:], before[:, 1:])
+
+
+def test_copy_of_interleaved_keys_and_values(device: str) -> None:
+    cache = torch.randn(4, 2, 16, 1, 8, device=device)
+    before = cache.clone()
+    copy_blocks_triton(cache[:, 1].unsqueeze(0), torch.tensor([3], device=device), torch.tensor([0], device=device))
+    assert torch.equal(cache[0, 1], before[3, 1]) and torch.equal(cache[:, 0], before[:, 0])
+
+
+def test_copy_refuses_what_it_cannot_do(device: str) -> None:
+    with pytest.raises(ValueError, match="one length"):
+        copy_blocks(torch.zeros(1, 2, 8), torch.tensor([0]), torch.tensor([1, 0]))
+    index = torch.tensor([0], device=device)
+    with pytest.raises(ValueError, match="contiguous"):
+        copy_blocks_triton(torch.zeros(1, 2, 8, 4, device=device).transpose(2, 3), index, index + 1)
+
+
+def test_copy_of_nothing() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    copy_blocks(torch.zeros(1, 2, 8), none, none)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tidewheel_kernels.launch_config import (
+    architecture,
+    compile_target,
+    decode_config,
+    next_power_of_2,
+    num_kv_splits,
+    prefill_config,
+    row_config,
+    vocabulary_config,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "num_kv_heads", "max_seq_len", "splits"),
+    [
+        (1, 8, 128, 1),  # one split is enough keys
+        (1, 8, 100_000, 33),  # 2 * 132 programs over 8
+        (1, 1, 1024, 8),  # no split below 128 keys
+        (33, 8, 100_000, 1),  # the batch alone fills the device
+        (32, 8, 100_000, 2),
+        (1, 1, 0, 1),
+    ],
+)
+def test_number_of_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, splits: int) -> None:
+    assert num_kv_splits(num_seqs, num_kv_heads, max_seq_len, num_sms=132) == splits
+
+
+@pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (80, 128), (128, 128)])
+def test_next_power_of_2(n: int, power: int) -> None:
+    assert next_power_of_2(n) == power
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("group", [1, 3, 8, 71, 200])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+def test_attention_tiles_fit(
+    head_dim: int, group: int, block_size: int, element_size: int, architecture: int
+) -> None:
+    shape = (head_dim, group, block_size, element_size)
+    for config in (prefill_config(*shape, architecture), decode_config(*shape)):
+        assert config.block_m >= max(group, 16) and config.block_d >= max(head_dim, 16) and config.block_n >= 16
+        assert block_size % config.block_n == 0
+
+
+@pytest.mark.parametrize("size", [1, 63, 1024, 16_384, 151_936])
+def test_rows_and_vocabularies(size: int) -> None:
+    assert row_config(size).block >= size
+    for config in (row_config(size), vocabulary_config(size)):
+        assert config.block == next_power_of_2(config.block) and 1 <= config.num_warps <= 16
+
+
+def test_architecture_off_the_gpu_is_the_compile_target() -> None:
+    token = compile_target.set(80)
+    assert architecture(torch.device("cpu")) == 80
+    compile_target.reset(token)
+    assert architecture(torch.device("cpu")) == 90

@@ -11,7 +11,7 @@ import pytest
 from support.fake_triton import InferenceRequest, Tensor
 from tidewheel.adapter.io import MAX_PARAMETER_BYTES, ResponseFormat, read_request, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
-from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError, Unsupported
+from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError
 from tidewheel.frontend.values import Chunk, GenerateRequest, PerfMetrics, TokenLogprob
 
 _DTYPES = {
@@ -134,12 +134,13 @@ def test_empty_sampling_parameters() -> None:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("{", "column"),
+        ("{", "character 1"),
         ("[1]", "list"),
         ("null", "NoneType"),
+        ('{"n": 1, "n": 2}', "twice"),
         ("[" * 100_000, "deep"),
-        ('{"seed": ' + "9" * 5000 + "}", "digit"),
-        (b'{"a": "\xff"}', "utf-8"),
+        ('{"seed": ' + "9" * 5000 + "}", "digits"),
+        (b'{"a": "\xff"}', "UTF-8"),
     ],
 )
 def test_malformed_sampling_parameters(text: Any, word: str) -> None:
@@ -159,11 +160,12 @@ def test_sizes_are_capped() -> None:
     assert read(text_input="x" * 1000)[0].text == b"x" * 1000
 
 
-@pytest.mark.parametrize("name", ["guided_decoding_guide_type", "guided_decoding_guide"])
-def test_guided_decoding_is_refused_by_name(name: str) -> None:
-    with pytest.raises(Unsupported, match=name):
-        read(text_input="Hi", **{name: "json"})
-    assert read(text_input="Hi", **{name: ""}) == read(text_input="Hi")
+def test_guided_decoding_is_the_front_ends_to_refuse() -> None:
+    request, _ = read(text_input="Hi", guided_decoding_guide_type="json", guided_decoding_guide="")
+    assert parameters_of(request)["input tensor"] == {
+        "guided_decoding_guide_type": "json",
+        "guided_decoding_guide": "",
+    }
 
 
 def test_wrong_shapes_and_bytes() -> None:

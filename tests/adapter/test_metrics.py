@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 
-from support.fake_triton import Logger, MetricFamily
+import pytest
 
-from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher
+from support.fake_triton import Logger, MetricFamily
+from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, EngineStats
+from tidewheel.errors import Busy, EngineDead
+from tidewheel.frontend.stats import StatsRecorder, TokenTiming
+from tidewheel.frontend.values import PerfMetrics
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value
@@ -68,6 +72,62 @@ def test_who_takes_over_goes_on_where_the_other_stopped() -> None:
     other.publish(STATS)
     assert value("vllm:prefix_cache_queries_total") == 60
     assert value("vllm:num_requests_running") == 3
+
+
+def make_stats(recorder: StatsRecorder) -> StatsRecorder:
+    """Two answered requests, one refused, one cancelled, one whose engine died."""
+    for _ in range(5):
+        recorder.received()
+    recorder.tokens([TokenTiming(0.05, 1, 7), TokenTiming(0.07, 1, 5), TokenTiming(0.04, 2, 0)])
+    perf = PerfMetrics(
+        arrival_ns=0, first_scheduled_ns=400_000_000, first_token_ns=1, last_token_ns=2, num_reused_blocks=0,
+        num_new_blocks=1,
+    )  # fmt: skip
+    recorder.finished("stop", 0.9, perf)
+    recorder.finished("length", 7.0, perf)
+    recorder.finished("cancelled", 1.0, None)
+    recorder.ended_by(Busy("full"), began=False)
+    recorder.ended_by(EngineDead("gone"), began=True)
+    return recorder
+
+
+def test_request_figures() -> None:
+    recorder = make_stats(StatsRecorder())
+    metrics = RequestMetrics(LABELS)
+    metrics.publish(recorder.snapshot(), {"TW-INPUT": 2, "TW-UNSUPPORTED": 1})
+    assert value("tidewheel_requests_received_total", **LABELS) == 8
+    for reason in ("stop", "length", "cancelled"):
+        assert value("vllm:request_success_total", finished_reason=reason) == 1
+    for tag, number in {"TW-INPUT": 2, "TW-UNSUPPORTED": 1, "TW-BUSY": 1, "TW-DRAINING": 0}.items():
+        assert value("tidewheel_requests_rejected_total", tag=tag) == number
+    assert value("tidewheel_requests_failed_total", tag="TW-ENGINE-DEAD") == 1
+    assert value("vllm:prompt_tokens_total", **LABELS) == 12
+    assert value("vllm:generation_tokens_total", **LABELS) == 4
+
+
+def test_request_histograms() -> None:
+    RequestMetrics(LABELS).publish(make_stats(StatsRecorder()).snapshot(), {})
+    first, queue = "vllm:time_to_first_token_seconds", "vllm:request_queue_time_seconds"
+    assert [value(f"{first}_bucket", le=edge) for edge in ("0.04", "0.06", "0.08", "2560", "+Inf")] == [0, 1, 2, 2, 2]
+    assert value(f"{first}_sum", **LABELS) == pytest.approx(0.12)
+    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
+        assert value(f"{name}_count", **LABELS) == 2
+        assert value(f"{name}_sum", **LABELS) == pytest.approx(0.04)
+    assert value("vllm:e2e_request_latency_seconds_bucket", le="1") == 1
+    assert [value(f"{queue}_bucket", le=edge) for edge in ("0.3", "0.5")] == [0, 2]
+
+
+def test_the_next_flush_adds_what_is_new() -> None:
+    recorder = make_stats(StatsRecorder())
+    metrics = RequestMetrics(LABELS)
+    metrics.publish(recorder.snapshot(), {})
+    calls = MetricFamily.num_calls
+    metrics.publish(recorder.snapshot(), {})
+    assert MetricFamily.num_calls == calls
+    recorder.tokens([TokenTiming(0.3, 1, 0)])
+    metrics.publish(recorder.snapshot(), {})
+    assert value("vllm:inter_token_latency_seconds_count") == 3
+    assert value("vllm:generation_tokens_total") == 5
 
 
 def test_usage_before_the_first_block() -> None:

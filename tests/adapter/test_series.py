@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 
 from support.fake_triton import MetricFamily
-
 from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, counter_family, gauge_family
 
 LABELS = {"model_name": "demo"}

@@ -43,8 +43,9 @@ def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
     settings = load(tmp_path / "demo", {"model": "weights", "max_num_seqs": "8"})
     assert settings.engine.model == str(weights)
     assert settings.engine.max_num_seqs == 8
-    assert settings.engine_name == "demo"
-    assert settings.repository == tmp_path
+    assert settings.owner is settings.entry
+    assert settings.entry.repository == tmp_path
+    assert settings.entry.labels == {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
     assert settings.frontend.num_sender_threads == 4
 
 
@@ -120,7 +121,7 @@ def test_twin_takes_the_settings_of_its_engine(tmp_path: Path) -> None:
     (owner / "2" / "model.json").write_text('{"max_model_len": 128}')
     parameters = {"engine_of": "demo", "num_sender_threads": "2"}
     settings = load(write_entry(tmp_path, "twin", parameters), parameters)
-    assert settings.engine_name == "demo"
+    assert (settings.entry.name, settings.owner.name, settings.owner.version) == ("twin", "demo", "2")
     assert settings.engine.model == str(owner / "2" / "weights")
     assert (settings.engine.max_num_seqs, settings.engine.max_model_len) == (8, 128)
     assert settings.frontend.num_sender_threads == 2

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.adapter.tensors import GUIDED_INPUTS, RETURN_FLAGS, SAMPLING_INPUTS
+from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
 from tidewheel.batch import Int32Array
-from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
+from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.frontend.strict_json import parse_json
 from tidewheel.frontend.values import Chunk, GenerateRequest, ParameterSource, PerfMetrics, TokenLogprob
 
 MAX_PARAMETER_BYTES = 1 << 18  # of the `sampling_parameters` JSON; the largest legal one needs some 40 KB
@@ -39,9 +40,8 @@ class ResponseFormat:
 def read_request(
     request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
 ) -> tuple[GenerateRequest, ResponseFormat]:
-    """What a `pb_utils.InferenceRequest` asks for. Raises `InvalidRequest` or `Unsupported`."""
+    """What a `pb_utils.InferenceRequest` asks for. Raises `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
-    _refuse_guided(inputs)
     stream = _flag(inputs, "stream")
     if stream and not decoupled:
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
@@ -67,10 +67,7 @@ def read_request(
 def _parameters(
     request: Any, inputs: Mapping[str, Any], response_format: ResponseFormat
 ) -> tuple[ParameterSource, ...]:
-    tensors: dict[str, object] = {
-        name: _strings(inputs[name]) if name in _LIST_NAMES else _scalar(inputs[name])
-        for name in inputs.keys() & _SAMPLING_NAMES
-    }
+    tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
     sources = [
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
@@ -87,12 +84,7 @@ def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
     data = _bytes(inputs, "sampling_parameters", MAX_PARAMETER_BYTES)
     if not data:
         return {}
-    try:
-        values = json.loads(data)
-    except RecursionError:
-        raise InvalidRequest("sampling_parameters is not JSON that can be read: it is nested too deep") from None
-    except ValueError as error:  # malformed, not UTF-8, or a number of thousands of digits
-        raise InvalidRequest(f"sampling_parameters is not JSON: {error}") from None
+    values = parse_json(data, "sampling_parameters")
     if not isinstance(values, dict):
         raise InvalidRequest(f"sampling_parameters must be a JSON object, not a {type(values).__name__}")
     return values
@@ -104,15 +96,12 @@ def _request_parameters(request: Any) -> dict[str, object]:
     return values
 
 
-def _refuse_guided(inputs: Mapping[str, Any]) -> None:
-    for spec in GUIDED_INPUTS:
-        if spec.name in inputs and any(_items(inputs[spec.name])):
-            raise Unsupported(f"{spec.name} is set: structured output is not offered")
-
-
-def _items(tensor: Any) -> list[Any]:
-    items: list[Any] = tensor.as_numpy().reshape(-1).tolist()
-    return items
+def _parameter(tensor: Any) -> object:
+    name = tensor.name()
+    if name in _LIST_NAMES:
+        return [_text(item, name) for item in tensor.as_numpy().reshape(-1)]
+    value = _scalar(tensor)
+    return _text(value, name) if isinstance(value, bytes) else value
 
 
 def _scalar(tensor: Any) -> Any:
@@ -124,11 +113,11 @@ def _scalar(tensor: Any) -> Any:
     return array[0] if array.dtype == np.object_ else array[0].item()
 
 
-def _strings(tensor: Any) -> list[str]:
+def _text(value: bytes, name: str) -> str:
     try:
-        return [item.decode("utf-8") for item in _items(tensor)]
+        return value.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{tensor.name()} is not valid UTF-8: {error.reason} at byte {error.start}") from None
+        raise InvalidRequest(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> bool:

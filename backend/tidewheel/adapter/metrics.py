@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.adapter.series import Counter, Gauge, Labels, counter_family, gauge_family
+from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, Labels, counter_family, gauge_family
 from tidewheel.engine.messages import EngineInfo, EngineStats
-from tidewheel.request import Priority
+from tidewheel.frontend.stats import (
+    INTER_TOKEN_BOUNDS,
+    REJECTION_TAGS,
+    REQUEST_BOUNDS,
+    TTFT_BOUNDS,
+    FrontendStats,
+    HistogramSnapshot,
+)
+from tidewheel.request import FinishReason, Priority
 
 FLUSH_INTERVAL_S = 0.4
 
@@ -40,6 +48,33 @@ ENGINE_COUNTERS = (
     EngineFigure("tidewheel_steps_total", "Steps", lambda s: s.num_steps),
     EngineFigure("tidewheel_step_seconds_total", "Time in steps", lambda s: s.step_seconds),
     EngineFigure("tidewheel_scheduled_tokens_total", "Tokens computed", lambda s: s.num_scheduled_tokens),
+)
+
+
+class RequestHistogram(NamedTuple):
+    name: str
+    description: str
+    bounds: tuple[float, ...]  # seconds
+    of: Callable[[FrontendStats], HistogramSnapshot]
+
+
+REQUEST_HISTOGRAMS = (
+    RequestHistogram(
+        "vllm:time_to_first_token_seconds", "Arrival to first token", TTFT_BOUNDS, lambda s: s.time_to_first_token
+    ),
+    RequestHistogram(
+        "vllm:inter_token_latency_seconds", "Token to token", INTER_TOKEN_BOUNDS, lambda s: s.inter_token_latency
+    ),
+    # The same under its older name, which dashboards still ask for.
+    RequestHistogram(
+        "vllm:time_per_output_token_seconds", "Token to token", INTER_TOKEN_BOUNDS, lambda s: s.inter_token_latency
+    ),
+    RequestHistogram(
+        "vllm:e2e_request_latency_seconds", "Arrival to last token", REQUEST_BOUNDS, lambda s: s.e2e_latency
+    ),
+    RequestHistogram(
+        "vllm:request_queue_time_seconds", "Arrival to first step", REQUEST_BOUNDS, lambda s: s.queue_time
+    ),
 )
 
 
@@ -76,6 +111,36 @@ class EngineMetrics:
             counter.follow(of(stats))
         for gauge in (*(gauge for _, gauge in self._gauges), *self._waiting, self._max, self._used, self._tokens_per):
             gauge.forget()
+
+
+class RequestMetrics:
+    """What one front end counts of its requests, under the name of the entry where they entered."""
+
+    def __init__(self, labels: Labels) -> None:
+        self._received = Counter(counter_family("tidewheel_requests_received_total", "Requests"), labels)
+        success = counter_family("vllm:request_success_total", "Finished requests")
+        self._finished = CounterByLabel(success, labels, "finished_reason", [r for r in FinishReason if r != "error"])
+        rejected = counter_family(
+            "tidewheel_requests_rejected_total", "Requests refused before anything was computed"
+        )
+        self._rejected = CounterByLabel(rejected, labels, "tag", sorted(REJECTION_TAGS))
+        failed = counter_family("tidewheel_requests_failed_total", "Accepted requests that an error ended")
+        self._failed = CounterByLabel(failed, labels, "tag")
+        self._prompt = Counter(counter_family("vllm:prompt_tokens_total", "Prompt tokens"), labels)
+        self._generation = Counter(counter_family("vllm:generation_tokens_total", "Generated tokens"), labels)
+        self._histograms = [(f.of, Histogram(f.name, f.description, f.bounds, labels)) for f in REQUEST_HISTOGRAMS]
+
+    def publish(self, stats: FrontendStats, refused: Mapping[str, int]) -> None:
+        """`refused`: requests by error tag that could not be read, and never reached the front end."""
+        self._received.advance(stats.num_received + sum(refused.values()))
+        self._finished.advance(stats.finished)
+        self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
+        self._failed.advance(stats.failed)
+        self._prompt.advance(stats.num_prompt_tokens)
+        self._generation.advance(stats.num_generation_tokens)
+        for of, histogram in self._histograms:
+            snapshot = of(stats)
+            histogram.advance(snapshot.counts, snapshot.total)
 
 
 class MetricsPublisher:

@@ -2,11 +2,12 @@
 
 Each call of a Triton metric is a round trip to the server (14 to 90 µs, measured), so totals are counted in this
 process and only differences travel, and nothing travels for what did not change. A Triton histogram takes one value
-a call; here a histogram is published as what Prometheus makes of one anyway: the counter families `<name>_bucket`,
-`<name>_sum` and `<name>_count`. Series of the same name and labels in several front ends are one series in the
-server, so their differences add up.
+a call; here a histogram is published as what Prometheus makes of one anyway: series `<name>_bucket`, `<name>_sum` and
+`<name>_count`. They are announced as gauges that only grow, since the parser of Prometheus' Python client adds
+`_total` to the name of every counter, and queries go by names alone. Series of the same name and labels in several
+front ends are one series in the server, so their differences add up.
 
-Triton takes a family away with its last Python object, under the feet of its metrics: each series holds on to its own.
+Triton takes a family away with its last Python object, under the feet of its metrics: each series keeps its own.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ class CounterByLabel:
 
 class Histogram:
     def __init__(self, name: str, description: str, bounds: Sequence[float], labels: Labels) -> None:
-        buckets = counter_family(f"{name}_bucket", f"{description} (at most le)")
+        buckets = gauge_family(f"{name}_bucket", f"{description} (at most le)")
         edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
         self._buckets = [Counter(buckets, {**labels, "le": edge}) for edge in edges]
-        self._sum = Counter(counter_family(f"{name}_sum", f"{description} (sum)"), labels)
-        self._count = Counter(counter_family(f"{name}_count", f"{description} (number)"), labels)
+        self._sum = Counter(gauge_family(f"{name}_sum", f"{description} (sum)"), labels)
+        self._count = Counter(gauge_family(f"{name}_count", f"{description} (number)"), labels)
 
     def advance(self, counts: Sequence[int], total: float) -> None:
         """`counts` holds the number of values of each bucket, not cumulative, the one above all bounds last."""

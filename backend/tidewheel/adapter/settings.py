@@ -52,14 +52,19 @@ class ModelEntry:
     def version_folder(self) -> Path:
         return self.folder / self.version
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of its metrics: `model_name` and `engine` are vLLM's, `model` and `version` Triton's."""
+        return {"model_name": self.name, "engine": "0", "model": self.name, "version": self.version}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
     engine: EngineConfig
-    engine_name: str  # the entry whose engine it is: the model itself, or the one that `engine_of` names
-    repository: Path
     frontend: FrontendSettings
     decoupled: bool
+    entry: ModelEntry
+    owner: ModelEntry  # whose engine it is: the entry itself, or the one that `engine_of` names
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
@@ -84,10 +89,10 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
         owner, settings = _read_sibling(entry, str(engine_of))
     return ModelSettings(
         engine=EngineConfig.from_settings(settings, base_dir=owner.version_folder),
-        engine_name=owner.name,
-        repository=entry.repository,
         frontend=frontend,
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        entry=entry,
+        owner=owner,
     )
 
 

@@ -28,18 +28,12 @@ RETURN_FLAGS = (
     "return_perf_metrics",
 )
 
-GUIDED_INPUTS = (
-    TensorSpec("guided_decoding_guide_type", "TYPE_STRING"),
-    TensorSpec("guided_decoding_guide", "TYPE_STRING"),
-)
-
 CONTROL_INPUTS = (
     TensorSpec("stream", "TYPE_BOOL"),
     TensorSpec("sampling_parameters", "TYPE_STRING"),
     TensorSpec("exclude_input_in_output", "TYPE_BOOL"),
     TensorSpec("accumulate_tokens", "TYPE_BOOL"),
     *(TensorSpec(name, "TYPE_BOOL") for name in RETURN_FLAGS),
-    *GUIDED_INPUTS,
 )
 
 # Sampling parameters as tensors; what their names mean is the front end's business.
@@ -59,6 +53,8 @@ SAMPLING_INPUTS = (
     TensorSpec("bad_words", "TYPE_STRING", (-1,)),
     TensorSpec("stop", "TYPE_STRING", (-1,)),
     TensorSpec("ignore_eos", "TYPE_BOOL"),
+    TensorSpec("guided_decoding_guide_type", "TYPE_STRING"),
+    TensorSpec("guided_decoding_guide", "TYPE_STRING"),
 )
 
 INPUTS = (*PROMPT_INPUTS, *CONTROL_INPUTS, *SAMPLING_INPUTS)

@@ -1,0 +1,40 @@
+"""What Triton loads for a model whose `config.pbtxt` says `backend: "tidewheel"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+import tidewheel
+from tidewheel.adapter.autocomplete import complete
+from tidewheel.adapter.instance import ModelInstance
+from tidewheel.errors import ConfigError, TidewheelError
+
+
+class TritonPythonModel:
+    """One front end: Triton makes one in a process of its own for every model instance."""
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        try:
+            return complete(auto_complete_model_config)
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        # Triton imports this file as the module `model`: the log says which package it then got.
+        pb_utils.Logger.log_info(f"{args['model_instance_name']}: engine package {tidewheel.__file__}")
+        try:
+            self._instance = ModelInstance.open(args)
+        except (ConfigError, TidewheelError) as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Hands the requests on and returns; every answer goes through its request's response sender."""
+        for request in requests:
+            self._instance.submit(request)
+
+    def finalize(self) -> None:
+        self._instance.close()

@@ -29,7 +29,7 @@ from tidewheel.engine.describe import describe
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.run_dir import ENGINE_LOCK, check_socket_path, socket_address
 from tidewheel.engine.server import EngineServer
-from tidewheel.engine.status import Status, process_start_ticks, settings_digest, write_status
+from tidewheel.engine.status import State, Status, process_start_ticks, settings_digest, write_status
 from tidewheel.errors import ConfigError, Draining, EngineDead
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ LINGER_S = 10.0
 RETRY_AFTER_MS = 1000
 QUEUE_LIMIT = 1 << 16  # messages waiting in the socket, in each direction, of each front end
 PROGRESS_INTERVAL_S = 0.1
+PREDECESSOR_LIMIT_S = 5.0
 
 EXIT_CRASHED = 1
 EXIT_LOAD_FAILED = 2
@@ -57,6 +58,11 @@ class StatusFile:
         self._status = msgspec.structs.replace(self._status, **changes)
         self._written_at = time.monotonic()
         write_status(self._engine_dir, self._status)
+
+    def end(self, state: State, message: str) -> None:
+        """Comes before the last answers, so that nobody who got one comes back to this engine."""
+        with contextlib.suppress(OSError):  # the folder may be what is gone
+            self.update(state=state, message=message)
 
     def progress(self, stage: str, fraction: float) -> None:
         """As often as a person can read."""
@@ -125,12 +131,12 @@ def _serve_loaded(
         except Exception as error:
             log.exception("a step failed; every request ends")
             log.error("engine died: %s: %s", type(error).__name__, error)
+            status.end("crashed", str(error))
             server.end_all(EngineDead(f"a step failed: {type(error).__name__}", retry_after_ms=RETRY_AFTER_MS))
             return EXIT_CRASHED
         log.info("engine ends: %s", reason)
+        status.end("stopped", reason)
         server.end_all(Draining("the engine was stopped"))
-    if engine_dir.is_dir():
-        status.update(state="stopped", message=reason)
     return 0
 
 
@@ -145,9 +151,17 @@ def _announce(info: EngineInfo, status: StatusFile) -> None:
 
 @contextlib.contextmanager
 def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Two engines in one folder would take each other's socket away."""
+    """Two engines in one folder would take each other's socket away. One that is about to end is waited for."""
+    deadline = time.monotonic() + PREDECESSOR_LIMIT_S
     with (engine_dir / ENGINE_LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
         yield
 
 

@@ -88,6 +88,7 @@ class EngineServer:
         """The last answer to everybody who waits for one. Asks neither scheduler nor runner: they may be broken."""
         self._front_ends.close_all(error)
         self._front_ends.flush()
+        self._front_ends.broadcast(Dropped(error.message))
 
     def _wait(self) -> None:
         timeout_ms = 1 if self._core.has_unfinished else IDLE_POLL_MS

@@ -14,11 +14,13 @@ import msgspec
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.run_dir import LOG, STATUS
 
-State = Literal["starting", "loading", "ready", "failed", "stopped"]
+State = Literal["starting", "loading", "ready", "failed", "stopped", "crashed"]
+_ENDED = ("failed", "stopped", "crashed")
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`failed` is final: the settings or the model must change. `stopped` is an end that was asked for."""
+    """`failed` is final: the settings or the model must change. `stopped` is an end that was asked for, `crashed` one
+    that was not; a killed engine has no time to say either."""
 
     state: State
     pid: int
@@ -33,7 +35,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_alive(self) -> bool:
-        return self.state not in ("failed", "stopped") and process_start_ticks(self.pid) == self.start_ticks
+        return self.state not in _ENDED and process_start_ticks(self.pid) == self.start_ticks
 
 
 _decoder = msgspec.json.Decoder(Status)

@@ -1,0 +1,309 @@
+"""The step loop over the real scheduler and a runner that tells on every misuse of the batch protocol."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.fake_runner import FakeRunner, PendingTokens, naive_output
+from support.scheduling import make_config, make_request
+from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.engine.core import EngineCore
+from tidewheel.errors import Busy, EngineDead, InvalidRequest
+from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.scheduler.scheduler import Scheduler
+
+
+class OutOfMemoryError(RuntimeError):
+    """Has the name of torch's."""
+
+
+class Harness:
+    """A core whose deliveries are checked: tokens in order, one end each, and the end that `naive_output` says."""
+
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, prefix_caching: bool = True, **changes: int
+    ) -> None:
+        config = make_config(**changes)
+        self.scheduler = Scheduler(
+            config, KVCacheManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
+        )
+        self.runner = FakeRunner(
+            num_rows=config.num_rows,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            token_budget=config.max_num_batched_tokens,
+            salt_of=lambda request_id: self.requests[request_id].cache_salt,
+        )
+        self.now = 0.0
+        self.core = EngineCore(
+            self.scheduler,
+            self.runner,
+            self.deliver,
+            receive=self.receive,
+            clock=lambda: self.now,
+            max_inflight_steps=config.max_inflight_steps,
+        )
+        self.commands: deque[Callable[[], None]] = deque()  # one is carried out at each `receive`
+        self.requests: dict[str, Request] = {}
+        self.delivered: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+
+    def add(self, request: Request) -> Request:
+        self.core.add(request)
+        self.requests[request.request_id] = request
+        self.delivered[request.request_id] = []
+        return request
+
+    def receive(self) -> None:
+        self.now += 1.0
+        if self.commands:
+            self.commands.popleft()()
+
+    def deliver(self, outputs: StepOutputs) -> None:
+        for request, token_id in zip(outputs.requests, outputs.token_ids, strict=True):
+            assert request.request_id not in self.ended
+            self.delivered[request.request_id].append(token_id)
+        for request in outputs.finished:
+            assert request.request_id not in self.ended, "ended twice"
+            assert request.finish_reason is not None
+            self.ended[request.request_id] = request.finish_reason
+            self.check_end(request)
+
+    def check_end(self, request: Request) -> None:
+        output, reason = naive_output(request)
+        delivered = self.delivered[request.request_id]
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (delivered, request.finish_reason) == (output, reason)
+        else:
+            assert delivered == output[: len(delivered)]
+
+    def run(self) -> None:
+        for _ in range(5000):
+            worked = self.core.step()
+            self.core.check_invariants()
+            if not worked and not self.commands:
+                break
+        assert not self.core.has_unfinished
+        assert self.ended.keys() == self.requests.keys()
+        stats = self.core.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def test_a_step_is_one_token_each() -> None:
+    harness = Harness()
+    harness.add(make_request("a", 4, max_tokens=2))
+    harness.add(make_request("b", 3, max_tokens=1))
+    assert harness.core.step()
+    assert {name: len(tokens) for name, tokens in harness.delivered.items()} == {"a": 1, "b": 1}
+    assert harness.ended == {"b": FinishReason.LENGTH}
+    assert harness.core.step()
+    assert not harness.core.step()
+    harness.run()
+
+
+def test_two_steps_in_flight_answer_one_step_later() -> None:
+    harness = Harness(max_inflight_steps=2)
+    harness.add(make_request("a", 4, max_tokens=3))
+    assert harness.core.step()
+    assert harness.delivered == {"a": []}
+    assert harness.core.step()
+    assert len(harness.delivered["a"]) == 1
+    harness.run()
+    assert len(harness.delivered["a"]) == 3
+
+
+def test_cancel_while_the_device_is_busy_stops_the_token() -> None:
+    harness = Harness()
+    harness.add(make_request("a", 4))
+    harness.commands += [lambda: None, lambda: harness.core.cancel("a")]
+    assert harness.core.step()
+    assert harness.ended == {"a": FinishReason.CANCELLED}
+    assert harness.delivered == {"a": []}
+    harness.run()
+
+
+def test_cancel_of_unknown_and_ended_requests_is_nothing() -> None:
+    harness = Harness()
+    harness.core.cancel("never seen")
+    harness.add(make_request("a", 4, max_tokens=1))
+    harness.run()
+    harness.core.cancel("a")
+    assert harness.ended == {"a": FinishReason.LENGTH}
+
+
+def test_refusals_are_raised_and_deliver_nothing() -> None:
+    harness = Harness(num_blocks=4, max_waiting_requests=1)
+    with pytest.raises(InvalidRequest):
+        harness.core.add(make_request("too large", 16, max_tokens=8))
+    harness.add(make_request("a", 4))
+    with pytest.raises(Busy):
+        harness.core.add(make_request("b", 4))
+    harness.run()
+
+
+def test_fail_all_ends_everything_once() -> None:
+    harness = Harness(max_inflight_steps=2)
+    for name in "abcdef":
+        harness.add(make_request(name, 4))
+    harness.core.step()
+    harness.core.fail_all(EngineDead("gone"))
+    assert set(harness.ended.values()) == {FinishReason.ERROR}
+    assert all(request.error is not None for request in harness.requests.values())
+    harness.runner.in_flight.clear()
+    harness.run()
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[tuple[str, object]]:
+    """Each `receive`, of which a step has two, carries out one of these."""
+    events: list[tuple[str, object]] = []
+    for index in range(draw(st.integers(1, 14))):
+        shared = draw(st.integers(0, 12))
+        prompt = [7] * shared + draw(st.lists(st.integers(0, 39), min_size=1, max_size=14))
+        request = make_request(
+            str(index),
+            prompt,
+            max_tokens=draw(st.integers(1, 12)),
+            min_tokens=draw(st.integers(0, 1)),
+            priority=draw(st.sampled_from(Priority)),
+            stop_token_ids=draw(st.sampled_from([(), (3, 4, 5), tuple(range(20))])),
+            cache_salt=draw(st.sampled_from(["", "tenant"])),
+        )
+        events.append(("add", request))
+        events += [("idle", None)] * draw(st.integers(0, 3))
+        if draw(st.booleans()):
+            events.append(("cancel", str(draw(st.integers(0, index)))))
+    return events
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    events=arrivals(),
+    num_blocks=st.integers(10, 24),
+    budget=st.integers(1, 24),
+    num_seqs=st.integers(1, 5),
+    inflight=st.sampled_from([1, 2]),
+    prefix_caching=st.booleans(),
+)
+def test_every_request_ends_exactly_once_with_its_own_tokens(
+    events: list[tuple[str, object]],
+    num_blocks: int,
+    budget: int,
+    num_seqs: int,
+    inflight: int,
+    prefix_caching: bool,
+) -> None:
+    harness = Harness(
+        num_blocks=num_blocks,
+        prefix_caching=prefix_caching,
+        max_num_batched_tokens=budget,
+        max_num_seqs=num_seqs,
+        max_inflight_steps=inflight,
+    )
+    actions = {
+        "add": lambda request: harness.add(request),
+        "cancel": lambda request_id: harness.core.cancel(request_id),
+        "idle": lambda _: None,
+    }
+    for kind, value in events:
+        harness.commands.append(lambda kind=kind, value=value: actions[kind](value))
+    harness.run()
+
+
+class SmallDevice(FakeRunner):
+    """Runs out of memory, when launched or when waited for, in steps with more tokens than it has room for."""
+
+    room = 8
+    last_step = -1
+    fails_late = False
+    error: Exception = OutOfMemoryError("CUDA out of memory")
+
+    def launch(self, batch: ScheduledBatch) -> PendingTokens:
+        if batch.step_id != self.last_step:  # rows change before the device is used, and only once
+            self.last_step = self.num_steps = batch.step_id
+            super()._update_rows(batch)
+        if batch.num_tokens <= self.room:
+            return super().launch(batch)
+        if self.fails_late:
+            return LateFailure(self.error)  # type: ignore[return-value]
+        raise self.error
+
+    def _update_rows(self, batch: ScheduledBatch) -> None:
+        """Done."""
+
+
+class LateFailure:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def wait(self) -> SampledTokens:
+        raise self.error
+
+
+def small_device(**fields: object) -> Harness:
+    harness = Harness(max_num_batched_tokens=32)
+    harness.runner.__class__ = SmallDevice
+    for name, value in fields.items():
+        setattr(harness.runner, name, value)
+    return harness
+
+
+@pytest.mark.parametrize("fails_late", [False, True], ids=["launch", "wait"])
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError("x"), MemoryError(), RuntimeError("can't allocate memory: x")], ids=str
+)
+def test_out_of_memory_ends_the_longest_chunk_alone(error: Exception, fails_late: bool) -> None:
+    harness = small_device(error=error, fails_late=fails_late)
+    for name, length in (("a", 3), ("longest", 12), ("b", 4)):
+        harness.add(make_request(name, length))
+    harness.run()
+    assert harness.ended == {"a": FinishReason.LENGTH, "longest": FinishReason.ERROR, "b": FinishReason.LENGTH}
+    error_text = str(harness.requests["longest"].error)
+    assert "ran out of memory at 12 tokens" in error_text
+
+
+def test_out_of_memory_of_a_single_request_leaves_the_engine_alive() -> None:
+    harness = small_device(room=2)
+    harness.add(make_request("a", 12))
+    harness.run()
+    harness.add(make_request("b", 2))
+    harness.run()
+    assert harness.ended == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
+
+
+def test_memory_that_never_suffices_is_an_error_of_the_engine() -> None:
+    harness = small_device(room=0)
+    for name in "abcd":
+        harness.add(make_request(name, 5))
+    with pytest.raises(OutOfMemoryError):
+        harness.core.step()
+    assert list(harness.ended.values()) == [FinishReason.ERROR] * 3
+
+
+@pytest.mark.parametrize("fails_late", [False, True], ids=["launch", "wait"])
+def test_other_errors_of_a_step_are_raised(fails_late: bool) -> None:
+    harness = small_device(error=RuntimeError("device-side assert"), fails_late=fails_late, room=0)
+    harness.add(make_request("a", 5))
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        harness.core.step()
+    harness.core.fail_all(EngineDead("a step failed"))
+    assert harness.ended == {"a": FinishReason.ERROR}
+
+
+def test_stats_measure_the_time_between_two_calls() -> None:
+    harness = Harness()
+    harness.add(make_request("a", 4, max_tokens=4))
+    harness.core.step()
+    first = harness.core.stats()
+    assert (first.num_steps, first.num_scheduled_tokens, first.num_running) == (1, 4, 1)
+    assert first.busy_fraction == pytest.approx(first.step_seconds / harness.now)
+    harness.now += 100.0
+    assert harness.core.stats().busy_fraction == 0.0
+    harness.run()

@@ -1,0 +1,97 @@
+"""Clients of engine processes, and a listener that waits for what it is told."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from support.fake_engine import prompt_bytes
+from tidewheel.config import EngineConfig
+from tidewheel.engine.backoff import RestartPolicy
+from tidewheel.engine.client import ClientOptions, EngineClient
+from tidewheel.engine.messages import AddRequest, Delta, EngineStats
+from tidewheel.engine.status import Status, read_status
+from tidewheel.errors import TidewheelError
+from tidewheel.sampling import SamplingParams
+
+LIMIT_S = 30.0
+LINGER_S = 0.6
+COMMAND = (sys.executable, "-P", "-m", "support.fake_engine", "--linger-s", str(LINGER_S))
+CONFIG = EngineConfig(model="ok", max_num_seqs=16)
+
+
+class Recorder:
+    """An `EngineListener` that keeps everything and can be waited on."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.tokens: dict[int, list[int]] = {}
+        self.endings: dict[int, str] = {}  # finish reason, or the tag of the error
+        self.errors: dict[int, str] = {}
+        self.num_endings: dict[int, int] = {}
+        self.stats = [EngineStats()]
+
+    def on_deltas(self, deltas: list[Delta]) -> None:
+        with self.changed:
+            for delta in deltas:
+                assert delta.key not in self.endings, "something follows the end"
+                self.tokens.setdefault(delta.key, []).extend(delta.token_ids)
+                if delta.error is not None:
+                    self._end(delta.key, delta.error.tag, delta.error.message)
+                elif delta.finish_reason:
+                    self._end(delta.key, delta.finish_reason, "")
+            self.changed.notify_all()
+
+    def on_lost(self, keys: list[int], error: TidewheelError) -> None:
+        with self.changed:
+            for key in keys:
+                self._end(key, error.tag, error.message)
+            self.changed.notify_all()
+
+    def on_stats(self, stats: EngineStats) -> None:
+        with self.changed:
+            self.stats.append(stats)
+            self.changed.notify_all()
+
+    def _end(self, key: int, how: str, message: str) -> None:
+        self.endings[key] = how
+        self.errors[key] = message
+        self.num_endings[key] = self.num_endings.get(key, 0) + 1
+
+    def wait(self, condition: Callable[[], object], what: str, limit_s: float = LIMIT_S) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, limit_s), f"{what}: not within {limit_s} s"
+
+    def wait_ended(self, *keys: int, limit_s: float = LIMIT_S) -> None:
+        self.wait(lambda: all(key in self.endings for key in keys), f"end of {keys}", limit_s)
+
+    def wait_started(self, *keys: int) -> None:
+        self.wait(lambda: all(self.tokens.get(key) for key in keys), f"first token of {keys}")
+
+
+class Client(EngineClient):
+    """A client with a recorder, of a fake engine."""
+
+    def __init__(
+        self, engine_dir: Path, *, name: str = "test", config: EngineConfig = CONFIG, **options: object
+    ) -> None:
+        self.recorder = Recorder()
+        settings = {"command": COMMAND, "restart": RestartPolicy(first_delay_s=0.01), **options}
+        super().__init__(engine_dir, config, self.recorder, name=name, options=ClientOptions(**settings))
+
+    @property
+    def status(self) -> Status:
+        status = read_status(self._engine_dir)
+        assert status is not None
+        return status
+
+
+def request(key: int, *token_ids: int, max_tokens: int = 8) -> AddRequest:
+    return AddRequest(key, prompt_bytes(*token_ids), SamplingParams(max_tokens=max_tokens, temperature=0.0))
+
+
+def endless(key: int) -> AddRequest:
+    """Runs for seconds."""
+    return request(key, 1, 2, 3, max_tokens=4000)

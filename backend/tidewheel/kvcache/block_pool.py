@@ -44,7 +44,22 @@ class BlockPool:
         """`count` blocks with one holder each, or None and nothing changed when fewer are free."""
         if count > self.num_free:
             return None
-        return [self._evict() for _ in range(count)]
+        sentinel, links, hashes, ref_count = self.num_blocks, self._next, self._hashes, self.ref_count
+        taken = []
+        block_id = links[sentinel]
+        for _ in range(count):
+            taken.append(block_id)
+            ref_count[block_id] = 1
+            block_hash = hashes[block_id]
+            if block_hash is not None:
+                del self._blocks[block_hash]
+                hashes[block_id] = None
+                self.num_cached -= 1
+            block_id = links[block_id]
+        links[sentinel] = block_id  # the run of blocks before it leaves the list in one cut
+        self._previous[block_id] = sentinel
+        self.num_free -= count
+        return taken
 
     def free(self, block_ids: Sequence[int]) -> None:
         """One holder leaves each block. Of blocks that become free together, the first given is evicted first."""
@@ -112,16 +127,6 @@ class BlockPool:
         require(num_cached == self.num_cached, f"{num_cached} blocks are cached, not {self.num_cached}")
         hashed = {h: block_id for block_id, h in enumerate(self._hashes) if h is not None}
         require(hashed == self._blocks, "blocks and their hashes disagree")
-
-    def _evict(self) -> int:
-        block_id = self._next[self.num_blocks]
-        self._unlink(block_id)
-        self.ref_count[block_id] = 1
-        block_hash = self._hashes[block_id]
-        if block_hash is not None:
-            del self._blocks[block_hash]
-            self._hashes[block_id] = None
-        return block_id
 
     def _append(self, block_id: int) -> None:
         """An empty block goes to the head, where nothing is lost by taking it; a cached one to the tail."""

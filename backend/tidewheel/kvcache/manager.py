@@ -108,21 +108,21 @@ class KVCacheManager:
         new_blocks = self._pool.allocate(len(rows))
         if new_blocks is None:
             return None
+        tables = self._tables
         for row, block_id in zip(rows, new_blocks, strict=True):
-            self._tables[row].append(block_id)
+            tables[row].append(block_id)
         return new_blocks
 
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
         """The KV of the row's first `num_computed_tokens` tokens is in the cache: its full blocks can be found."""
         if not self.enable_prefix_caching:
             return
-        first = self._num_hashed[row]
         num_full = num_computed_tokens // self.block_size
         extend_block_hashes(request, num_full, self.block_size)
-        table = self._tables[row]
-        for index in range(first, num_full):
-            self._pool.register_hash(table[index], request.block_hashes[index])
-        self._num_hashed[row] = max(first, num_full)
+        table, hashes = self._tables[row], request.block_hashes
+        for index in range(self._num_hashed[row], num_full):
+            self._pool.register_hash(table[index], hashes[index])
+        self._num_hashed[row] = num_full
 
     def forget(self, row: int) -> None:
         """Nothing that this row holds may be found any more: its content is not to be trusted."""

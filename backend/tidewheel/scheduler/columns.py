@@ -14,6 +14,7 @@ from tidewheel.request import Request, RequestState
 from tidewheel.scheduler.policy import Rank
 
 Int64Array = npt.NDArray[np.int64]
+RowArray = npt.NDArray[np.intp]  # numpy gathers by intp several times faster than by int32
 
 NO_STOP = -1  # pads `stop_token_ids`; no sampled token has this id
 
@@ -21,9 +22,9 @@ NO_STOP = -1  # pads `stop_token_ids`; no sampled token has this id
 class Gaps(NamedTuple):
     """What the running rows have left to compute. Rows that wait for a token in flight to end them are left out."""
 
-    decode_rows: Int32Array  # one token is missing
+    decode_rows: RowArray  # one token is missing
     decode_starts: Int32Array  # its position
-    chunk_rows: Int32Array  # more than one
+    chunk_rows: RowArray  # more than one
 
 
 class Columns:
@@ -49,9 +50,10 @@ class Columns:
         self.num_inflight_tokens = _int32(num_rows)
         self.num_inflight_samples = _int32(num_rows)
         self.num_slots = _int32(num_rows)  # tokens that the row's blocks can hold
+        self.num_grown_blocks = _int32(num_rows)  # blocks taken since the request entered
         self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)  # newest step that names the row
         self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # counts the requests that left the row
-        self.stop_token_ids: Int32Array = np.full((num_rows, 1), NO_STOP, dtype=np.int32)
+        self.stop_token_ids: Int32Array = np.full((1, num_rows), NO_STOP, dtype=np.int32)  # [most ids, num_rows]
         self.ranks: dict[int, Rank] = {}  # of running rows
         self._requests = np.full(num_rows, None, dtype=object)
         self._free_rows = list(range(num_rows))  # heap: low rows first keeps the tables of the runner compact
@@ -64,8 +66,8 @@ class Columns:
     def request(self, row: int) -> Request:
         return cast(Request, self._requests[row])
 
-    def requests(self, rows: Int32Array | Int64Array) -> list[Request]:
-        return cast(list[Request], self._requests[rows].tolist())
+    def requests(self, rows: RowArray) -> list[Request]:
+        return cast(list[Request], self._requests.take(rows).tolist())
 
     def next_free_row(self) -> int:
         return self._free_rows[0]
@@ -82,6 +84,7 @@ class Columns:
         self.num_inflight_tokens[row] = 0
         self.num_inflight_samples[row] = 0
         self.num_slots[row] = num_slots
+        self.num_grown_blocks[row] = 0
         self.last_step[row] = -1
         self._set_stop_ids(row, request.stop_token_ids)
         self._requests[row] = request
@@ -110,14 +113,13 @@ class Columns:
         return left
 
     def gaps(self) -> Gaps:
-        rows = np.flatnonzero(self.running).astype(np.int32)
-        starts = self.num_computed_tokens[rows] + self.num_inflight_tokens[rows]
-        ends = self.num_tokens[rows] + self.num_inflight_samples[rows]
-        missing = np.where(ends < self.max_num_tokens[rows], ends - starts, 0)
-        decodes = missing == 1
-        return Gaps(rows[decodes], starts[decodes], rows[missing > 1])
+        starts = self.num_computed_tokens + self.num_inflight_tokens
+        ends = self.num_tokens + self.num_inflight_samples
+        missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))
+        decode_rows = (missing == 1).nonzero()[0]
+        return Gaps(decode_rows, starts.take(decode_rows), (missing > 1).nonzero()[0])
 
-    def reserve(self, step_id: int, rows: Int32Array, num_scheduled_tokens: Int32Array, samples: BoolArray) -> None:
+    def reserve(self, step_id: int, rows: RowArray, num_scheduled_tokens: Int32Array, samples: BoolArray) -> None:
         self.num_inflight_tokens[rows] += num_scheduled_tokens
         self.num_inflight_samples[rows] += samples
         self.last_step[rows] = step_id
@@ -142,12 +144,12 @@ class Columns:
             require(bool(holds[rows].all()), f"{name} of row {rows[~holds[rows]].tolist()}")
 
     def _set_stop_ids(self, row: int, stop_token_ids: tuple[int, ...]) -> None:
-        count, width = len(stop_token_ids), self.stop_token_ids.shape[1]
+        count, width = len(stop_token_ids), len(self.stop_token_ids)
         if count > width:
-            padding = ((0, 0), (0, count - width))
+            padding = ((0, count - width), (0, 0))
             self.stop_token_ids = np.pad(self.stop_token_ids, padding, constant_values=NO_STOP)
-        self.stop_token_ids[row, :count] = stop_token_ids
-        self.stop_token_ids[row, count:] = NO_STOP
+        self.stop_token_ids[:count, row] = stop_token_ids
+        self.stop_token_ids[count:, row] = NO_STOP
 
 
 def _int32(num_rows: int) -> Int32Array:

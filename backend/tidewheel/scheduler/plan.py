@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
+from tidewheel.batch import BoolArray, Int32Array, NewRow, ScheduledBatch
 from tidewheel.request import Request
+from tidewheel.scheduler.columns import RowArray
 
 
 class Chunk(NamedTuple):
@@ -23,7 +25,7 @@ class StepPlan:
     def __init__(self, token_budget: int) -> None:
         self.token_budget = token_budget
         self.is_scarce = False  # blocks ran out for running rows: nobody is admitted in this step
-        self._decode_rows = _ids([])
+        self._decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
         self._new_rows: list[NewRow] = []
@@ -35,7 +37,7 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not len(self._decode_rows) and not self._chunks
 
-    def set_decodes(self, rows: Int32Array, starts: Int32Array) -> None:
+    def set_decodes(self, rows: RowArray, starts: Int32Array) -> None:
         self._decode_rows, self._decode_starts = rows, starts
         self.token_budget -= len(rows)
 
@@ -48,22 +50,25 @@ class StepPlan:
     def add_row(self, new_row: NewRow) -> None:
         self._new_rows.append(new_row)
 
-    def add_blocks(self, row: int, first_index: int, block_ids: list[int]) -> None:
-        self._block_rows += [row] * len(block_ids)
-        self._block_indices += range(first_index, first_index + len(block_ids))
+    def add_blocks(self, rows: Sequence[int], indices: Sequence[int], block_ids: Sequence[int]) -> None:
+        """Entries of block tables: row, logical index, physical block."""
+        self._block_rows += rows
+        self._block_indices += indices
         self._block_ids += block_ids
 
     def to_batch(self, step_id: int, freed_rows: Int32Array) -> ScheduledBatch:
-        chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
-        num_decodes = len(self._decode_rows) + sum(chunk.num_tokens == 1 for chunk in chunks)
+        chunks = self._chunks
+        if len(chunks) > 1:
+            chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
+        num_decodes = len(self._decode_rows)
         return ScheduledBatch(
             step_id=step_id,
             rows=_join(self._decode_rows, [chunk.row for chunk in chunks]),
             start_positions=_join(self._decode_starts, [chunk.start for chunk in chunks]),
-            num_scheduled_tokens=_join(np.ones_like(self._decode_rows), [chunk.num_tokens for chunk in chunks]),
-            samples=np.array([True] * len(self._decode_rows) + [chunk.samples for chunk in chunks], dtype=np.bool_),
-            num_decodes=num_decodes,
-            num_tokens=len(self._decode_rows) + sum(chunk.num_tokens for chunk in chunks),
+            num_scheduled_tokens=_join(np.ones(num_decodes, np.int32), [chunk.num_tokens for chunk in chunks]),
+            samples=_join_flags(num_decodes, [chunk.samples for chunk in chunks]),
+            num_decodes=num_decodes + sum(chunk.num_tokens == 1 for chunk in chunks),
+            num_tokens=num_decodes + sum(chunk.num_tokens for chunk in chunks),
             new_rows=tuple(self._new_rows),
             freed_rows=freed_rows,
             block_rows=_ids(self._block_rows),
@@ -93,5 +98,12 @@ def _ids(values: list[int]) -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 
-def _join(leading: Int32Array, rest: list[int]) -> Int32Array:
+def _join(leading: Int32Array | RowArray, rest: list[int]) -> Int32Array:
+    leading = leading.astype(np.int32, copy=False)
     return np.concatenate((leading, _ids(rest))) if rest else leading
+
+
+def _join_flags(num_true: int, rest: list[bool]) -> BoolArray:
+    flags = np.ones(num_true + len(rest), dtype=np.bool_)
+    flags[num_true:] = rest
+    return flags

@@ -7,6 +7,7 @@ import numpy as np
 from tidewheel.batch import Int32Array
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import Admission
+from tidewheel.scheduler.columns import RowArray
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.plan import StepPlan, new_row
 from tidewheel.scheduler.policy import choose_victim
@@ -25,10 +26,10 @@ def plan_step(state: State, config: SchedulerConfig, admission: Admission, now: 
     return plan
 
 
-def _plan_decodes(state: State, plan: StepPlan, rows: Int32Array, starts: Int32Array) -> None:
-    full = starts >= state.columns.num_slots[rows]
-    if full.any():
-        needy = rows[full].tolist()
+def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Array) -> None:
+    full = starts >= state.columns.num_slots.take(rows)
+    if np.count_nonzero(full):
+        needy = rows[full]
         if not _grow(state, plan, needy):
             plan.is_scarce = True
             sitting_out = _grow_by_rank(state, plan, needy)
@@ -37,20 +38,21 @@ def _plan_decodes(state: State, plan: StepPlan, rows: Int32Array, starts: Int32A
     plan.set_decodes(rows, starts)
 
 
-def _grow(state: State, plan: StepPlan, rows: list[int]) -> bool:
+def _grow(state: State, plan: StepPlan, rows: RowArray) -> bool:
     """One more block for each row, or nothing."""
-    new_blocks = state.kv.grow(rows)
+    row_list = rows.tolist()
+    new_blocks = state.kv.grow(row_list)
     if new_blocks is None:
         return False
     columns, block_size = state.columns, state.kv.block_size
-    for row, num_slots, block_id in zip(rows, columns.num_slots[rows].tolist(), new_blocks, strict=True):
-        plan.add_blocks(row, num_slots // block_size, [block_id])
-        columns.request(row).num_new_blocks += 1
-    columns.num_slots[rows] += block_size
+    num_slots = columns.num_slots.take(rows)
+    plan.add_blocks(row_list, (num_slots // block_size).tolist(), new_blocks)
+    columns.num_slots[rows] = num_slots + block_size
+    columns.num_grown_blocks[rows] += 1
     return True
 
 
-def _grow_by_rank(state: State, plan: StepPlan, needy: list[int]) -> list[int]:
+def _grow_by_rank(state: State, plan: StepPlan, needy: RowArray) -> list[int]:
     """Blocks ran out: best row first, at the cost of the worst. Returns the rows that must sit out this step.
 
     A victim in flight gives its blocks back only when its step is applied; a row that can count on them waits for
@@ -58,8 +60,8 @@ def _grow_by_rank(state: State, plan: StepPlan, needy: list[int]) -> list[int]:
     """
     columns = state.columns
     sitting_out: list[int] = []
-    for row in sorted(needy, key=columns.ranks.__getitem__):
-        while columns.running[row] and not _grow(state, plan, [row]):
+    for row in sorted(needy.tolist(), key=columns.ranks.__getitem__):
+        while columns.running[row] and not _grow(state, plan, np.array([row])):
             if state.kv.num_held_blocks > len(sitting_out):
                 sitting_out.append(row)
                 break
@@ -67,7 +69,7 @@ def _grow_by_rank(state: State, plan: StepPlan, needy: list[int]) -> list[int]:
     return sitting_out
 
 
-def _plan_chunks(state: State, plan: StepPlan, rows: Int32Array) -> None:
+def _plan_chunks(state: State, plan: StepPlan, rows: RowArray) -> None:
     columns = state.columns
     for row in sorted(rows[columns.running[rows]].tolist(), key=columns.ranks.__getitem__):
         if plan.token_budget < 1:
@@ -92,7 +94,7 @@ def _plan_admissions(state: State, plan: StepPlan, config: SchedulerConfig, admi
             _record_first_start(state, request, hit.num_tokens, now)
             admission.record_start(now)
         plan.add_row(new_row(request))
-        plan.add_blocks(request.row, 0, blocks)
+        plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens)
 
 

@@ -12,7 +12,8 @@ known ahead, other ends are found when the batch is applied, and the row's extra
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+
+import numpy as np
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import InternalError, InvalidRequest, TidewheelError
@@ -20,18 +21,12 @@ from tidewheel.kvcache.invariants import require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.admission import Admission
-from tidewheel.scheduler.columns import Int64Array
-from tidewheel.scheduler.commit import check_answer, commit_step
+from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.policy import POLICIES, rank
 from tidewheel.scheduler.reserve import plan_step
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.stats import SchedulerStats
-
-
-class _InFlight(NamedTuple):
-    step_id: int
-    epochs: Int64Array  # [n] of the batch's rows when it was scheduled
 
 
 class Scheduler:
@@ -42,7 +37,7 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         self._admission = Admission(config, kv.num_blocks, kv.block_size)
         self._state = State(kv, config.num_rows)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._num_added = 0
 
     @property
@@ -99,8 +94,9 @@ class Scheduler:
             return None
         step_id = state.counters.num_steps
         batch = plan.to_batch(step_id, state.columns.take_left_rows())
-        state.columns.reserve(step_id, batch.rows, batch.num_scheduled_tokens, batch.samples)
-        self._in_flight.append(_InFlight(step_id, state.columns.epochs[batch.rows]))
+        rows = batch.rows.astype(np.intp)
+        state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
+        self._in_flight.append(InFlight(step_id, rows, state.columns.epochs.take(rows)))
         state.counters.num_steps += 1
         state.counters.num_scheduled_tokens += batch.num_tokens
         return batch
@@ -116,7 +112,7 @@ class Scheduler:
         step = self._in_flight.popleft()
         self._state.last_applied = batch.step_id
         self._state.kv.step_done(batch.step_id)
-        return commit_step(self._state, batch, step.epochs, sampled, now)
+        return commit_step(self._state, batch, step, sampled, now)
 
     def stats(self) -> SchedulerStats:
         state, kv, counters = self._state, self._state.kv, self._state.counters

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tidewheel.kvcache.invariants import require
 from tidewheel.kvcache.manager import KVCacheManager, PrefixHit
 from tidewheel.request import FinishReason, Request, RequestState
@@ -76,6 +74,7 @@ class State:
     def _leave(self, row: int) -> Rank:
         """Row and blocks are given back, the blocks when no batch in flight names them any more; the rank."""
         last_step = int(self.columns.last_step[row])
+        self.columns.request(row).num_new_blocks += int(self.columns.num_grown_blocks[row])
         self.kv.free(row, after_step=last_step if last_step > self.last_applied else None)
         return self.columns.leave(row)
 
@@ -87,7 +86,7 @@ class State:
         waiting = list(self.waiting)
         states = {request.state for request in waiting}
         require(states <= {RequestState.WAITING, RequestState.PREEMPTED}, f"waiting requests are {states}")
-        running = self.columns.requests(np.flatnonzero(self.columns.running))
+        running = self.columns.requests(self.columns.running.nonzero()[0])
         placed = {request.request_id: request for request in (*waiting, *running)}
         require(len(placed) == len(waiting) + len(running), "a request is in two places")
         require(placed == self.requests, "requests are lost or left over")

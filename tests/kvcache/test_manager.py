@@ -1,0 +1,190 @@
+"""KVCacheManager: plain examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.scheduling import make_request
+from tidewheel.errors import InternalError
+from tidewheel.kvcache.manager import NO_HIT, KVCacheManager
+from tidewheel.request import Request
+
+
+def make_manager(num_blocks: int = 8, block_size: int = 4, *, enable_prefix_caching: bool = True) -> KVCacheManager:
+    return KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+
+
+def enter(kv: KVCacheManager, row: int, request: Request, *, commit: bool = True) -> int:
+    """Gives the request a table, as if all its tokens were computed; the tokens that were there already."""
+    hit = kv.find_prefix(request)
+    assert kv.allocate(row, request.num_tokens, hit)
+    if commit:
+        kv.commit(row, request, request.num_tokens)
+    kv.check_invariants()
+    return hit.num_tokens
+
+
+def test_a_prefix_is_found_once_it_is_committed() -> None:
+    kv = make_manager()
+    first, second = make_request("a", 9), make_request("b", 9)
+    assert enter(kv, 0, first, commit=False) == 0
+    assert kv.find_prefix(second) == NO_HIT
+    kv.commit(0, first, 7)  # one full block and a part
+    assert kv.find_prefix(second).num_tokens == 4
+    kv.commit(0, first, 9)
+    hit = kv.find_prefix(second)
+    assert hit.num_tokens == 8
+    assert hit.block_ids == tuple(kv.block_table(0)[:2])
+
+
+def test_a_hit_leaves_one_token_to_compute() -> None:
+    kv = make_manager()
+    assert enter(kv, 0, make_request("a", 8)) == 0
+    assert kv.find_prefix(make_request("b", 8)).num_tokens == 4
+    assert kv.find_prefix(make_request("c", 9)).num_tokens == 8
+    assert kv.find_prefix(make_request("d", 4)).num_tokens == 0
+
+
+def test_salts_do_not_share_and_one_salt_does() -> None:
+    kv = make_manager()
+    enter(kv, 0, make_request("a", 9, cache_salt="x"))
+    assert kv.find_prefix(make_request("b", 9, cache_salt="y")) == NO_HIT
+    assert kv.find_prefix(make_request("c", 9)) == NO_HIT
+    assert kv.find_prefix(make_request("d", 9, cache_salt="x")).num_tokens == 8
+
+
+def test_shared_blocks_are_counted_once_and_kept_until_the_last_holder_leaves() -> None:
+    kv = make_manager(8)
+    first, second = make_request("a", 9), make_request("b", 9)
+    enter(kv, 0, first)
+    assert enter(kv, 1, second) == 8
+    assert kv.num_free_blocks == 8 - 4
+    kv.free(0)
+    assert kv.num_free_blocks == 8 - 3
+    kv.free(1)
+    assert (kv.num_free_blocks, kv.num_cached_blocks) == (8, 2)
+    assert enter(kv, 2, make_request("c", 9)) == 8
+
+
+def test_allocate_is_all_or_nothing() -> None:
+    kv = make_manager(4)
+    enter(kv, 0, make_request("a", 8))
+    kv.free(0)
+    wide = make_request("b", 20)
+    hit = kv.find_prefix(wide)
+    assert hit.num_tokens == 8
+    assert not kv.allocate(1, 20, hit)  # five blocks in all
+    assert (kv.num_free_blocks, kv.num_cached_blocks) == (4, 2)
+    kv.check_invariants()
+    assert kv.allocate(1, 16, hit)
+
+
+def test_cached_blocks_that_are_hit_do_not_count_as_room_for_others() -> None:
+    kv = make_manager(2)
+    enter(kv, 0, make_request("a", 8))
+    kv.free(0)
+    request = make_request("b", 12)
+    assert not kv.allocate(1, 12, kv.find_prefix(request))  # both free blocks are the hit itself
+
+
+def test_keep_free_is_left() -> None:
+    kv = make_manager(4)
+    assert not kv.allocate(0, 12, keep_free=2)
+    assert kv.allocate(0, 12, keep_free=1)
+
+
+def test_grow_is_all_or_nothing() -> None:
+    kv = make_manager(4)
+    enter(kv, 0, make_request("a", 4), commit=False)
+    enter(kv, 1, make_request("b", 4), commit=False)
+    new_blocks = kv.grow([0, 1])
+    assert new_blocks == [kv.block_table(0)[1], kv.block_table(1)[1]]
+    tables = kv.block_table(0), kv.block_table(1)
+    assert kv.grow([0]) is None
+    assert (kv.block_table(0), kv.block_table(1)) == tables
+
+
+def test_the_tail_is_evicted_before_the_head() -> None:
+    kv = make_manager(4)
+    request = make_request("a", 16)
+    enter(kv, 0, request)
+    head = kv.block_table(0)[0]
+    kv.free(0)
+    assert kv.allocate(1, 12)
+    assert head not in kv.block_table(1)
+    kv.free(1)
+    assert kv.find_prefix(make_request("b", 16)).block_ids == (head,)
+
+
+def test_blocks_are_held_while_a_batch_in_flight_names_them() -> None:
+    kv = make_manager(4)
+    enter(kv, 0, make_request("a", 16), commit=False)
+    kv.free(0, after_step=7)
+    assert (kv.num_free_blocks, kv.num_held_blocks) == (0, 4)
+    kv.check_invariants()
+    kv.step_done(6)
+    assert kv.num_free_blocks == 0
+    kv.step_done(7)
+    assert (kv.num_free_blocks, kv.num_held_blocks) == (4, 0)
+
+
+def test_held_blocks_that_another_row_shares_do_not_count_as_coming_back() -> None:
+    kv = make_manager(8)
+    enter(kv, 0, make_request("a", 9))
+    enter(kv, 1, make_request("b", 9))
+    kv.free(0, after_step=1)
+    assert kv.num_held_blocks == 1
+    kv.free(1, after_step=2)
+    assert kv.num_held_blocks == 4
+    kv.all_steps_done()
+    assert kv.num_free_blocks == 8
+
+
+def test_what_is_forgotten_is_not_found() -> None:
+    kv = make_manager()
+    enter(kv, 0, make_request("a", 9))
+    kv.forget(0)
+    kv.free(0)
+    assert kv.num_cached_blocks == 0
+    assert kv.find_prefix(make_request("b", 9)) == NO_HIT
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    kv = make_manager(enable_prefix_caching=False)
+    enter(kv, 0, make_request("a", 9))
+    assert kv.find_prefix(make_request("b", 9)) == NO_HIT
+    kv.free(0)
+    assert (kv.num_free_blocks, kv.num_cached_blocks) == (8, 0)
+
+
+def test_a_row_has_one_table() -> None:
+    kv = make_manager()
+    enter(kv, 0, make_request("a", 4))
+    with pytest.raises(InternalError, match="row 0"):
+        kv.allocate(0, 4)
+
+
+def test_queries_change_nothing() -> None:
+    kv = make_manager(4)
+    enter(kv, 0, make_request("a", 9))
+    kv.free(0)
+    request = make_request("b", 9)
+    order = list(kv._pool.free_blocks())
+    for _ in range(3):
+        kv.find_prefix(request)
+    assert list(kv._pool.free_blocks()) == order
+    assert kv.allocate(1, 4)
+    block_table = kv.block_table(1)
+    assert isinstance(block_table, tuple)
+
+
+def test_check_invariants_sees_a_shared_writable_block() -> None:
+    kv = make_manager()
+    enter(kv, 0, make_request("a", 4), commit=False)
+    enter(kv, 1, make_request("b", 4), commit=False)
+    stolen = kv.block_table(0)[0]
+    kv._pool.free([kv._tables[1][0]])
+    kv._pool.touch([stolen])
+    kv._tables[1][0] = stolen
+    with pytest.raises(InternalError, match="writable block"):
+        kv.check_invariants()

@@ -1,0 +1,165 @@
+"""Factories for scheduler tests, and a driver that plays the engine and keeps the books."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from support.fake_runner import FakeRunner, PendingTokens, naive_output
+from tidewheel.batch import ScheduledBatch, StepOutputs
+from tidewheel.errors import TidewheelError
+from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.request import FinishReason, Priority, Request, RequestState
+from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.scheduler import Scheduler
+
+
+def make_request(
+    request_id: str = "a",
+    prompt: Sequence[int] | int = 4,
+    *,
+    max_tokens: int = 4,
+    min_tokens: int = 0,
+    priority: Priority = Priority.NORMAL,
+    arrival_time: float = 0.0,
+    stop_token_ids: tuple[int, ...] = (),
+    cache_salt: str = "",
+) -> Request:
+    """A number as `prompt` is a length: tokens 0, 1, 2, …"""
+    token_ids = range(prompt) if isinstance(prompt, int) else prompt
+    return Request(
+        request_id,
+        np.array(list(token_ids), dtype=np.int32),
+        SamplingParams(max_tokens=max(max_tokens, 1), min_tokens=min_tokens),
+        max_tokens=max_tokens,
+        arrival_time=arrival_time,
+        priority=priority,
+        stop_token_ids=stop_token_ids,
+        cache_salt=cache_salt,
+    )
+
+
+def make_config(**changes: Any) -> SchedulerConfig:
+    settings: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 256,
+        "max_waiting_requests": 64,
+        "max_waiting_tokens": 4096,
+        "watermark": 0.0,
+    }
+    return SchedulerConfig(**(settings | changes))
+
+
+def make_scheduler(
+    *, num_blocks: int = 32, block_size: int = 4, enable_prefix_caching: bool = True, **changes: Any
+) -> Scheduler:
+    kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    return Scheduler(make_config(**changes), kv)
+
+
+class Driver:
+    """Scheduler and fake runner together. Everything that comes out is checked against what may come out:
+
+    tokens only of requests that have not ended, in order, one end each, and the end that `naive_output` says.
+    """
+
+    def __init__(
+        self, *, num_blocks: int = 32, block_size: int = 4, enable_prefix_caching: bool = True, **changes: Any
+    ) -> None:
+        config = make_config(**changes)
+        kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+        self.config = config
+        self.scheduler = Scheduler(config, kv)
+        self.requests: dict[str, Request] = {}  # every request that was accepted
+        self.delivered: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+        self.in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
+        self.now = 0.0
+        self.runner = FakeRunner(
+            num_rows=config.num_rows,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            token_budget=config.max_num_batched_tokens,
+            salt_of=lambda request_id: self.requests[request_id].cache_salt,
+        )
+
+    def add(self, request: Request) -> Request:
+        self.scheduler.add(request, self.now)
+        self.requests[request.request_id] = request
+        self.delivered[request.request_id] = []
+        return request
+
+    def schedule(self) -> ScheduledBatch | None:
+        self.now += 1.0
+        batch = self.scheduler.schedule(self.now)
+        if batch is not None:
+            self.in_flight.append((batch, self.runner.launch(batch)))
+        return batch
+
+    def apply(self) -> StepOutputs:
+        batch, pending = self.in_flight.popleft()
+        self.now += 1.0
+        sampled = pending.wait()
+        outputs = self.scheduler.apply(batch, sampled, self.now)
+        assert len(set(map(id, outputs.requests))) == len(outputs.requests) == len(outputs.token_ids)
+        for request, token_id in zip(outputs.requests, outputs.token_ids, strict=True):
+            assert request.request_id not in self.ended
+            self.delivered[request.request_id].append(token_id)
+        for request in outputs.finished:
+            self.end(request)
+        return outputs
+
+    def step(self) -> StepOutputs | None:
+        """Keeps as many batches in flight as are allowed, then applies one; None if there was none."""
+        while len(self.in_flight) < self.config.max_inflight_steps and self.schedule() is not None:
+            pass
+        return self.apply() if self.in_flight else None
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
+        request = self.scheduler.cancel(request_id, reason)
+        known = request_id in self.requests and request_id not in self.ended
+        assert (request is not None) == known
+        if request is not None:
+            assert request.finish_reason is reason
+            self.end(request)
+        return request
+
+    def fail_all(self, error: TidewheelError) -> list[Request]:
+        failed = self.scheduler.fail_all(error)
+        self.in_flight.clear()
+        self.runner.in_flight.clear()
+        for request in failed:
+            assert request.error is error
+            self.end(request)
+        assert not self.scheduler.has_unfinished
+        return failed
+
+    def end(self, request: Request) -> None:
+        assert request.request_id not in self.ended, "a request ended twice"
+        self.ended.add(request.request_id)
+        assert request.state is RequestState.FINISHED and request.row == -1
+        output, reason = naive_output(request)
+        delivered = self.delivered[request.request_id]
+        assert request.output_token_ids == delivered
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert (delivered, request.finish_reason) == (output, reason)
+        else:
+            assert delivered == output[: len(delivered)]
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until everything has ended and nothing is in flight."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished and not self.in_flight:
+                break
+            assert self.step() is not None, "requests wait and nothing runs"
+        else:
+            raise AssertionError(f"still not done after {max_steps} steps")
+        self.scheduler.check_invariants()
+        assert self.ended == self.requests.keys()
+        stats = self.scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks

@@ -1,0 +1,79 @@
+"""Token ids to text, as they come: what is returned never has to be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidewheel.frontend.tokenizer import Tokenizer
+
+_REPLACEMENT = "�"  # what a decoder makes of bytes that are no character, or not one yet
+_MAX_CHARACTER_BYTES = 4
+_PROMPT_CONTEXT = 6  # tokens
+_MAX_HELD = 32  # tokens without one whole character at their end: their bytes are no text at all
+
+
+class Detokenizer:
+    """Text of one request's output, as a continuation of its prompt.
+
+    Each call decodes a short window: the last tokens whose text is out, because the space before the next token may
+    depend on them, and what came since. A character whose bytes are not all there is held back. What `push` and at
+    last `flush` return is together what the whole sequence decodes to behind the prompt. (Byte-fallback vocabularies
+    decode a whole run of bytes anew when one of them turns out wrong; what was readable until then stays as sent.)
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._ids = self._context_of(prompt_ids)  # the window
+        self._num_context = len(self._ids)  # leading tokens of the window whose text is out
+        self._sent = len(self._decode(self._ids))  # leading characters of the window's text that are out
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that these tokens complete."""
+        # Hidden tokens have no text; a flood of them must not let the window grow.
+        new_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
+        if not new_ids:
+            return ""
+        self._ids += new_ids
+        text = self._decode(self._ids)
+        num_held = len(text) - len(text.rstrip(_REPLACEMENT))
+        if num_held == 0:
+            new_text = self._emit(text, len(text))
+            self._start_window(self._num_context, 0)
+        elif len(self._ids) - self._num_context <= _MAX_HELD:
+            new_text = self._emit(text, len(text) - num_held)
+        else:
+            num_held = min(num_held, _MAX_CHARACTER_BYTES - 1)
+            new_text = self._emit(text, len(text) - num_held)
+            self._start_window(len(self._ids) - _MAX_HELD // 2, num_held)
+        return new_text
+
+    def flush(self) -> str:
+        """What was held back; nothing more will come to complete it."""
+        text = self._decode(self._ids)
+        return self._emit(text, len(text))
+
+    def _emit(self, text: str, end: int) -> str:
+        new_text = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return new_text
+
+    def _start_window(self, begin: int, num_held: int) -> None:
+        del self._ids[:begin]
+        self._num_context = len(self._ids)
+        self._sent = len(self._decode(self._ids)) - num_held
+
+    def _context_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The last tokens of the prompt, from the beginning of a character on."""
+        tail = prompt_ids[-4 * _PROMPT_CONTEXT :]
+        ids = [int(token_id) for token_id in tail if token_id not in self._hidden]
+        for num_tokens in range(_PROMPT_CONTEXT, _PROMPT_CONTEXT + _MAX_CHARACTER_BYTES):
+            if _REPLACEMENT not in self._decode(ids[-num_tokens:]):
+                return ids[-num_tokens:]
+        return ids[-_PROMPT_CONTEXT:]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

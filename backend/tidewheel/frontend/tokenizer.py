@@ -1,0 +1,114 @@
+"""Text to token ids and back, by the `tokenizers` library on a model folder's `tokenizer.json`.
+
+Special tokens at the beginning or end of a prompt are those that the file's own post-processor adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from tidewheel.batch import Int32Array
+from tidewheel.errors import ConfigError
+from tidewheel.frontend.model_files import read_object, read_text
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Immutable after construction; its methods may be called from any thread.
+
+    `vocab_size` is the output width of the model: no id at or above it can be computed with.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, vocab_size: int, named_tokens: dict[str, str] | None = None
+    ) -> None:
+        # What a training script may have left in the file would cut or pad prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        self.vocab_size = vocab_size
+        self.named_tokens = named_tokens or {}  # "bos_token", "eos_token", … to their text
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        eos = backend.token_to_id(self.named_tokens.get("eos_token", ""))
+        self.eos_token_ids = frozenset(() if eos is None else (eos,))
+        self.max_token_bytes = _max_token_bytes(backend)
+        self._token_texts: dict[int, str] = {}
+
+    @classmethod
+    def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
+        """Raises `ConfigError` when the folder has no usable tokenizer, or one that is not the model's."""
+        path = folder / "tokenizer.json"
+        content = read_text(path)
+        if content is None:
+            raise ConfigError(f"{folder} has no tokenizer.json: set tokenizer to a folder that has one")
+        try:
+            backend = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a tokenizer: {error}") from None
+        num_tokens = backend.get_vocab_size(with_added_tokens=False)
+        if num_tokens > vocab_size:
+            raise ConfigError(
+                f"{path} has {num_tokens} tokens and the model {vocab_size}: it is the tokenizer of another model"
+            )
+        return cls(backend, vocab_size=vocab_size, named_tokens=_named_tokens(folder))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
+        """Token ids, [num_tokens]. `text` must be valid Unicode."""
+        # The batch call is the only one that can skip the offsets, and it releases the GIL.
+        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """What one token adds to a text: with the space before it, which a decoder drops from a first token."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            alone = self.decode((token_id,), skip_special_tokens=False)
+            text = self.decode((token_id, token_id), skip_special_tokens=False)[len(alone) :]
+            self._token_texts[token_id] = text
+        return text
+
+    def phrase_ids(self, phrase: str) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell a phrase: at the start of a text and after a space."""
+        bare = phrase.lstrip() or phrase
+        spellings = (self.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}"))
+        distinct = dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < self.vocab_size)
+        return tuple(distinct)
+
+
+def _named_tokens(folder: Path) -> dict[str, str]:
+    """Text of the special tokens that have a role; `tokenizer_config.json` has the last word."""
+    named: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        values = read_object(folder / file)
+        for name in _NAMED_TOKENS:
+            value = values.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                named[name] = text
+    return named
+
+
+def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
+    """Most bytes of text that one token can stand for; None where that has no bound.
+
+    Only byte-level vocabularies have one: each character of a token is a byte there, nothing normalises text away,
+    and no added token swallows the whitespace around it.
+    """
+    added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
+    is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+    if not is_byte_level or backend.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
+        return None
+    if getattr(backend.model, "unk_token", None) is not None:
+        return None
+    longest_added = max((len(token.content.encode()) for token in added), default=1)
+    return max(longest_added, max(map(len, backend.get_vocab(with_added_tokens=False)), default=1))

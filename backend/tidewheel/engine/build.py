@@ -26,7 +26,7 @@ class LoadedRunner(Runner, Protocol):
 LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
-def load_model_runner(config: EngineConfig, progress: Progress) -> LoadedRunner:
+def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
     """The real one. Imports torch, which takes seconds: nothing before it waits for that."""
     from tidewheel.runner.model_runner import ModelRunner
 

@@ -17,11 +17,12 @@ from tidewheel_kernels.aot_cases import CASES
 
 DEFAULT = [case.name for case in CASES if case.default]
 OTHERS = [case.name for case in CASES if not case.default]
+SOURCES = str(Path(tidewheel_kernels.__file__).parents[1])
 SPLIT_LAUNCHES = 2  # the kernel and the merge
 
 
 def compile_cases(names: list[str]) -> tuple[int, list[dict[str, Any]], str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(tidewheel_kernels.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", "-m", "tidewheel_kernels.aot", "--json", "--case", *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -67,7 +68,7 @@ def test_the_interpreter_is_refused() -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(Path(tidewheel_kernels.__file__).parents[1]),
+        "PYTHONPATH": SOURCES,
     }
     command = [sys.executable, "-m", "tidewheel_kernels.aot", "--case", "kv_cache"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -35,18 +37,12 @@ def test_next_power_of_2(n: int, power: int) -> None:
     assert next_power_of_2(n) == power
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-@pytest.mark.parametrize("element_size", [2, 4])
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("group", [1, 3, 8, 71, 200])
-@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
-def test_attention_tiles_fit(
-    head_dim: int, group: int, block_size: int, element_size: int, architecture: int
-) -> None:
-    shape = (head_dim, group, block_size, element_size)
-    for config in (prefill_config(*shape, architecture), decode_config(*shape)):
-        assert config.block_m >= max(group, 16) and config.block_d >= max(head_dim, 16) and config.block_n >= 16
-        assert block_size % config.block_n == 0
+def test_attention_tiles_hold_the_group_and_divide_the_block() -> None:
+    for shape in product((8, 80, 128, 256), (1, 3, 8, 71, 200), (16, 32, 64, 128), (2, 4)):
+        head_dim, group, block_size, _ = shape
+        for config in (decode_config(*shape), *(prefill_config(*shape, arch) for arch in (80, 90, 100))):
+            assert config.block_m >= max(group, 16) and config.block_d >= max(head_dim, 16), shape
+            assert config.block_n >= 16 and block_size % config.block_n == 0, shape
 
 
 @pytest.mark.parametrize("size", [1, 63, 1024, 16_384, 151_936])

@@ -76,18 +76,20 @@ def test_draws_equal_the_reference(implementation: Implementation, where: str, v
     logits = torch.randn(len(ROWS), vocabulary, generator=generator) * 3
     host = tensors(ROWS)
     likely = filtered_weights(logits, host).topk(min(4, vocabulary), dim=-1)
-    for ids, weights in zip(likely.indices.unbind(-1), likely.values.unbind(-1), strict=True):
+    # Where fewer tokens are kept, the most likely one is drawn again.
+    candidates = likely.indices.where(likely.values > 0, likely.indices[:, :1])
+    for ids in candidates.unbind(-1):
         uniform = quantiles(logits, host, ids)
         got = implementation(logits.to(where), tensors(ROWS, where), uniform.to(where)).cpu()
         expected = sample_reference(logits, host, uniform)
         assert torch.equal(got, expected)
-        drawn = (weights > 0) & (host.temperature > 0)
+        drawn = host.temperature > 0
         assert torch.equal(got[drawn], ids[drawn])
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row != GREEDY], ids=str)
 def test_every_kept_token_is_drawn_in_its_share(implementation: Implementation, where: str, row: Row) -> None:
-    vocabulary, draws = 40, 400
+    vocabulary, draws = 20, 50
     logits = (torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(3)) * 2).expand(draws, -1)
     uniform = (torch.arange(draws) + 0.5) / draws
     got = implementation(logits.contiguous().to(where), tensors([row] * draws, where), uniform.to(where)).cpu()
@@ -142,7 +144,7 @@ def test_the_ends_of_the_unit_interval(implementation: Implementation, where: st
 
 
 def test_extreme_logits_and_temperatures(implementation: Implementation, where: str) -> None:
-    logits = torch.tensor([[3e38, -3e38, 0.0, 1e-40], [1e4, 1e4 - 1, 0.0, -1e4]]).repeat(1, 1).to(where)
+    logits = torch.tensor([[3e38, -3e38, 0.0, 1e-40], [1e4, 1e4 - 1, 0.0, -1e4]]).to(where)
     uniform = torch.full((2,), 0.2, device=where)
     for row in (Row(1e-4), Row(1e-4, top_k=2, top_p=0.9), Row(100.0, top_k=1)):
         assert implementation(logits, tensors([row] * 2, where), uniform).tolist() == [0, 0]

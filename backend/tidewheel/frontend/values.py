@@ -33,6 +33,12 @@ class GenerateRequest:
     echo: bool = False  # the prompt precedes the output text (not when streaming)
     arrival_ns: int = 0  # monotonic
 
+    @property
+    def prompt_bytes(self) -> int:
+        """Size of the prompt as it came; of a `str`, at least."""
+        ids = 0 if self.input_ids is None else self.input_ids.nbytes
+        return len(self.text or "") + len(self.messages or "") + ids
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:

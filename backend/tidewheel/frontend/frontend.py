@@ -1,0 +1,249 @@
+"""The front end: requests in, chunks out.
+
+    submit ─► tokeniser threads ─► engine ─► on_deltas ─► outbox of the request ─► sender threads ─► sink
+                                                │
+                     cancellation poller ───────┴─► the request is over, and the engine is told
+
+Every submitted request ends its sink exactly once, however it ends. Nothing waits without a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, EngineStats
+from tidewheel.errors import Busy, Cancelled, Draining, InternalError, TidewheelError
+from tidewheel.frontend.cancellation import CancellationPoller
+from tidewheel.frontend.live import Ending, LiveRequest
+from tidewheel.frontend.preparation import Preparer
+from tidewheel.frontend.senders import SenderPool
+from tidewheel.frontend.stats import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.values import Chunk, GenerateRequest, Sink
+from tidewheel.request import FinishReason
+
+logger = logging.getLogger(__name__)
+
+_NUM_TOKENIZER_THREADS = 2
+_MAX_PREPARING = 4096  # requests that wait to be tokenised
+_MAX_PREPARING_PROMPTS = 64  # prompts of the largest size among them
+_RETRY_AFTER_MS = 250
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class EnginePort(Protocol):
+    """What a front end asks of the engine."""
+
+    def add(self, message: AddRequest) -> None:
+        """Raises a `TidewheelError` when the engine cannot take it; then nothing follows."""
+
+    def cancel(self, keys: Iterable[int]) -> None: ...
+
+
+class Frontend:
+    """Serves from construction to `close`. Is an `EngineListener`: `on_deltas`, `on_lost` and `on_stats` come from
+    one thread, and never block."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        model_dir: Path,
+        engine: EnginePort,
+        *,
+        max_prompt_bytes: int,
+        num_senders: int = 4,
+        poll_interval_s: float = 0.02,
+    ) -> None:
+        """`model_dir` is the folder of the tokenizer. Raises `ConfigError` in one line when it has none to use."""
+        self._preparer = Preparer(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        self._engine = engine
+        self._max_preparing_bytes = _MAX_PREPARING_PROMPTS * max_prompt_bytes
+        self._recorder = StatsRecorder()
+        self._keys = itertools.count(1)
+        self._lock = threading.Lock()
+        self._live: dict[int, LiveRequest] = {}
+        self._num_preparing = 0
+        self._preparing_bytes = 0
+        self._closed_by: TidewheelError | None = None
+        self._tokenizers = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._senders = SenderPool(num_senders, self._turn)
+        self._poller = CancellationPoller(lambda: list(self._live.values()), self._cancel, interval_s=poll_interval_s)
+        self._poller.start()
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def stats(self) -> FrontendStats:
+        return self._recorder.snapshot()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Returns at once; everything that can be wrong with the request is said to its sink."""
+        arrival_ns = request.arrival_ns or time.monotonic_ns()
+        live = LiveRequest(next(self._keys), request, sink, arrival_ns)
+        self._recorder.received()
+        with self._lock:
+            refusal = self._closed_by or self._refusal(request)
+            if refusal is None:
+                self._live[live.key] = live
+                self._num_preparing += 1
+                self._preparing_bytes += request.prompt_bytes
+                self._tokenizers.submit(self._prepare, live)
+        if refusal is not None:
+            self._recorder.ended_by(refusal, began=False)
+            sink.fail(refusal)
+
+    def close(self, error: TidewheelError | None = None) -> None:
+        """Ends every live request with the error; what is submitted later gets it too."""
+        with self._lock:
+            if self._closed_by is not None:
+                return
+            self._closed_by = error = error or Draining("the server is shutting down")
+            live = list(self._live.values())
+        self._poller.close()
+        for request in live:
+            self._end(request, Ending(error=error))
+        self._tokenizers.shutdown(wait=True, cancel_futures=True)
+        if not self._senders.close(_CLOSE_TIMEOUT_S):
+            logger.warning("%d requests could not be answered: their sinks block", self.num_live)
+
+    def _refusal(self, request: GenerateRequest) -> TidewheelError | None:
+        """Whether as much as may waits for the tokenizer already."""
+        if self._num_preparing >= _MAX_PREPARING:
+            full = f"{self._num_preparing} of {_MAX_PREPARING} requests"
+        elif self._preparing_bytes + request.prompt_bytes > self._max_preparing_bytes:
+            full = f"{self._preparing_bytes} of {self._max_preparing_bytes} prompt bytes"
+        else:
+            return None
+        return Busy(f"too much waits to be tokenised: {full}", retry_after_ms=_RETRY_AFTER_MS)
+
+    # --- tokeniser threads ----------------------------------------------------------------------------------------
+
+    def _prepare(self, request: LiveRequest) -> None:
+        try:
+            prepared = self._preparer.prepare(request.key, request.asked, request.arrival_ns)
+            needs_every_delta = request.is_streamed or prepared.has_stop_strings
+            if request.begin(prepared.output, needs_every_delta=needs_every_delta):
+                self._engine.add(prepared.message)
+                if not request.begun():
+                    self._engine.cancel([request.key])
+        except TidewheelError as error:
+            self._end(request, Ending(error=error))
+        except Exception:
+            logger.exception("a request could not be prepared")
+            self._end(request, Ending(error=InternalError("the request could not be prepared")))
+        finally:
+            with self._lock:
+                self._num_preparing -= 1
+                self._preparing_bytes -= request.asked.prompt_bytes
+
+    # --- the engine's listener thread -----------------------------------------------------------------------------
+
+    def on_deltas(self, deltas: list[Delta]) -> None:
+        now_ns = time.monotonic_ns()
+        timings = []
+        for delta in deltas:
+            request = self._live.get(delta.key)
+            if request is None:
+                continue  # answered already: cancelled, or ended by a stop string
+            if delta.token_ids:
+                timings.append(_timing(request, len(delta.token_ids), now_ns))
+            if request.post(delta):
+                self._senders.put(request)
+        self._recorder.tokens(timings)
+
+    def on_lost(self, keys: list[int], error: TidewheelError) -> None:
+        for key in keys:
+            request = self._live.get(key)
+            if request is not None:
+                self._end(request, Ending(error=error), is_at_engine=False)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """Engine-wide figures are published by whoever owns the engine, not by its front ends."""
+
+    # --- ends from outside ----------------------------------------------------------------------------------------
+
+    def _cancel(self, request: LiveRequest) -> None:
+        self._end(request, Ending(FinishReason.CANCELLED))
+
+    def _end(self, request: LiveRequest, ending: Ending, *, is_at_engine: bool = True) -> None:
+        if request.end(ending) and is_at_engine:
+            self._engine.cancel([request.key])
+        if request.claim_turn():
+            self._senders.put(request)
+
+    # --- sender threads -------------------------------------------------------------------------------------------
+
+    def _turn(self, request: LiveRequest) -> None:
+        """Sends all that is new of a request in one response."""
+        try:
+            chunk = self._advance(request)
+        except TidewheelError as error:
+            self._fail(request, error)
+        except Exception:
+            logger.exception("the output of a request could not be made into text")
+            self._fail(request, InternalError("the output could not be made into text"))
+        else:
+            if chunk is not None:
+                self._send(request, chunk)
+        if request.end_turn():
+            self._senders.put(request)
+
+    def _advance(self, request: LiveRequest) -> Chunk | None:
+        """The response of this turn, None if there is none yet. Raises the error that the request ended with."""
+        deltas, ending = request.take()
+        output = request.output
+        if output is not None:
+            output.push(deltas)
+            if output.is_stopped:
+                return output.take(FinishReason.STOP, request.perf(None if ending is None else ending.stats))
+        if ending is None:
+            return output.take() if output is not None and request.is_streamed and output.has_news else None
+        if ending.error is not None:
+            raise ending.error
+        if output is None:  # cancelled before it was tokenised
+            return Chunk(text="", finish_reason=ending.finish_reason)
+        return output.take(ending.finish_reason, request.perf(ending.stats))
+
+    def _send(self, request: LiveRequest, chunk: Chunk) -> None:
+        if chunk.finish_reason is not None:
+            self._close(request)
+            seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
+            self._recorder.finished(chunk.finish_reason, seconds, chunk.perf)
+        try:
+            request.sink.send(chunk)
+        except Exception:
+            logger.exception("a response could not be sent")
+            if chunk.finish_reason is None:
+                self._fail(request, Cancelled("the response could not be sent"))
+
+    def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
+        self._close(request)
+        self._recorder.ended_by(error, began=request.last_token_ns > 0)
+        with contextlib.suppress(Exception):  # nobody is left to tell
+            request.sink.fail(error)
+
+    def _close(self, request: LiveRequest) -> None:
+        """Before the last response: the engine need not go on, and nothing more comes in."""
+        if request.end(Ending()):
+            self._engine.cancel([request.key])
+        request.close()
+        with self._lock:
+            self._live.pop(request.key, None)
+
+
+def _timing(request: LiveRequest, num_tokens: int, now_ns: int) -> TokenTiming:
+    is_first = request.last_token_ns == 0
+    since_ns = request.arrival_ns if is_first else request.last_token_ns
+    request.last_token_ns = now_ns
+    num_prompt_tokens = request.output.num_input_tokens if is_first and request.output is not None else 0
+    return TokenTiming((now_ns - since_ns) * 1e-9, num_tokens, num_prompt_tokens)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.models import source
 from tidewheel.models.base import no_progress
 from tidewheel.models.config_file import read_config
 from tidewheel.models.decoder import Decoder
@@ -203,6 +204,22 @@ def test_packed_weights_compute_the_same() -> None:
     assert layer.weight.numel() == 0
     for x, y in zip(inputs, expected, strict=True):
         torch.testing.assert_close(layer(x), y)
+
+
+def test_a_download_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> str:
+        raise OSError("network is unreachable\nsecond line")
+
+    monkeypatch.setattr(source, "snapshot_download", fail)
+    with pytest.raises(ConfigError, match=r"'owner/name' .* network is unreachable$"):
+        resolve_folder("owner/name")
+
+
+def test_a_download_fetches_data_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wanted: dict[str, object] = {}
+    monkeypatch.setattr(source, "snapshot_download", lambda name, **kwargs: wanted.update(kwargs) or str(tmp_path))
+    assert resolve_folder("owner/name") == tmp_path
+    assert not {"*.py", "*.bin", "*.pt", "*"} & set(wanted["allow_patterns"])
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "no-such-folder", "a/b/c"])

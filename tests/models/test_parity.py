@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from support import tiny_models
-from support.step_loop import StepLoop, request
+from support.step_loop import StepLoop, poison, request
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.runner.model_runner import ModelRunner
@@ -53,14 +53,22 @@ class Case(NamedTuple):
     expected: list[list[int]]
 
 
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
 @pytest.fixture(scope="module", params=[*NATIVE, *THROUGH_TRANSFORMERS])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def model_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def case(request: pytest.FixtureRequest, model_name: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.set_num_threads(1)
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    model = tiny_models.save({**NATIVE, **THROUGH_TRANSFORMERS}[request.param], folder)
+    folder: Path = tmp_path_factory.mktemp(model_name)
+    model = tiny_models.save({**NATIVE, **THROUGH_TRANSFORMERS}[model_name], folder)
     prompts = tiny_models.prompts(NUM_REQUESTS, 1, 60)
     config = EngineConfig(
-        model=str(folder), dtype="float32", device="cpu", max_num_seqs=NUM_REQUESTS, num_blocks=256,
+        model=str(folder), dtype="float32", device=request.param, max_num_seqs=NUM_REQUESTS, num_blocks=256,
         block_size=BLOCK_SIZE, num_threads=1,
     )  # fmt: skip
     return Case(ModelRunner.load(config), prompts, tiny_models.transformers_tokens(model, prompts, NUM_TOKENS))
@@ -68,7 +76,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def generated(case: Case, prompts: list[Int32Array], **options: object) -> list[list[int]]:
     """On a cache that is NaN wherever this run has not written."""
-    case.runner.kv.fill(float("nan"))
+    poison(case.runner)
     loop = StepLoop(case.runner, **options)
     return loop.run([request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(prompts)])
 
@@ -87,7 +95,7 @@ def test_with_chunked_prefill(case: Case) -> None:
 
 
 def test_with_preemption(case: Case) -> None:
-    case.runner.kv.fill(float("nan"))
+    poison(case.runner)
     loop = StepLoop(case.runner, num_blocks=12, prefix_caching=False)
     requests = [request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(case.prompts)]
     assert loop.run(requests) == case.expected
@@ -95,7 +103,7 @@ def test_with_preemption(case: Case) -> None:
 
 
 def test_with_prefix_hits(case: Case) -> None:
-    case.runner.kv.fill(float("nan"))
+    poison(case.runner)
     loop = StepLoop(case.runner, prefix_caching=True)
     first = loop.run([request(f"first {i}", prompt, NUM_TOKENS) for i, prompt in enumerate(case.prompts)])
     again = loop.run([request(f"again {i}", prompt, NUM_TOKENS) for i, prompt in enumerate(case.prompts)])

@@ -16,7 +16,8 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.base import CausalLM, no_progress
 from tidewheel.models.config_file import read_config
 from tidewheel.models.loader import load_model
-from tidewheel.models.transformers_probe import probe
+from tidewheel.models.transformers_attention import AttentionCall, install
+from tidewheel.models.transformers_probe import ProbeResult, probe
 
 CPU = torch.device("cpu")
 
@@ -142,6 +143,17 @@ class ScaledAttention(torch.nn.Module):
         return (output * 1.5 if uses_eager else output), weights
 
 
+class Recorder:
+    """An attention that answers zeros."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.layers.append(call.layer)
+        return torch.zeros_like(call.query[0].transpose(0, 1))
+
+
 def dummy_gpt2() -> transformers.GPT2LMHeadModel:
     model = tiny_models.gpt2().eval()
     model.set_attn_implementation("tidewheel")
@@ -149,33 +161,50 @@ def dummy_gpt2() -> transformers.GPT2LMHeadModel:
 
 
 @torch.inference_mode()
+def probed(model: transformers.GPT2LMHeadModel) -> ProbeResult:
+    return probe(model, install(model), "GPT2LMHeadModel", CPU)
+
+
 def test_the_probe_finds_attention_that_differs_from_the_model_s_own() -> None:
     model = dummy_gpt2()
-    assert probe(model, "GPT2LMHeadModel", CPU) == [(4, 16)] * 3
+    assert probed(model) == ([(4, 16)] * 3, tiny_models.VOCAB_SIZE)
     model.transformer.h[1].attn = ScaledAttention(model.transformer.h[1].attn, "eager")
     with pytest.raises(ConfigError, match="paged attention changes its logits by"):
-        probe(model, "GPT2LMHeadModel", CPU)
+        probed(model)
 
 
-@torch.inference_mode()
 def test_the_probe_finds_layers_without_attention() -> None:
     model = dummy_gpt2()
     model.transformer.h = model.transformer.h[:2]
     with pytest.raises(ConfigError, match="2 of 3 layers attend"):
-        probe(model, "GPT2LMHeadModel", CPU)
+        probed(model)
 
 
-@torch.inference_mode()
 def test_the_probe_finds_a_window_that_the_layers_do_not_get() -> None:
     model = dummy_gpt2()
     model.config.sliding_window = 8
     with pytest.raises(ConfigError, match="layer 0 has a window of 0, its configuration says 8"):
-        probe(model, "GPT2LMHeadModel", CPU)
+        probed(model)
 
 
-@torch.inference_mode()
 def test_the_probe_refuses_attention_that_is_not_causal() -> None:
     model = dummy_gpt2()
     model.transformer.h[0].attn.is_causal = False
     with pytest.raises(ConfigError, match="not causal"):
-        probe(model, "GPT2LMHeadModel", CPU)
+        probed(model)
+
+
+@torch.inference_mode()
+def test_attention_belongs_to_one_model_and_one_step() -> None:
+    first, second = dummy_gpt2(), dummy_gpt2()
+    slot = install(first)
+    install(second)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    recorder = Recorder()
+    with slot.holding(recorder):
+        first(ids)
+        assert recorder.layers == [0, 1, 2]
+        with pytest.raises(ValueError, match="outside of a step"):
+            second(ids)
+    with pytest.raises(ValueError, match="outside of a step"):
+        first(ids)

@@ -11,6 +11,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import device
 from tidewheel.runner.device import cpu_has_bf16, resolve_device, resolve_dtype
+from tidewheel.runner.profiling import gpu_budget
 
 CPU = torch.device("cpu")
 
@@ -59,6 +60,14 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ConfigError, match="set device to 'cpu' or 'auto'"):
         resolve_device(EngineConfig(model="m", device="cuda"))
     assert resolve_device(EngineConfig(model="m")) == CPU
+
+
+def test_memory_of_a_gpu_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    budget = gpu_budget(EngineConfig(model="m", gpu_memory_utilization=0.8), 150, CPU)
+    assert budget.bytes == 800 - 400 - 150
+    assert budget.setting == "gpu_memory_utilization"
 
 
 def test_num_threads_is_set() -> None:

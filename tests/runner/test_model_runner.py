@@ -48,9 +48,7 @@ def test_info_states_what_was_resolved(runner: ModelRunner, checkpoint: Path) ->
     assert (info.model, info.architecture, info.dtype) == (str(checkpoint), "LlamaForCausalLM", "float32")
     assert (info.vocab_size, info.max_model_len) == (tiny_models.VOCAB_SIZE, tiny_models.CONTEXT)
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (64, 16, 16)
-    assert (
-        info.kv_cache_bytes == 64 * 16 * 2 * 2 * 2 * 16 * 4
-    )  # blocks, tokens, layers, k and v, heads, head_dim, bytes
+    assert info.kv_cache_bytes == 64 * 16 * 2 * 2 * 2 * 16 * 4
     assert info.weights_bytes > 0
     assert info.activation_bytes > 0
     assert info.device.startswith("cpu (1 thread")
@@ -79,6 +77,24 @@ def test_sampled_tokens_stay_in_the_row(runner: ModelRunner) -> None:
     tokens = [runner.run(prefill(prompt, blocks=(3, 1)))]
     tokens += [runner.run(decode(20 + i)) for i in range(3)]
     assert [int(step.token_ids[0]) for step in tokens] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_formats_come_close_to_float32(config: EngineConfig, dtype: str) -> None:
+    asked = SamplingParams(temperature=0.0, logprobs=1)
+    prompt = tiny_models.prompts(1, 40, 40)[0]
+
+    def logprob(name: str) -> float:
+        runner = ModelRunner.load(dataclasses.replace(config, dtype=name))
+        assert runner.info.dtype == name
+        batch = dataclasses.replace(
+            prefill(prompt, blocks=(0, 1, 2)), new_rows=(NewRow(0, "r", prompt, 40, asked, 0, (), ()),)
+        )
+        logprobs = runner.run(batch).logprobs
+        assert logprobs is not None
+        return logprobs[0].logprob
+
+    assert logprob(dtype) == pytest.approx(logprob("float32"), abs=0.1)
 
 
 def test_a_launch_answers_every_wait_alike(runner: ModelRunner) -> None:

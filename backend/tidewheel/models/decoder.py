@@ -103,10 +103,11 @@ class Decoder:
         logit_indices: torch.Tensor,
     ) -> torch.Tensor:
         step = Step(positions, self.cos_sin, meta)
-        hidden, residual = embedding(token_ids, self.embedding), None
+        hidden = embedding(token_ids, self.embedding)
+        residual: torch.Tensor | None = None
         for layer, kv in zip(self.layers, kv_layers, strict=True):
             hidden, residual = layer(hidden, residual, step, kv)
-        if residual is not None:
-            residual = residual[logit_indices]
-        normed, _ = add_norm(hidden[logit_indices], residual, self.norm, self.config.rms_norm_eps)
+        assert residual is not None, "a decoder has at least one layer"
+        last, last_residual = hidden.index_select(0, logit_indices), residual.index_select(0, logit_indices)
+        normed, _ = add_norm(last, last_residual, self.norm, self.config.rms_norm_eps)
         return self.lm_head(normed)

@@ -50,12 +50,10 @@ class Linear:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has oneDNN's packed linear layer for `dtype`."""
-    return (
-        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and dtype in (torch.float32, torch.bfloat16)
-    )
+    """Whether this build of torch, and this processor, have oneDNN's packed linear layer for `dtype`."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class GatedMLP:

@@ -38,7 +38,6 @@ _BIDIRECTIONAL = "its attention is not causal"
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,
-    "BaichuanForCausalLM": _ALIBI,
     "MambaForCausalLM": _RECURRENT,
     "Mamba2ForCausalLM": _RECURRENT,
     "FalconMambaForCausalLM": _RECURRENT,

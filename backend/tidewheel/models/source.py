@@ -10,7 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tidewheel.errors import ConfigError
 
 # Data only: no code and no pickled weights are ever fetched.
-PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+UNWANTED = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def resolve_folder(model: str) -> Path:
@@ -21,7 +22,7 @@ def resolve_folder(model: str) -> Path:
     if folder.exists() or folder.is_absolute() or model.count("/") != 1:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
     try:
-        return Path(snapshot_download(model, allow_patterns=PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except HFValidationError:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

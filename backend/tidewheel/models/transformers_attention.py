@@ -1,12 +1,13 @@
 """transformers' attention interface, pointed at the paged cache.
 
-The attention of this step travels as a keyword argument through the forward pass of the model, so there is no state
-outside of it: what a model does not hand down to its layers is found by the probe when the model is loaded.
+The function that the library calls is told the layer, not the step. Each model therefore has a slot, known to all its
+layers, that holds the attention of the step that runs; many models drop keyword arguments on the way to their layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from tidewheel.models.base import KVLayer
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"  # the name under which transformers knows `attention_forward`
-KEYWORD = "tidewheel_attention"
+_SLOT = "tidewheel_attention"  # attribute of every module of a model that `install` was called for
 
 
 class AttentionCall(NamedTuple):
@@ -46,6 +47,36 @@ class AttentionHook(Protocol):
         ...
 
 
+class AttentionSlot:
+    """The attention of the step that runs, of one model. One thread only."""
+
+    def __init__(self) -> None:
+        self._hook: AttentionHook | None = None
+
+    @contextmanager
+    def holding(self, hook: AttentionHook) -> Iterator[None]:
+        """Every layer of the model attends through `hook` inside."""
+        self._hook = hook
+        try:
+            yield
+        finally:
+            self._hook = None
+
+    @property
+    def hook(self) -> AttentionHook:
+        if self._hook is None:
+            raise ValueError("attention is called outside of a step")
+        return self._hook
+
+
+def install(model: torch.nn.Module) -> AttentionSlot:
+    """A slot that all layers of `model`, and no other model, look into."""
+    slot = AttentionSlot()
+    for module in model.modules():
+        setattr(module, _SLOT, slot)
+    return slot
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -55,17 +86,15 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    tidewheel_attention: AttentionHook | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls; its signature is that of the library's interface."""
-    if tidewheel_attention is None:
-        raise ValueError("the model does not hand keyword arguments down to its attention")
+    slot: AttentionSlot = getattr(module, _SLOT)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(
         module, query, key, value, scale, sliding_window or 0, softcap or 0.0, attention_mask, others
     )
-    return tidewheel_attention.attend(call).unsqueeze(0), None
+    return slot.hook.attend(call).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention_forward)

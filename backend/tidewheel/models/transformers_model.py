@@ -14,7 +14,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.base import KVLayer, ModelShape, Progress
 from tidewheel.models.config_file import Fields, architecture
 from tidewheel.models.registry import NATIVE
-from tidewheel.models.transformers_attention import IMPLEMENTATION, KEYWORD, PagedAttention
+from tidewheel.models.transformers_attention import IMPLEMENTATION, PagedAttention, install
 from tidewheel.models.transformers_checks import check_class, check_config
 from tidewheel.models.transformers_probe import probe
 from tidewheel.models.weights import STAGE, checkpoint_files, named
@@ -28,13 +28,14 @@ class TransformersModel:
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
         self._model = model
-        shapes = probe(model, name, device)
-        if len(set(shapes)) != 1:
+        self._slot = install(model)
+        probed = probe(model, self._slot, name, device)
+        if len(set(probed.kv_shapes)) != 1:
             raise ConfigError(f"{name} is not offered: its layers keep keys of different shapes")
-        num_kv_heads, head_dim = shapes[0]
+        num_kv_heads, head_dim = probed.kv_shapes[0]
         hidden_size = model.config.hidden_size
         self.shape = ModelShape(
-            len(shapes), num_kv_heads, head_dim, model.get_output_embeddings().weight.shape[0], hidden_size,
+            len(probed.kv_shapes), num_kv_heads, head_dim, probed.vocab_size, hidden_size,
             getattr(model.config, "intermediate_size", None) or 4 * hidden_size,
         )  # fmt: skip
         self.weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -47,13 +48,13 @@ class TransformersModel:
         kv_layers: Sequence[KVLayer],
         logit_indices: torch.Tensor,
     ) -> torch.Tensor:
-        logits: torch.Tensor = self._model(
-            input_ids=token_ids.long().unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=logit_indices,
-            **{KEYWORD: PagedAttention(meta, kv_layers)},
-        ).logits
+        with self._slot.holding(PagedAttention(meta, kv_layers)):
+            logits: torch.Tensor = self._model(
+                input_ids=token_ids.long().unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=logit_indices,
+            ).logits
         return logits.squeeze(0)
 
 

@@ -6,14 +6,14 @@ finds what no list of names can: biases, sinks and masks that do not arrive in t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.base import KVLayer
-from tidewheel.models.transformers_attention import IMPLEMENTATION, KEYWORD, AttentionCall, PagedAttention
+from tidewheel.models.transformers_attention import IMPLEMENTATION, AttentionCall, AttentionSlot, PagedAttention
 from tidewheel.models.transformers_checks import expected_window
 from tidewheel_kernels import AttentionMetadata
 
@@ -74,8 +74,13 @@ def _check_call(call: AttentionCall, window: int | None) -> None:
         raise ValueError(f"layer {call.layer} has a window of {call.sliding_window}, its configuration says {window}")
 
 
-def probe(model: Any, name: str, device: torch.device) -> list[tuple[int, int]]:
-    """(num_kv_heads, head_dim) of each layer. Raises `ConfigError` for a model that paged attention cannot run."""
+class ProbeResult(NamedTuple):
+    kv_shapes: list[tuple[int, int]]  # num_kv_heads and head_dim of each layer
+    vocab_size: int  # width of the logits
+
+
+def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> ProbeResult:
+    """What the model keeps and answers. Raises `ConfigError` where paged attention cannot run it."""
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, model.config.vocab_size, (1, NUM_TOKENS), generator=generator).to(device)
     inputs = {
@@ -85,7 +90,8 @@ def probe(model: Any, name: str, device: torch.device) -> list[tuple[int, int]]:
     }
     probed = Probe(model.config, device)
     try:
-        paged = model(**inputs, **{KEYWORD: probed}).logits.float()
+        with slot.holding(probed):
+            paged = model(**inputs).logits.float()
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{name} cannot run with paged attention: {reason}") from error
@@ -102,7 +108,8 @@ def probe(model: Any, name: str, device: torch.device) -> list[tuple[int, int]]:
         raise ConfigError(
             f"{name} is not offered: paged attention changes its logits by {difference:.2g}, at most {limit} is right"
         )
-    return [(cache[0].shape[2], cache[0].shape[3]) for _, cache in sorted(probed.caches.items())]
+    keys = [probed.caches[layer][0] for layer in layers]
+    return ProbeResult([(key.shape[2], key.shape[3]) for key in keys], paged.shape[-1])
 
 
 def _relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:

@@ -82,7 +82,3 @@ class KVTensors:
             device = self._tensor.device
             source, target = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (sources, targets))
             copy_blocks(self._tensor.flatten(0, 1), source, target)
-
-    def fill(self, value: float) -> None:
-        """Every slot of every block; tests poison the cache with NaN before a run."""
-        self._tensor.fill_(value)

@@ -13,11 +13,11 @@ from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel.runner.loading import RunnerParts, allocate_cache, load_parts
 from tidewheel.runner.pending import PendingTokens
 from tidewheel.runner.profiling import (
-    WARM_UP,
     estimated_activation_bytes,
     largest_step,
     measured_activation_bytes,
     profile_batch,
+    warm_up_step,
 )
 from tidewheel.runner.sampler import sample_tokens, staged_groups
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
@@ -56,13 +56,16 @@ class ModelRunner:
         """Runs a step with a cache just large enough for it, which also proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(config, parts.info.max_model_len)
-        size = WARM_UP if device.type == "cpu" else largest
-        trial = cls(parts.model, KVTensors(layout, size.num_blocks(layout.block_size), device), parts.info, device)
-        batch = profile_batch(size, layout.block_size)
+        size = warm_up_step(parts.info.max_model_len) if device.type == "cpu" else largest
+
+        def run() -> None:
+            kv = KVTensors(layout, size.num_blocks(layout.block_size), device)
+            cls(parts.model, kv, parts.info, device).run(profile_batch(size, layout.block_size))
+
         if device.type == "cpu":
-            trial.run(batch)
+            run()
             return estimated_activation_bytes(largest, layout.shape, layout.dtype)
-        return measured_activation_bytes(lambda: trial.run(batch), config, device)
+        return measured_activation_bytes(run, config, device)
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         return self.launch(batch).wait()

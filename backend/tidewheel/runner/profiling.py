@@ -37,7 +37,9 @@ def largest_step(config: EngineConfig, max_model_len: int) -> StepSize:
     return StepSize(num_rows, max(1, min(config.max_num_batched_tokens // num_rows, max_model_len - 1)))
 
 
-WARM_UP = StepSize(num_rows=1, tokens_per_row=2)  # enough to prove that a model runs
+def warm_up_step(max_model_len: int) -> StepSize:
+    """Enough to prove that a model runs."""
+    return StepSize(1, min(2, max_model_len))
 
 
 def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
@@ -68,7 +70,7 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
     return size.num_rows * size.tokens_per_row * per_token + logits
 
 
-def measured_activation_bytes(run: Callable[[], object], config: EngineConfig, device: torch.device) -> int:
+def measured_activation_bytes(run: Callable[[], None], config: EngineConfig, device: torch.device) -> int:
     """Peak of CUDA memory while `run` runs, beyond what was there before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from support.engine_clients import LIMIT_S, Client, endless, request
-from support.fake_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
 from support.fake_runner import naive_output
+from support.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
 from support.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine import control

@@ -34,7 +34,7 @@ def run_dir() -> Path:
 def engine_dir(repository: Path, model_name: str) -> Path:
     """The folder of the engine that serves this model of this repository: short, stable, unique."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
-    label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:24]
+    label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
     path = run_dir() / f"{label}-{digest}"
     check_socket_path(path)
     return _private_dir(path)

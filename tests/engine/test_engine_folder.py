@@ -1,0 +1,182 @@
+"""The files of an engine folder: names, rights, status, and the memory of deaths."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tidewheel.engine import spawn
+from tidewheel.engine.backoff import RestartPolicy, recent_deaths, record_death
+from tidewheel.engine.run_dir import BACKOFF, LOG, STATUS, engine_dir, run_dir, socket_address
+from tidewheel.engine.status import (
+    Status,
+    last_log_line,
+    process_start_ticks,
+    read_status,
+    settings_digest,
+    write_status,
+)
+from tidewheel.errors import ConfigError
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tw-") as parent:  # pytest's own are too long for a socket
+        monkeypatch.setenv("TIDEWHEEL_RUN_DIR", f"{parent}/run")
+        yield Path(parent) / "run"
+
+
+def test_folders_are_private(base: Path) -> None:
+    folder = engine_dir(Path("repository"), "demo")
+    assert folder.parent == base == run_dir()
+    assert {path.stat().st_mode & 0o777 for path in (base, folder)} == {0o700}
+
+
+def test_one_folder_for_each_model_of_each_repository(base: Path, tmp_path: Path) -> None:
+    names = [
+        engine_dir(repository, model) for repository in (tmp_path, tmp_path / "b") for model in ("demo", "other")
+    ]
+    assert len(set(names)) == 4
+    assert engine_dir(tmp_path, "demo") == names[0]
+    assert engine_dir(tmp_path / "b" / "..", "demo") == names[0]
+
+
+def test_odd_model_names_stay_inside_the_run_folder(base: Path) -> None:
+    folder = engine_dir(Path("r"), "../../etc/" + "x" * 200)
+    assert folder.parent == base and len(folder.name) <= 27
+
+
+def test_the_default_is_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEWHEEL_RUN_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_dir() == tmp_path / f"tidewheel-{os.getuid()}"
+
+
+def test_a_folder_that_others_can_read_is_refused(base: Path) -> None:
+    base.mkdir(mode=0o755)
+    base.chmod(0o755)
+    with pytest.raises(ConfigError, match="open to other users"):
+        run_dir()
+
+
+def test_a_link_is_refused(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    base.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="must be a folder that belongs to user"):
+        run_dir()
+
+
+def test_socket_paths_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / ("x" * 100)))
+    with pytest.raises(ConfigError, match=r"bytes and may have 107: set TIDEWHEEL_RUN_DIR"):
+        engine_dir(Path("r"), "demo")
+
+
+def test_socket_address(base: Path) -> None:
+    assert socket_address(base) == f"ipc://{base}/engine.sock"
+
+
+def status(**fields: object) -> Status:
+    ticks = process_start_ticks(os.getpid())
+    assert ticks is not None
+    values = {"state": "ready", "pid": os.getpid(), "start_ticks": ticks, "settings": {"model": "m"}, **fields}
+    return Status(**values)  # type: ignore[arg-type]
+
+
+def test_status_survives_the_file(tmp_path: Path) -> None:
+    write_status(tmp_path, status(stage="weights", fraction=0.5))
+    found = read_status(tmp_path)
+    assert found is not None and found.written_ns > 0
+    assert (found.state, found.stage, found.fraction, found.settings) == ("ready", "weights", 0.5, {"model": "m"})
+    assert [path.name for path in tmp_path.iterdir()] == [STATUS]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"state": "dancing"}', b"\xff\xfe"])
+def test_unreadable_status_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / STATUS).write_bytes(content)
+    assert read_status(tmp_path) is None
+
+
+def test_no_status_is_none(tmp_path: Path) -> None:
+    assert read_status(tmp_path) is None
+
+
+def test_alive_means_this_very_process() -> None:
+    assert status().is_alive
+    assert not status(start_ticks=1).is_alive, "another process with the same number"
+    assert not status(state="stopped").is_alive
+
+
+def test_dead_and_unreaped_processes_are_not_alive() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert process_start_ticks(process.pid) is None
+    process.wait()
+    assert process_start_ticks(process.pid) is None
+
+
+def test_digest_depends_on_values_and_not_on_order() -> None:
+    assert settings_digest({"a": 1, "b": 2}) == settings_digest({"b": 2, "a": 1})
+    assert settings_digest({"a": 1}) != settings_digest({"a": 2})
+
+
+def test_last_log_line(tmp_path: Path) -> None:
+    assert last_log_line(tmp_path) == ""
+    (tmp_path / LOG).write_text("first\n" + "x" * 10_000 + "\n  the end  \n\n")
+    assert last_log_line(tmp_path) == "the end"
+    (tmp_path / LOG).write_bytes(b"\xff" * 500)
+    assert len(last_log_line(tmp_path)) == 300
+
+
+def test_deaths_are_remembered_once_each(tmp_path: Path) -> None:
+    record_death(tmp_path, 1, 10, window_s=60)
+    record_death(tmp_path, 1, 10, window_s=60)
+    assert len(record_death(tmp_path, 1, 11, window_s=60)) == 2
+    assert [(death.pid, death.start_ticks) for death in recent_deaths(tmp_path, 60)] == [(1, 10), (1, 11)]
+
+
+def test_old_and_impossible_deaths_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    record_death(tmp_path, 1, 1, window_s=60)
+    now = 1059.0
+    assert len(record_death(tmp_path, 2, 2, window_s=60)) == 2
+    now = 1061.0
+    assert [death.pid for death in recent_deaths(tmp_path, 60)] == [2]
+    now = 5.0  # the machine has booted since
+    assert recent_deaths(tmp_path, 60) == []
+
+
+def test_unreadable_memory_is_no_memory(tmp_path: Path) -> None:
+    (tmp_path / BACKOFF).write_text("{")
+    assert recent_deaths(tmp_path, 60) == []
+
+
+def test_waits_double() -> None:
+    policy = RestartPolicy(first_delay_s=0.5)
+    assert [policy.delay_s(count) for count in range(5)] == [0.0, 0.5, 1.0, 2.0, 4.0]
+
+
+def test_the_interpreter_is_found_where_python_is_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEWHEEL_PYTHON", raising=False)
+    assert spawn.python_executable() == sys.executable
+    monkeypatch.setattr(sys, "executable", "/opt/tritonserver/backends/python/triton_python_backend_stub")
+    found = subprocess.run([spawn.python_executable(), "-V"], capture_output=True, text=True, check=True)
+    assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in found.stdout
+    monkeypatch.setenv("TIDEWHEEL_PYTHON", "/bin/sh")
+    assert spawn.python_executable() == "/bin/sh"
+
+
+def test_no_interpreter_is_an_error_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEWHEEL_PYTHON", raising=False)
+    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setattr(sys, "prefix", "/nowhere")
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="set TIDEWHEEL_PYTHON"):
+        spawn.python_executable()

@@ -1,0 +1,267 @@
+"""The whole engine in-process, with small random models in float32: tokens must equal those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import tokenizers
+
+from support.tiny_models import llama, prompts, qwen3, save, transformers_tokens
+from tidewheel import LLM, SamplingParams
+from tidewheel.batch import Int32Array
+from tidewheel.errors import ConfigError, InvalidRequest
+
+NUM_TOKENS = 16
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+
+
+class Reference(NamedTuple):
+    folder: Path
+    prompts: list[Int32Array]
+    tokens: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=[llama, qwen3], ids=["llama", "qwen3"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp("model")
+    model = save(request.param, folder)
+    given = prompts(31, 1, 90)
+    given.append(np.concatenate([given[0], given[1]]))  # begins as another one does
+    return Reference(folder, given, transformers_tokens(model, given, NUM_TOKENS))
+
+
+def load(folder: Path, **settings: object) -> LLM:
+    defaults = {"dtype": "float32", "num_blocks": 64, "skip_tokenizer_init": True, "num_threads": 1}
+    return LLM(folder, **{**defaults, **settings})
+
+
+def generate(llm: LLM, given: list[Int32Array]) -> list[list[int]]:
+    results = llm.generate([{"input_ids": ids} for ids in given], GREEDY, use_tqdm=False)
+    assert {result.finish_reason for result in results} == {"length"}
+    return [result.token_ids for result in results]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 64, "block_size": 32},
+        {"block_size": 64},
+        {"block_size": 128},
+        {"max_num_seqs": 3, "max_waiting_requests": 2},
+        {"enable_prefix_caching": False},
+    ],
+    ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()) or "defaults",
+)
+def test_greedy_tokens_equal_those_of_transformers(reference: Reference, settings: dict[str, object]) -> None:
+    with load(reference.folder, **settings) as llm:
+        assert generate(llm, reference.prompts) == reference.tokens
+        assert llm.stats().num_free_blocks == llm.info.num_blocks
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
+def test_preemption_changes_no_token(reference: Reference, prefix_caching: bool) -> None:
+    short = [ids[:60] for ids in reference.prompts[:12]]
+    with load(reference.folder) as llm:
+        expected = generate(llm, short)
+    tiny = {
+        "num_blocks": 8,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 24,
+        "enable_prefix_caching": prefix_caching,
+    }
+    with load(reference.folder, **tiny) as llm:
+        assert generate(llm, short) == expected
+        assert llm.stats().num_preemptions > 0
+
+
+def test_alone_and_again_the_tokens_are_the_same(reference: Reference) -> None:
+    with load(reference.folder) as llm:
+        longest = max(range(31), key=lambda index: len(reference.prompts[index]))
+        for _ in range(2):
+            result = llm.generate({"prompt_token_ids": reference.prompts[longest].tolist()}, GREEDY, use_tqdm=False)[
+                0
+            ]
+            assert result.token_ids == reference.tokens[longest]
+        assert result.num_prompt_tokens == len(reference.prompts[longest])
+        assert result.num_cached_tokens == (result.num_prompt_tokens - 1) // 16 * 16
+        assert llm.stats().num_prefix_hits == result.num_cached_tokens
+
+
+def test_parameters_for_each_prompt(reference: Reference) -> None:
+    given = [{"input_ids": ids} for ids in reference.prompts[:3]]
+    expected = reference.tokens[0]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=3),
+        SamplingParams(temperature=0.0, max_tokens=2, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=(reference.tokens[2][4],)),
+    ]
+    with load(reference.folder) as llm:
+        first, second, third = llm.generate(given, params, use_tqdm=False)
+    assert first.token_ids == expected[:3] and first.logprobs is None and first.cumulative_logprob is None
+    assert second.logprobs is not None and [len(entry.top_ids) for entry in second.logprobs] == [2, 2]
+    assert [entry.rank for entry in second.logprobs] == [1, 1]
+    assert second.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in second.logprobs))
+    cut = reference.tokens[2].index(reference.tokens[2][4]) + 1
+    assert (third.token_ids, third.finish_reason) == (reference.tokens[2][:cut], "stop")
+
+
+def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
+    prompt = {"input_ids": reference.prompts[5]}
+    seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
+    free = SamplingParams(temperature=1.0, max_tokens=12)
+    with load(reference.folder) as llm:
+        alone = llm.generate(prompt, seeded, use_tqdm=False)[0]
+        among = llm.generate([prompt] * 4, [free, seeded, free, free], use_tqdm=False)
+    assert among[1].token_ids == alone.token_ids
+    assert len({tuple(result.token_ids) for result in among}) == 4
+
+
+def test_no_prompts_no_results(reference: Reference) -> None:
+    with load(reference.folder) as llm:
+        assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "text"),
+    [
+        ("text", GREEDY, "need a tokenizer"),
+        ({"input_ids": [1]}, SamplingParams(stop=("x",)), "need a tokenizer"),
+        ({"input_ids": []}, GREEDY, "empty"),
+        ({"input_ids": [[1, 2]]}, GREEDY, "2 axes"),
+        ({"input_ids": [1.5]}, GREEDY, "float64"),
+        ({"input_ids": [2**40]}, GREEDY, "1099511627776"),
+        ({"input_ids": [384]}, GREEDY, "ids are 0 to 383"),
+        ({"input_ids": [1], "text": "x"}, GREEDY, "not a dict with"),
+        ({"input_ids": [1] * 256}, GREEDY, "256 tokens"),
+        ({"input_ids": [1]}, SamplingParams(logit_bias={384: 1.0}), "logit_bias has token id 384"),
+        ({"input_ids": [1]}, [GREEDY, GREEDY], "2 params for 1 prompts"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(
+    reference: Reference, prompt: object, params: object, text: str
+) -> None:
+    with load(reference.folder) as llm:
+        with pytest.raises(InvalidRequest, match=text):
+            llm.generate([prompt], params, use_tqdm=False)  # type: ignore[arg-type,list-item]
+        assert llm.stats().num_steps == 0
+        assert generate(llm, reference.prompts[:1]) == reference.tokens[:1]
+
+
+def test_an_interrupted_run_leaves_the_engine_usable(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(reference.folder) as llm:
+        core = llm._open_core()
+        step, num_steps = core.step, iter(range(5))
+
+        def interrupted() -> bool:
+            if next(num_steps, None) is None:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, reference.prompts)
+        monkeypatch.undo()
+        assert llm.stats().num_free_blocks == llm.info.num_blocks
+        assert generate(llm, reference.prompts) == reference.tokens
+
+
+def test_settings_are_checked(reference: Reference) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'num_blocks'"):
+        load(reference.folder, num_block=3)
+    with pytest.raises(ConfigError, match="block_size is 48: choose one of 16, 32, 64, 128"):
+        load(reference.folder, block_size=48)
+
+
+def test_closed_is_closed(reference: Reference) -> None:
+    llm = load(reference.folder)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate({"input_ids": [1]}, GREEDY)
+
+
+# --- with a tokenizer: ids are bytes ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def byte_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tmp_path_factory.mktemp("bytes")
+    save(lambda: llama(vocab_size=256), folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [250, 251]}))
+    with load(folder, skip_tokenizer_init=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def decode(byte_llm: LLM) -> Callable[[list[int]], str]:
+    tokenizer = byte_llm._tokenizer
+    assert tokenizer is not None
+    return tokenizer.decode
+
+
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+def test_text_in_text_out(byte_llm: LLM, decode: Callable[[list[int]], str]) -> None:
+    result = byte_llm.generate("The sea", LONG, use_tqdm=False)[0]
+    assert result.num_prompt_tokens == 7
+    assert result.text == decode(result.token_ids)
+
+
+def test_a_stop_string_cuts_text_and_ends_the_request(byte_llm: LLM) -> None:
+    whole = byte_llm.generate("The sea", LONG, use_tqdm=False)[0]
+    pairs = [(index, whole.text[index : index + 2]) for index in range(4, 36)]
+    index, stop = next((i, pair) for i, pair in pairs if pair.isascii() and pair not in whole.text[: i + 1])
+    results = byte_llm.generate(
+        ["The sea"] * 2,
+        [dataclasses.replace(LONG, stop=(stop,), include_stop_str_in_output=keep) for keep in (False, True)],
+        use_tqdm=False,
+    )
+    assert [result.text for result in results] == [whole.text[:index], whole.text[: index + 2]]
+    assert {result.finish_reason for result in results} == {"stop"}
+    assert all(len(result.token_ids) < 40 for result in results)
+    assert byte_llm.stats().num_free_blocks == byte_llm.info.num_blocks
+
+
+def test_a_stop_token_is_no_text(byte_llm: LLM, decode: Callable[[list[int]], str]) -> None:
+    whole = byte_llm.generate("The sea", LONG, use_tqdm=False)[0]
+    stop = dataclasses.replace(LONG, stop_token_ids=(whole.token_ids[6],))
+    result = byte_llm.generate("The sea", stop, use_tqdm=False)[0]
+    assert result.finish_reason == "stop" and result.token_ids[-1] == whole.token_ids[6]
+    assert result.text == decode(result.token_ids[:-1])
+
+
+def test_the_models_own_defaults(byte_llm: LLM) -> None:
+    results = byte_llm.generate(["The sea"] * 2, use_tqdm=False)
+    assert results[0] == results[1]  # temperature 0
+    tokens = results[0].token_ids
+    eos = [index for index, token in enumerate(tokens) if token in (250, 251)]
+    if results[0].finish_reason == "stop":
+        assert eos == [len(tokens) - 1]
+    else:
+        assert not eos and len(tokens) == 256 - 7
+
+
+def test_bad_words_never_appear(byte_llm: LLM) -> None:
+    whole = byte_llm.generate("The sea", LONG, use_tqdm=False)[0]
+    char = next(char for char in whole.text if char.isascii() and char.isalnum())
+    params = dataclasses.replace(LONG, bad_words=(char,))
+    assert char not in byte_llm.generate("The sea", params, use_tqdm=False)[0].text
+
+
+def test_the_progress_bar_counts_prompts(byte_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_llm.generate(["a", "b"], SamplingParams(max_tokens=2))
+    assert "2/2" in capsys.readouterr().err

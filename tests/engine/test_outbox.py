@@ -1,0 +1,130 @@
+"""Requests between `add` and their end: a key is in one place, and leaves it once."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Iterator
+
+import pytest
+
+from tidewheel.engine.messages import Cancel, to_engine_decoder
+from tidewheel.engine.outbox import Outbox
+from tidewheel.errors import Busy, Draining
+
+
+@pytest.fixture
+def outbox() -> Iterator[Outbox]:
+    box = Outbox(max_held=4, hold_s=10.0)
+    yield box
+    box.close()
+
+
+class Wire:
+    """Takes `room` messages."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.room = room
+        self.sent: list[bytes] = []
+
+    def send(self, payload: bytes) -> bool:
+        if len(self.sent) >= self.room:
+            return False
+        self.sent.append(payload)
+        return True
+
+
+def is_awake(outbox: Outbox) -> bool:
+    return bool(select.select([outbox.wake_fd], [], [], 0)[0])
+
+
+def test_a_put_wakes_once(outbox: Outbox) -> None:
+    assert not is_awake(outbox)
+    outbox.put(1, b"one")
+    outbox.put(2, b"two")
+    assert is_awake(outbox)
+    assert outbox.take() == []
+    assert not is_awake(outbox)
+    wire = Wire()
+    outbox.flush(wire.send)
+    assert wire.sent == [b"one", b"two"]
+    outbox.flush(wire.send)
+    assert len(wire.sent) == 2
+
+
+def test_what_is_not_taken_stays(outbox: Outbox) -> None:
+    for key in range(3):
+        outbox.put(key, bytes([key]))
+    outbox.take()
+    outbox.flush(Wire(room=1).send)
+    assert outbox.lose_in_flight() == [0]
+    wire = Wire()
+    outbox.flush(wire.send)
+    assert wire.sent == [b"\1", b"\2"]
+
+
+def test_cancelled_before_it_was_sent(outbox: Outbox) -> None:
+    outbox.put(1, b"one")
+    outbox.put_cancel([1, 7])
+    assert outbox.take() == [1]
+    wire = Wire()
+    outbox.flush(wire.send)
+    assert wire.sent == []
+
+
+def test_cancelled_in_flight_is_told_to_the_engine(outbox: Outbox) -> None:
+    outbox.put(1, b"one")
+    outbox.put(2, b"two")
+    outbox.take()
+    outbox.flush(Wire().send)
+    outbox.ended([2])
+    outbox.put_cancel([1, 2])
+    assert outbox.take() == []
+    outbox.flush(Wire(room=0).send)
+    wire = Wire()
+    outbox.flush(wire.send)
+    assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([1])]
+
+
+def test_waiting_is_bounded(outbox: Outbox) -> None:
+    for key in range(2):
+        outbox.put(key, b"")
+    outbox.take()
+    for key in range(2, 4):
+        outbox.put(key, b"")
+    with pytest.raises(Busy, match="4 requests wait") as error:
+        outbox.put(4, b"")
+    assert error.value.retry_after_ms == 1000
+
+
+def test_holding_ends(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    outbox.put(1, b"")
+    outbox.take()
+    now = 105.0
+    outbox.put(2, b"")
+    outbox.take()
+    assert outbox.lose_expired() == []
+    now = 110.5
+    assert outbox.lose_expired() == [1]
+    assert outbox.lose_expired() == []
+    now = 115.5
+    assert outbox.lose_expired() == [2]
+
+
+def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
+    outbox.put(1, b"in flight")
+    outbox.take()
+    outbox.flush(Wire().send)
+    outbox.put(2, b"held")
+    outbox.take()
+    outbox.put(3, b"queued")
+    assert sorted(outbox.refuse(Draining("bye"))) == [1, 2, 3]
+    assert outbox.refuse(Draining("again")) == []
+    with pytest.raises(Draining, match="again") as first:
+        outbox.put(4, b"")
+    with pytest.raises(Draining) as second:
+        outbox.put(4, b"")
+    assert first.value is not second.value
+    outbox.put_cancel([1])
+    assert outbox.take() == []

@@ -1,0 +1,92 @@
+"""An engine process without a model: ``python -m support.faulty_engine`` takes the arguments of the real one.
+
+The model's name says how loading goes, the first token of a prompt what the device does when it sees the request.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+
+from support.fake_runner import VOCAB_SIZE, FakeRunner, PendingTokens
+from tidewheel.batch import ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import Progress
+from tidewheel.engine.process import exit_now, main
+from tidewheel.errors import ConfigError
+from tidewheel.runner.info import RunnerInfo
+
+FAILS_TO_LOAD = "fails-to-load"
+CRASHES_AT_LOAD = "crashes-at-load"
+LOADS_FOREVER = "loads-forever"
+
+DIES, RAISES, HANGS = 37, 38, 39
+
+MAX_MODEL_LEN = 4096
+LAUNCH_SECONDS = 0.0005  # a device takes its time: what is in flight stays so for a while
+
+
+class FaultyRunner(FakeRunner):
+    """Does what the first token of a new request says, in the middle of a step."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        block_size, num_blocks = config.block_size or 16, config.num_blocks or 1024
+        super().__init__(
+            num_rows=config.max_num_seqs,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            token_budget=config.max_num_batched_tokens,
+        )
+        self.info = RunnerInfo(
+            model=config.model,
+            architecture="Fake",
+            device="cpu (1 threads)",
+            dtype="float32",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=config.max_model_len or MAX_MODEL_LEN,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            weights_bytes=1 << 20,
+            activation_bytes=1 << 20,
+            kv_cache_bytes=1 << 20,
+            load_seconds=0.0,
+        )
+
+    def launch(self, batch: ScheduledBatch) -> PendingTokens:
+        time.sleep(LAUNCH_SECONDS)
+        for new in batch.new_rows:
+            match int(new.token_ids[0]):
+                case token if token == DIES:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case token if token == RAISES:
+                    raise RuntimeError("the device fell over")
+                case token if token == HANGS:
+                    signal.pause()
+        return super().launch(batch)
+
+    def _attend(self, batch: ScheduledBatch) -> None:
+        """Left out: its cost grows with the square of the length, and these tests are about processes."""
+
+
+def load(config: EngineConfig, progress: Progress) -> FaultyRunner:
+    progress("weights", 0.5)
+    if config.model == FAILS_TO_LOAD:
+        raise ConfigError("model.safetensors is missing: download it")
+    if config.model == CRASHES_AT_LOAD:
+        raise RuntimeError("the loader fell over")
+    if config.model == LOADS_FOREVER:
+        signal.pause()
+    return FaultyRunner(config)
+
+
+def prompt_bytes(*token_ids: int) -> bytes:
+    return np.array(token_ids, dtype="<i4").tobytes()
+
+
+if __name__ == "__main__":
+    exit_now(main(load=load))

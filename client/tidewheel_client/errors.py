@@ -118,13 +118,13 @@ _BY_STATUS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: RequestTimeout,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: PromptTooLarge,
 }
 
 # What Triton says on a stream, where no status travels with it.
 _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
+    ("has no available versions", ServerUnavailable),  # it is shutting down
     ("unknown model", NotFound),
     ("is not ready", NotFound),
     ("Exceeds maximum queue size", Busy),
@@ -142,6 +142,8 @@ def from_text(text: str) -> RequestError:
 def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
     """The error that a failed call to the server at `url` stands for."""
     text = error.details() or ""
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestTimeout("the time limit of the request has passed")
     if text.startswith("failed to connect"):
         return ServerUnavailable(f"no server answers at {url}")
     cls = _BY_STATUS.get(error.code(), RequestError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,7 @@ class Stream(Iterator[Chunk]):
 
     def __next__(self) -> Chunk:
         if self._ended:
+            self._close()
             raise StopIteration
         self._ended = True  # until a chunk shows that it goes on
         response = self._receive()
@@ -60,6 +62,13 @@ class Stream(Iterator[Chunk]):
     ) -> None:
         if self.finish_reason is None:
             self.cancel()
+        self._close()
+
+    def _close(self) -> None:
+        """Takes the server's end of the call: a call that is dropped before would reach Triton as a late cancel."""
+        with contextlib.suppress(grpc.RpcError):
+            while next(self._call, None) is not None:
+                pass
 
     def _receive(self) -> Any | None:
         """The next ModelInferResponse; None after `cancel`."""

@@ -72,6 +72,7 @@ def test_a_tag_of_a_newer_server_keeps_its_text(client: Client, triton: FakeTrit
     ("answer", "expected"),
     [
         (say_error("Request for unknown model: 'x' is not found"), tc.NotFound),
+        (say_error("Request for unknown model: 'x' has no available versions"), tc.ServerUnavailable),
         (say_error("[request id: a] Exceeds maximum queue size"), tc.Busy),
         (say_error("Stub process 'demo_0' is not healthy."), tc.ServerUnavailable),
         (say_error("something else"), tc.RequestError),

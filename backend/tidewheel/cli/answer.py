@@ -51,8 +51,9 @@ def show(stream: Stream, out: TextIO | None = None) -> Answer:
     except KeyboardInterrupt:
         stream.cancel()
     finally:
-        out.write("\n")
-        out.flush()
+        if texts:
+            out.write("\n")
+            out.flush()
     return Answer(
         text="".join(texts),
         finish_reason=stream.finish_reason,

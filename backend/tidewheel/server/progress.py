@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from tidewheel.engine.status import Status, read_status
 
-_FORMAT = "  {desc} {percentage:3.0f}% |{bar:30}| {elapsed}"
+_FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
 _STEPS = 1000
 
 
@@ -47,10 +47,12 @@ class LoadProgress:
             print(f"  {name}: {stage}", file=self._stream, flush=True)
 
     def _show_bar(self, name: str, stage: str, fraction: float) -> None:
+        text = f"{name}: {stage:<10}"
         bar = self._bars.get(name)
         if bar is None:
-            bar = tqdm(total=_STEPS, file=self._stream, bar_format=_FORMAT, leave=False, position=len(self._bars))
+            bar = tqdm(
+                desc=text, total=_STEPS, file=self._stream, bar_format=_FORMAT, leave=False, position=len(self._bars)
+            )
             self._bars[name] = bar
         bar.n = round(_STEPS * min(max(fraction, 0.0), 1.0))
-        bar.set_description_str(f"{name}: {stage:<10}", refresh=False)
-        bar.refresh()
+        bar.set_description_str(text)

@@ -14,7 +14,7 @@ from tidewheel.server.triton_http import DeployedModel
 
 OLDEST_FOR_PRODUCTION = (2, 69)  # the server of Triton 26.05, by its security fixes
 _DEFAULT_GRPC_PORT = 8001
-_PROMPT = "The history of the sea"
+_PROMPT = "A tuple is"
 
 
 def summary(
@@ -59,9 +59,9 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
         return [f"  {model.name}: backend {model.backend}"]
     return [
         f"  {model.name}: {info.architecture}, {info.dtype}, on {info.device}; loaded in {info.load_seconds:.1f} s",
-        f"    weights {_size(info.weights_bytes)}, activations {_size(info.activation_bytes)}, "
-        f"KV cache {_size(info.kv_cache_bytes)}",
-        f"    KV cache: {info.num_blocks:,} blocks of {info.block_size} tokens = {info.num_cache_tokens:,} tokens",
+        f"    weights {_size(info.weights_bytes)}, activations {_size(info.activation_bytes)}",
+        f"    KV cache {_size(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
+        f"{info.num_cache_tokens:,} tokens",
         f"    fits {info.max_concurrency:.1f} requests of full length ({info.max_model_len:,} tokens) at once; "
         f"{info.max_num_seqs} run at a time",
     ]

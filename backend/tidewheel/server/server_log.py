@@ -17,8 +17,11 @@ _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': 
 # What is wrong with a config.pbtxt stands in a line of protobuf's, before Triton's own.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
-# Triton says these of a machine without a GPU, where they mean nothing.
-_NOISE = re.compile(r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled")
+# Triton says these of a machine without a GPU and of clients that went away at the very end; they mean nothing.
+_NOISE = re.compile(
+    r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled"
+    r"|HandleCancellation called even when the context was not cancelled"
+)
 
 
 class LogLine(NamedTuple):

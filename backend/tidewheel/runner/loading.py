@@ -16,7 +16,7 @@ from tidewheel.models.base import CausalLM, Progress
 from tidewheel.models.config_file import checkpoint_dtype, read_config
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.source import resolve_folder
-from tidewheel.runner.device import device_name, resolve_device, resolve_dtype
+from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
 from tidewheel.runner.profiling import gpu_budget
@@ -44,6 +44,8 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     fields = read_config(folder)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     loaded = load_model(folder, fields, config, dtype, device, progress)
+    if device.type == "cpu" and config.num_threads is None:
+        limit_threads(loaded.model.weights_bytes)
     info = _draft_info(config, folder, loaded, dtype, device)
     return RunnerParts(loaded.model, CacheLayout(loaded.model.shape, info.block_size, dtype), info, device, started)
 

@@ -44,7 +44,7 @@ class EngineConfig:
     kv_cache_memory_mb: int | None = None  # CPU: memory for the cache; None: 512
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    num_threads: int | None = None  # CPU threads of the engine; None: all cores
+    num_threads: int | None = None  # CPU threads of the engine; None: all cores, one for small models
     scheduling_policy: PolicyName = "priority"
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 22

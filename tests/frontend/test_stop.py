@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def naive(text: str, stops: list[str], *, include: bool, first: int = 0) -> tupl
 def run(text: str, stops: list[str], cuts: list[int], *, include: bool, first: int = 0) -> tuple[list[str], bool]:
     checker = StopChecker(stops, include_in_output=include)
     edges = sorted({0, first, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [checker.push(text[a:b], may_stop=a >= first) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [checker.push(text[a:b], may_stop=a >= first) for a, b in pairwise(edges)]
     return [*pieces, checker.flush()], checker.is_hit
 
 

@@ -1,92 +1,126 @@
-"""An engine process without a model: ``python -m support.fake_engine`` takes the arguments of the real one.
-
-The model's name says how loading goes, the first token of a prompt what the device does when it sees the request.
-"""
+"""An engine whose deltas a test scripts, and a sink that records what a client would get."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
 
-import numpy as np
+from support.tokenizers_on_the_spot import NAMED, byte_level_bpe
+from tidewheel.engine.messages import AddRequest, EngineInfo
+from tidewheel.errors import TidewheelError
+from tidewheel.frontend.values import Chunk
 
-from support.fake_runner import VOCAB_SIZE, FakeRunner, PendingTokens
-from tidewheel.batch import ScheduledBatch
-from tidewheel.config import EngineConfig
-from tidewheel.engine.build import Progress
-from tidewheel.engine.process import exit_now, main
-from tidewheel.errors import ConfigError
-from tidewheel.runner.info import RunnerInfo
-
-FAILS_TO_LOAD = "fails-to-load"
-CRASHES_AT_LOAD = "crashes-at-load"
-LOADS_FOREVER = "loads-forever"
-
-DIES, RAISES, HANGS = 37, 38, 39
-
-MAX_MODEL_LEN = 4096
-LAUNCH_SECONDS = 0.0005  # a device takes its time: what is in flight stays so for a while
+TIMEOUT_S = 30.0  # of waits that end at once unless something is broken
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
-class FaultyRunner(FakeRunner):
-    """Does what the first token of a new request says, in the middle of a step."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        block_size, num_blocks = config.block_size or 16, config.num_blocks or 1024
-        super().__init__(
-            num_rows=config.max_num_seqs,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            token_budget=config.max_num_batched_tokens,
-        )
-        self.info = RunnerInfo(
-            model=config.model,
-            architecture="Fake",
-            device="cpu (1 threads)",
-            dtype="float32",
-            vocab_size=VOCAB_SIZE,
-            max_model_len=config.max_model_len or MAX_MODEL_LEN,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            weights_bytes=1 << 20,
-            activation_bytes=1 << 20,
-            kv_cache_bytes=1 << 20,
-            load_seconds=0.0,
-        )
-
-    def launch(self, batch: ScheduledBatch) -> PendingTokens:
-        time.sleep(LAUNCH_SECONDS)
-        for new in batch.new_rows:
-            match int(new.token_ids[0]):
-                case token if token == DIES:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case token if token == RAISES:
-                    raise RuntimeError("the device fell over")
-                case token if token == HANGS:
-                    signal.pause()
-        return super().launch(batch)
-
-    def _attend(self, batch: ScheduledBatch) -> None:
-        """Left out: its cost grows with the square of the length, and these tests are about processes."""
+def make_info(folder: Path, *, vocab_size: int, max_model_len: int = 256, num_blocks: int = 64) -> EngineInfo:
+    return EngineInfo(
+        pid=1, model=str(folder), architecture="LlamaForCausalLM", device="cpu", dtype="float32",
+        vocab_size=vocab_size, max_model_len=max_model_len, max_num_seqs=8, max_num_batched_tokens=64, block_size=16,
+        num_blocks=num_blocks, weights_bytes=1, activation_bytes=1, kv_cache_bytes=1, enable_prefix_caching=True,
+        load_seconds=0.1,
+    )  # fmt: skip
 
 
-def load(config: EngineConfig, progress: Progress) -> FaultyRunner:
-    progress("weights", 0.5)
-    if config.model == FAILS_TO_LOAD:
-        raise ConfigError("model.safetensors is missing: download it")
-    if config.model == CRASHES_AT_LOAD:
-        raise RuntimeError("the loader fell over")
-    if config.model == LOADS_FOREVER:
-        signal.pause()
-    return FaultyRunner(config)
+def write_model_folder(folder: Path, *, template: str | None = TEMPLATE, **generation: object) -> int:
+    """Files of a model that the front end reads; returns the size of the vocabulary."""
+    backend = byte_level_bpe()
+    backend.save(str(folder / "tokenizer.json"))
+    named = NAMED if template is None else {**NAMED, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **generation}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [2]}))
+    return backend.get_vocab_size()
 
 
-def prompt_bytes(*token_ids: int) -> bytes:
-    return np.array(token_ids, dtype="<i4").tobytes()
+class FakeEngine:
+    """Records what it is asked; `refusal` is raised by `add`."""
+
+    def __init__(self) -> None:
+        self.added: dict[int, AddRequest] = {}
+        self.cancelled: list[int] = []
+        self.refusal: TidewheelError | None = None
+        self._changed = threading.Condition()
+
+    def add(self, message: AddRequest) -> None:
+        with self._changed:
+            if self.refusal is not None:
+                raise self.refusal
+            self.added[message.key] = message
+            self._changed.notify_all()
+
+    def cancel(self, keys: Iterable[int]) -> None:
+        with self._changed:
+            self.cancelled += keys
+            self._changed.notify_all()
+
+    def wait_added(self, count: int) -> list[int]:
+        """Keys of the requests, once there are so many."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.added) >= count, TIMEOUT_S)
+            return list(self.added)
+
+    def wait_cancelled(self, key: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self.cancelled, TIMEOUT_S)
 
 
-if __name__ == "__main__":
-    exit_now(main(load=load))
+class RecordingSink:
+    """A client. `gate`, where given, holds each `send` until it is set."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.chunks: list[Chunk] = []
+        self.error: TidewheelError | None = None
+        self.num_ends = 0
+        self.gone = threading.Event()
+        self._gate = gate
+        self._changed = threading.Condition()
+        self._is_busy = threading.Lock()
+
+    def send(self, chunk: Chunk) -> None:
+        assert self._is_busy.acquire(blocking=False), "two threads send at once"
+        try:
+            if self._gate is not None:
+                assert self._gate.wait(TIMEOUT_S)
+            with self._changed:
+                assert not self.num_ends, "a chunk after the end"
+                self.chunks.append(chunk)
+                self.num_ends += chunk.finish_reason is not None
+                self._changed.notify_all()
+        finally:
+            self._is_busy.release()
+
+    def fail(self, error: TidewheelError) -> None:
+        with self._changed:
+            self.error = error
+            self.num_ends += 1
+            self._changed.notify_all()
+
+    def is_cancelled(self) -> bool:
+        return self.gone.is_set()
+
+    def wait_chunks(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.chunks) >= count, TIMEOUT_S)
+
+    def wait_end(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_ends > 0, TIMEOUT_S)
+
+    @property
+    def text(self) -> str:
+        return "".join(chunk.text for chunk in self.chunks)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for chunk in self.chunks for token_id in chunk.token_ids]
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.chunks[-1].finish_reason if self.chunks else None

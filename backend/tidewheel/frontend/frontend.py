@@ -186,20 +186,19 @@ class Frontend:
     def _turn(self, request: LiveRequest) -> None:
         """Sends all that is new of a request in one response."""
         try:
-            chunk = self._advance(request)
-        except TidewheelError as error:
-            self._fail(request, error)
+            answer = self._answer(request)
         except Exception:
             logger.exception("the output of a request could not be made into text")
-            self._fail(request, InternalError("the output could not be made into text"))
-        else:
-            if chunk is not None:
-                self._send(request, chunk)
+            answer = InternalError("the output could not be made into text")
+        if isinstance(answer, Chunk):
+            self._send(request, answer)
+        elif answer is not None:
+            self._fail(request, answer)
         if request.end_turn():
             self._senders.put(request)
 
-    def _advance(self, request: LiveRequest) -> Chunk | None:
-        """The response of this turn, None if there is none yet. Raises the error that the request ended with."""
+    def _answer(self, request: LiveRequest) -> Chunk | TidewheelError | None:
+        """The response of this turn, None if there is none yet."""
         deltas, ending = request.take()
         output = request.output
         if output is not None:
@@ -209,7 +208,7 @@ class Frontend:
         if ending is None:
             return output.take() if output is not None and request.is_streamed and output.has_news else None
         if ending.error is not None:
-            raise ending.error
+            return ending.error
         if output is None:  # cancelled before it was tokenised
             return Chunk(text="", finish_reason=ending.finish_reason)
         return output.take(ending.finish_reason, request.perf(ending.stats))

@@ -60,7 +60,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
         """Token ids, [num_tokens]. `text` must be valid Unicode."""
-        # The batch call is the only one that can skip the offsets, and it releases the GIL.
+        # Unlike `encode`, the batch call releases the GIL (0.23: it held it for 10 s over 4 MB), and skips offsets.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 

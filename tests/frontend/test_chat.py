@@ -1,0 +1,155 @@
+"""Chat messages and the template that makes a prompt of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
+from tidewheel.frontend.chat import ChatTemplate
+from tidewheel.frontend.messages import parse_messages
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+USER = [{"role": "user", "content": "Hi"}]
+
+
+def render(source: str, messages: list[dict[str, str]] | None = None) -> str:
+    return ChatTemplate(source, NAMED).render(messages or USER)
+
+
+def test_blocks_leave_no_whitespace() -> None:
+    source = "{% for m in messages %}\n  {% if m.role %}\n{{ bos_token }}{{ m.content }}\n  {% endif %}\n{% endfor %}"
+    assert render(source) == "<s>Hi\n"
+
+
+def test_the_assistant_is_asked_to_speak() -> None:
+    assert render("{% if add_generation_prompt %}yes{% endif %}") == "yes"
+
+
+def test_helpers_that_templates_rely_on() -> None:
+    assert render("{{ {'ä': '<b>'} | tojson }}") == '{"ä": "<b>"}'
+    assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+    assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
+    assert render("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
+    assert render("a{% generation %}{{ eos_token }}{% endgeneration %}b") == "a</s>b"
+
+
+def test_what_the_template_refuses() -> None:
+    with pytest.raises(InvalidRequest, match="chat template: no system role"):
+        render("{{ raise_exception('no system role') }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",  # immutable
+        "{{ ''.__class__.__mro__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ messages[9].content }}",
+        "{{ 1 / 0 }}",
+        "{{ missing.attribute }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ range(10 ** 9) }}",
+    ],
+)
+def test_the_sandbox_holds_and_failures_are_the_requests(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template"):
+        render(source)
+
+
+def write(folder: Path, file: str, value: object) -> None:
+    (folder / file).write_text(value if isinstance(value, str) else json.dumps(value))
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path, {}) is None
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "list"}]
+    for file, content, expected in [
+        ("tokenizer_config.json", {"chat_template": named}, "list"),
+        ("tokenizer_config.json", {"chat_template": "config"}, "config"),
+        ("chat_template.json", {"chat_template": "json"}, "json"),
+        ("chat_template.jinja", "jinja", "jinja"),
+    ]:
+        write(tmp_path, file, content)
+        template = ChatTemplate.load(tmp_path, {})
+        assert template is not None
+        assert template.render(USER) == expected
+
+
+@pytest.mark.parametrize("value", [3, ["x"], [{"name": "default", "template": 3}], "{% if %}", "{{"])
+def test_a_bad_template_stops_the_load(tmp_path: Path, value: object) -> None:
+    write(tmp_path, "tokenizer_config.json", {"chat_template": value})
+    with pytest.raises(ConfigError, match=r"chat.template"):
+        ChatTemplate.load(tmp_path, {})
+
+
+def test_messages() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": parts, "name": "Ann"}]
+    assert parse_messages(json.dumps(messages)) == [
+        {"role": "system", "content": ""},
+        {"role": "user", "content": "a\nb", "name": "Ann"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("not json", ["messages", "JSON"]),
+        ("[]", ["messages", "one message or more"]),
+        ("{}", ["messages", "list"]),
+        ("[3]", ["messages[0]", "3"]),
+        ('[{"role": "user"}]', ["messages[0].content", "None"]),
+        ('[{"content": "x"}]', ["messages[0].role"]),
+        ('[{"role": "user<|im_end|>", "content": "x"}]', ["messages[0].role"]),
+        ('[{"role": "user", "content": 3}]', ["messages[0].content", "3"]),
+        ('[{"role": "user", "content": "\\ud800"}]', ["messages[0].content", "Unicode"]),
+        ('[{"role": "user", "content": [{"type": "text"}]}]', ["messages[0].content[0].text"]),
+        ('[{"role": "user", "content": ["x"]}]', ["messages[0].content[0]"]),
+        ('[{"role": "user", "content": "x", "rule": 1}]', ["messages[0]", "rule"]),
+        ('[{"role": "user", "role": "user", "content": "x"}]', ["'role'", "twice"]),
+        (json.dumps(USER * 5000), ["5000", "4096"]),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_messages_that_are_refused(text: str, words: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_messages(text)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+        {"role": "assistant", "content": None, "tool_calls": []},
+    ],
+    ids=["image", "tool"],
+)
+def test_known_and_not_offered(message: dict[str, object]) -> None:
+    with pytest.raises(Unsupported):
+        parse_messages(json.dumps([message]))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "name", "x"]), children, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(value=json_values)
+def test_any_json_is_messages_or_refused(value: object) -> None:
+    try:
+        messages = parse_messages(json.dumps(value))
+    except TidewheelError:
+        return
+    assert all(isinstance(message["content"], str) for message in messages)

@@ -1,0 +1,414 @@
+"""The front end as a client and an engine see it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.fake_engine import RecordingSink
+from support.front_ends import Harness, delta, error_info, logprobs, prompt_ids, stats
+from tidewheel.errors import Busy, ConfigError, EngineDead
+from tidewheel.frontend import frontend as frontend_module
+from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.values import Chunk, GenerateRequest
+
+CHAT = json.dumps([{"role": "user", "content": "Hi"}])
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.frontend.close()
+
+
+def ledger(harness: Harness) -> tuple[int, int]:
+    """Received, and accounted for."""
+    stats = harness.frontend.stats()
+    ended = sum(sum(counts.values()) for counts in (stats.finished, stats.rejected, stats.failed))
+    assert stats.num_live == harness.frontend.num_live
+    return stats.num_received, ended + stats.num_live
+
+
+# --- what the engine gets -----------------------------------------------------------------------------------------
+
+
+def test_what_the_engine_gets(harness: Harness) -> None:
+    parameters = {
+        "max_tokens": 9, "stop": "x", "bad_words": ["fox"], "stop_token_ids": [5], "priority": 1, "cache_salt": "s",
+        "temperature": 0,
+    }  # fmt: skip
+    key, _ = harness.submit("the fox", parameters=parameters)
+    message = harness.message(key)
+    assert prompt_ids(message) == harness.encode("the fox")
+    assert message.sampling.max_tokens == 9
+    assert message.sampling.stop == message.sampling.bad_words == ()
+    assert message.stop_token_ids == (2, 5)
+    assert message.bad_words_ids == harness.tokenizer.phrase_ids("fox")
+    assert (message.priority, message.cache_salt, message.sampling.temperature) == (1, "s", 0.0)
+
+
+def test_defaults(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, temperature=0.7)
+    key, _ = harness.submit("the fox", parameters={"ignore_eos": True})
+    message = harness.message(key)
+    assert message.sampling.max_tokens == 256 - len(harness.encode("the fox"))
+    assert message.sampling.temperature == 0.7
+    assert (message.stop_token_ids, message.priority) == ((), 3)
+    harness.frontend.close()
+
+
+def test_a_chat(harness: Harness) -> None:
+    key, sink = harness.submit(messages=CHAT, echo=True)
+    assert prompt_ids(harness.message(key)) == harness.encode("<user>Hi\n<assistant>")
+    harness.deliver(key, harness.encode("Hey"), "length")
+    sink.wait_end()
+    assert sink.text == "<user>Hi\n<assistant>Hey"
+
+
+def test_token_ids_as_prompt(harness: Harness) -> None:
+    ids = harness.encode("the fox")
+    key, sink = harness.submit(input_ids=np.array(ids, dtype=np.int32), echo=True)
+    assert prompt_ids(harness.message(key)) == ids
+    harness.deliver(key, harness.encode(" jumps"), "length")
+    sink.wait_end()
+    assert sink.text == "the fox jumps"
+
+
+# --- what the client gets -----------------------------------------------------------------------------------------
+
+
+def test_one_response_per_token_when_it_keeps_up(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True)
+    ids = harness.encode("the quick fox")
+    for index, token_id in enumerate(ids, start=1):
+        harness.deliver(key, [token_id])
+        sink.wait_chunks(index)
+    harness.deliver(key, [], "length", stats=stats())
+    sink.wait_end()
+    assert sink.text == "the quick fox"
+    assert [len(chunk.token_ids) for chunk in sink.chunks] == [1] * len(ids) + [0]
+    assert [chunk.finish_reason for chunk in sink.chunks] == [None] * len(ids) + ["length"]
+    assert {chunk.num_input_tokens for chunk in sink.chunks} == {len(harness.encode("Hello"))}
+
+
+def test_several_tokens_in_one_response_when_it_is_behind(harness: Harness) -> None:
+    gate = threading.Event()
+    key, sink = harness.submit(sink=RecordingSink(gate), stream=True)
+    ids = harness.encode("the quick brown fox jumps over the lazy dog")
+    for token_id in ids[:-1]:
+        harness.deliver(key, [token_id])
+    harness.deliver(key, ids[-1:], "length")
+    gate.set()
+    sink.wait_end()
+    assert sink.text == "the quick brown fox jumps over the lazy dog"
+    assert sink.token_ids == ids
+    assert len(sink.chunks) <= 2
+
+
+def test_a_blocked_client_holds_up_no_other(harness: Harness) -> None:
+    gate = threading.Event()
+    slow_key, slow = harness.submit(sink=RecordingSink(gate), stream=True)
+    harness.deliver(slow_key, harness.encode("x"))
+    for _ in range(8):
+        submitted = harness.submit(stream=True)
+        assert harness.finish(submitted, "the fox").text == "the fox"
+    assert not slow.chunks
+    gate.set()
+    harness.deliver(slow_key, harness.encode("y"), "length")
+    slow.wait_end()
+    assert slow.text == "xy"
+
+
+def test_without_streaming_there_is_one_response(harness: Harness) -> None:
+    key, sink = harness.submit("the", echo=True)
+    for token_id in (ids := harness.encode(" fox jumps")):
+        harness.deliver(key, [token_id])
+    harness.deliver(key, [2], "stop", stats=stats())
+    sink.wait_end()
+    (chunk,) = sink.chunks
+    assert chunk.text == "the fox jumps"
+    assert chunk.token_ids == [*ids, 2]  # what was sampled, the end token included
+    assert chunk.finish_reason == "stop"
+    assert chunk.perf is not None
+    assert (chunk.perf.first_scheduled_ns, chunk.perf.first_token_ns, chunk.perf.num_reused_blocks) == (5, 7, 3)
+
+
+def test_echo_is_not_for_streams(harness: Harness) -> None:
+    assert harness.finish(harness.submit("the", stream=True, echo=True), " fox").text == " fox"
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one END")])
+def test_a_stop_string_across_tokens(harness: Harness, include: bool, expected: str) -> None:
+    key, sink = harness.submit(stream=True, parameters={"stop": ["END"], "include_stop_str_in_output": include})
+    for char in "one END two":
+        harness.deliver(key, harness.encode(char))
+    sink.wait_end()
+    assert sink.text == expected
+    assert sink.finish_reason == "stop"
+    assert len(sink.token_ids) == len("one END")
+    harness.engine.wait_cancelled(key)
+    harness.deliver(key, [], "cancelled")  # the engine's last word comes too late to matter
+    assert sink.num_ends == 1
+
+
+def test_what_was_held_back_comes_at_the_end(harness: Harness) -> None:
+    submitted = harness.submit(stream=True, parameters={"stop": ["END"]})
+    assert harness.finish(submitted, "one EN").text == "one EN"
+    assert not harness.engine.cancelled
+
+
+def test_a_stop_string_within_min_tokens(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True, parameters={"stop": ["b"], "min_tokens": 3})
+    for char in "abcabc":
+        harness.deliver(key, harness.encode(char))
+    sink.wait_end()
+    assert sink.text == "abca"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"stop_token_ids": [50]}, "xy"),
+        ({"stop_token_ids": [50], "include_stop_str_in_output": True}, "xyQ"),
+    ],
+    ids=["hidden", "included"],
+)
+def test_the_text_of_a_stop_token(harness: Harness, parameters: dict[str, object], expected: str) -> None:
+    (token_id,) = harness.encode("Q")
+    key, sink = harness.submit(stream=True, parameters={**parameters, "stop_token_ids": [token_id]})
+    harness.deliver(key, [*harness.encode("xy"), token_id], "stop")
+    sink.wait_end()
+    assert sink.text == expected
+    assert sink.token_ids[-1] == token_id
+
+
+def test_special_tokens_on_request(harness: Harness) -> None:
+    for skip, expected in ((True, "xy"), (False, "x</s>y")):
+        submitted = harness.submit(parameters={"skip_special_tokens": skip})
+        harness.deliver(submitted.key, [*harness.encode("x"), 2, *harness.encode("y")], "length")
+        submitted.sink.wait_end()
+        assert submitted.sink.text == expected
+
+
+def test_logprobs(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True, parameters={"logprobs": 2})
+    a, b, c = (harness.encode(char)[0] for char in "abc")
+    harness.deliver(key, [a, b], logprobs=[logprobs(a, [c]), logprobs(b, [a, c])])
+    harness.deliver(key, [], "length")
+    sink.wait_end()
+    tokens = [token for chunk in sink.chunks for token in chunk.logprobs or []]
+    assert [token.token_id for token in tokens] == [a, b]
+    assert list(tokens[0].entries.items()) == [(a, (-1.5, 2, "a")), (c, (-0.5, 1, "c"))]
+    assert tokens[1].entries[c] == (-1.0, 2, "c")
+    assert sink.chunks[-1].cumulative_logprob == -3.0
+
+
+def test_no_logprobs_unless_asked(harness: Harness) -> None:
+    chunk = harness.finish(harness.submit(), "x").chunks[-1]
+    assert chunk.logprobs is None
+    assert chunk.cumulative_logprob is None
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({}, ["TW-INPUT", "text_input", "input_ids", "messages"]),
+        ({"text": "x", "messages": CHAT}, ["text_input and messages"]),
+        ({"text": ""}, ["text_input", "empty"]),
+        ({"text": b"caf\xe9"}, ["text_input", "UTF-8", "byte 3"]),
+        ({"text": "\ud800"}, ["text_input", "Unicode"]),
+        ({"text": b"x" * 5000}, ["TW-TOO-LARGE", "text_input", "5000 bytes", "4096"]),
+        ({"text": b"the " * 300}, ["text_input", "tokens", "255", "256"]),
+        ({"text": b"x" * 256}, ["text_input has 256 tokens", "255"]),
+        ({"input_ids": np.array([], dtype=np.int32)}, ["input_ids", "no tokens"]),
+        ({"input_ids": np.array([5, 9999], dtype=np.int32)}, ["input_ids", "9999", "position 1", "419"]),
+        ({"input_ids": np.array([-1], dtype=np.int32)}, ["input_ids", "-1"]),
+        ({"input_ids": np.zeros(256, dtype=np.int32)}, ["input_ids has 256 tokens", "255"]),
+        ({"messages": "[]"}, ["messages"]),
+        ({"text": "x", "parameters": {"max_tokens": 256}}, ["max_tokens is 256", "1 tokens", "255", "256"]),
+        ({"text": "x", "parameters": {"min_tokens": 256}}, ["min_tokens is 256", "255"]),
+        ({"text": "x", "parameters": {"stop_token_ids": [420]}}, ["stop_token_ids", "420", "419"]),
+        ({"text": "x", "parameters": {"logit_bias": {"420": 1}}}, ["logit_bias", "420"]),
+        ({"text": "x", "parameters": {"n": 2}}, ["TW-UNSUPPORTED", "n is 2"]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusals(harness: Harness, asked: dict[str, object], words: list[str]) -> None:
+    error = harness.refuse(**asked)
+    for word in words:
+        assert word in error
+    assert not harness.engine.added
+    assert ledger(harness) == (1, 1)
+    assert sum(harness.frontend.stats().rejected.values()) == 1
+
+
+def test_messages_without_a_template(tmp_path: Path) -> None:
+    harness = Harness(tmp_path, template=None)
+    assert "no chat template" in harness.refuse(messages=CHAT)
+    harness.frontend.close()
+
+
+def test_the_longest_prompt_that_fits(harness: Harness) -> None:
+    key, _ = harness.submit(input_ids=np.full(255, 7, dtype=np.int32))
+    assert harness.message(key).sampling.max_tokens == 1
+
+
+def test_a_wrong_tokenizer_stops_the_load(tmp_path: Path, harness: Harness) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        Frontend(harness.info, tmp_path / "nowhere", harness.engine, max_prompt_bytes=100)
+
+
+@pytest.mark.parametrize("error", [Busy("full", retry_after_ms=5), EngineDead("gone")], ids=["busy", "dead"])
+def test_an_engine_that_refuses(harness: Harness, error: Busy | EngineDead) -> None:
+    harness.engine.refusal = error
+    assert harness.refuse(text="x") == str(error)
+    assert ledger(harness) == (1, 1)
+
+
+def test_too_much_waits_for_the_tokenizer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend_module, "_MAX_PREPARING", 0)
+    assert harness.refuse(text="x").startswith("[TW-BUSY retry_after_ms=250] ")
+    monkeypatch.undo()
+    harness.frontend._max_preparing_bytes = 10
+    assert "10 prompt bytes" in harness.refuse(text="x" * 11)
+    harness.submit("x")
+
+
+def test_a_preparation_that_crashes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise RuntimeError("secret path")
+
+    monkeypatch.setattr(harness.frontend._preparer, "prepare", crash)
+    assert harness.refuse(text="x") == "[TW-INTERNAL] the request could not be prepared"
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_engine(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True)
+    harness.deliver(key, harness.encode("x"))
+    sink.wait_chunks(1)
+    harness.deliver(key, [], "error", error=error_info())
+    sink.wait_end()
+    assert str(sink.error) == "[TW-NUMERIC] logits are not finite"
+    assert harness.frontend.stats().failed == {"TW-NUMERIC": 1}
+    assert not harness.engine.cancelled
+
+
+def test_requests_that_the_engine_lost(harness: Harness) -> None:
+    submitted = [harness.submit(stream=True) for _ in range(5)]
+    harness.frontend.on_lost([s.key for s in submitted] + [999], EngineDead("gone", retry_after_ms=7))
+    for _, sink in submitted:
+        sink.wait_end()
+        assert str(sink.error) == "[TW-ENGINE-DEAD retry_after_ms=7] gone"
+    assert not harness.engine.cancelled
+    assert harness.frontend.stats().failed == {"TW-ENGINE-DEAD": 5}
+
+
+def test_a_client_that_is_gone(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True)
+    harness.deliver(key, harness.encode("x"))
+    sink.wait_chunks(1)
+    sink.gone.set()
+    sink.wait_end()
+    harness.engine.wait_cancelled(key)
+    assert sink.finish_reason == "cancelled"
+    assert harness.frontend.stats().finished == {"cancelled": 1}
+    assert ledger(harness) == (1, 1)
+
+
+def test_cancelled_while_it_waits_for_the_tokenizer(harness: Harness) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    prepare = harness.frontend._preparer.prepare
+
+    def slow(*arguments: object) -> object:
+        started.set()
+        assert go_on.wait(30)
+        return prepare(*arguments)  # type: ignore[arg-type]
+
+    harness.frontend._preparer.prepare = slow  # type: ignore[method-assign, assignment]
+    sink = RecordingSink()
+    harness.frontend.submit(GenerateRequest(text="x"), sink)
+    assert started.wait(30)
+    sink.gone.set()
+    sink.wait_end()
+    go_on.set()
+    harness.frontend.close()
+    assert sink.finish_reason == "cancelled"
+    assert (sink.num_ends, harness.engine.added, harness.engine.cancelled) == (1, {}, [])
+
+
+def test_cancelled_while_the_engine_takes_it(harness: Harness) -> None:
+    """The engine has it when `add` returns, and is told then."""
+    sink = RecordingSink()
+    add = harness.engine.add
+
+    def slow(message: object) -> None:
+        sink.gone.set()
+        sink.wait_end()
+        add(message)  # type: ignore[arg-type]
+
+    harness.engine.add = slow  # type: ignore[method-assign]
+    key, _ = harness.submit("x", sink)
+    harness.engine.wait_cancelled(key)
+    assert sink.finish_reason == "cancelled"
+
+
+class BrokenSink(RecordingSink):
+    def send(self, chunk: Chunk) -> None:
+        raise OSError("the pipe is broken")
+
+
+def test_a_sink_that_raises(harness: Harness) -> None:
+    key, sink = harness.submit(sink=BrokenSink(), stream=True)
+    harness.deliver(key, harness.encode("x"))
+    sink.wait_end()
+    harness.engine.wait_cancelled(key)
+    assert str(sink.error) == "[TW-CANCELLED] the response could not be sent"
+    assert ledger(harness) == (1, 1)
+
+
+def test_output_that_cannot_be_made_into_text(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, sink = harness.submit(stream=True)
+    monkeypatch.setattr(harness.frontend._live[key].output, "push", None)
+    harness.deliver(key, [5])
+    sink.wait_end()
+    harness.engine.wait_cancelled(key)
+    assert str(sink.error) == "[TW-INTERNAL] the output could not be made into text"
+
+
+def test_close(harness: Harness) -> None:
+    submitted = [harness.submit(stream=True) for _ in range(5)]
+    harness.frontend.close()
+    for key, sink in submitted:
+        assert str(sink.error) == "[TW-DRAINING] the server is shutting down"
+        assert (sink.num_ends, key in harness.engine.cancelled) == (1, True)
+    assert harness.refuse(text="late") == "[TW-DRAINING] the server is shutting down"
+    assert ledger(harness) == (6, 6)
+    harness.frontend.close()
+
+
+def test_figures(harness: Harness) -> None:
+    key, sink = harness.submit("Hello", stream=True)
+    harness.deliver(key, [5])
+    harness.deliver(key, [6, 7])
+    harness.frontend.on_deltas([delta(key, [8], "length", stats=stats()), delta(999, [1])])
+    sink.wait_end()
+    figures = harness.frontend.stats()
+    assert figures.finished == {"length": 1}
+    assert figures.num_prompt_tokens == len(harness.encode("Hello"))
+    assert figures.num_generation_tokens == 4
+    assert sum(figures.time_to_first_token.counts) == 1
+    assert sum(figures.inter_token_latency.counts) == 3
+    assert sum(figures.e2e_latency.counts) == sum(figures.queue_time.counts) == 1
+    assert len(figures.queue_time.counts) == len(figures.queue_time.bounds) + 1

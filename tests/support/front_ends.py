@@ -1,0 +1,100 @@
+"""A front end over a scripted engine, and what its clients should see."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from support.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
+from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats, TokenLogprobs
+from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.frontend.values import GenerateRequest, ParameterSource
+
+
+class Submitted(NamedTuple):
+    key: int
+    sink: RecordingSink
+
+
+class Harness:
+    """`submit` waits until the engine has the request; deltas are then delivered by the test."""
+
+    def __init__(self, folder: Path, *, num_senders: int = 2, max_prompt_bytes: int = 4096, **files: object) -> None:
+        vocab_size = write_model_folder(folder, **files)  # type: ignore[arg-type]
+        self.engine = FakeEngine()
+        self.info = make_info(folder, vocab_size=vocab_size)
+        self.tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
+        self.frontend = Frontend(
+            self.info,
+            folder,
+            self.engine,
+            max_prompt_bytes=max_prompt_bytes,
+            num_senders=num_senders,
+            poll_interval_s=0.001,
+        )
+        self._arrivals = itertools.count(1)
+
+    def submit(self, text: str = "Hello", sink: RecordingSink | None = None, **asked: object) -> Submitted:
+        sink = sink or RecordingSink()
+        arrival_ns = next(self._arrivals)  # names the request in what the engine gets
+        parameters = asked.pop("parameters", {})
+        sources = (ParameterSource(origin="sampling_parameters", values=parameters),)  # type: ignore[arg-type]
+        prompt = {} if {"input_ids", "messages"} & asked.keys() else {"text": text}
+        request = GenerateRequest(arrival_ns=arrival_ns, parameters=sources, **prompt, **asked)  # type: ignore[arg-type]
+        num_added = len(self.engine.added)
+        self.frontend.submit(request, sink)
+        self.engine.wait_added(num_added + 1)
+        (key,) = (key for key, message in self.engine.added.items() if message.arrival_ns == arrival_ns)
+        return Submitted(key, sink)
+
+    def refuse(self, **asked: object) -> str:
+        """The error that a request is answered with."""
+        sink = RecordingSink()
+        parameters = (ParameterSource(origin="sampling_parameters", values=asked.pop("parameters", {})),)  # type: ignore[arg-type]
+        self.frontend.submit(GenerateRequest(parameters=parameters, **asked), sink)  # type: ignore[arg-type]
+        sink.wait_end()
+        assert sink.error is not None
+        return str(sink.error)
+
+    def message(self, key: int) -> AddRequest:
+        return self.engine.added[key]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).tolist()  # type: ignore[no-any-return]
+
+    def deliver(self, key: int, token_ids: Sequence[int] = (), finish_reason: str = "", **fields: object) -> None:
+        self.frontend.on_deltas([delta(key, token_ids, finish_reason, **fields)])
+
+    def finish(self, submitted: Submitted, text: str, finish_reason: str = "length") -> RecordingSink:
+        """All of the output in one delta."""
+        self.deliver(submitted.key, self.encode(text), finish_reason)
+        submitted.sink.wait_end()
+        return submitted.sink
+
+
+def delta(key: int, token_ids: Sequence[int] = (), finish_reason: str = "", **fields: object) -> Delta:
+    return Delta(key=key, token_ids=list(token_ids), finish_reason=finish_reason, **fields)  # type: ignore[arg-type]
+
+
+def error_info(tag: str = "TW-NUMERIC", message: str = "logits are not finite") -> ErrorInfo:
+    return ErrorInfo(tag, message)
+
+
+def stats(first_scheduled_ns: int = 5) -> RequestStats:
+    return RequestStats(
+        first_scheduled_ns=first_scheduled_ns, first_token_ns=7, last_token_ns=9, num_cached_tokens=0,
+        num_reused_blocks=3, num_new_blocks=4, num_preemptions=0,
+    )  # fmt: skip
+
+
+def logprobs(token_id: int, others: Sequence[int]) -> TokenLogprobs:
+    return TokenLogprobs(-1.5, 2, (*others, token_id), tuple(-0.5 * (i + 1) for i in range(len(others) + 1)))
+
+
+def prompt_ids(message: AddRequest) -> list[int]:
+    return np.frombuffer(message.prompt, dtype="<i4").tolist()  # type: ignore[no-any-return]

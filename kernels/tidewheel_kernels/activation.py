@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import silu
 
 from tidewheel_kernels.backend import Op
 
@@ -19,4 +20,10 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
-_OP = Op("silu_and_mul", reference=silu_and_mul_reference, kernel="jit.activation:silu_and_mul")
+def silu_and_mul_cpu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Two passes in the input's dtype."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate).mul_(up)
+
+
+_OP = Op("silu_and_mul", reference=silu_and_mul_reference, kernel="jit.activation:silu_and_mul", cpu=silu_and_mul_cpu)

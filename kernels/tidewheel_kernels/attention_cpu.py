@@ -27,8 +27,8 @@ def paged_attention_cpu(
     sliding_window: int,
     soft_cap: float,
 ) -> None:
-    plan = _planned(meta, PlanKey(k_cache.shape[1], q.shape[1], k_cache.shape[2], sliding_window, q.dtype))
-    head_dim = q.shape[2]
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype))
     keys, values = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
     for group in plan.groups:
         k = keys.index_select(0, group.gather).view(group.num_seqs, group.num_heads, -1, head_dim)

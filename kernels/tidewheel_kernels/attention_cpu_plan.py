@@ -19,6 +19,9 @@ MAX_QUERY_LEN = 256
 # Padded keys that cost less than one more call (measured: some 40 µs a call, 0.4 µs a key).
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
+# Gathered keys of one group: larger results come from fresh pages of the system at every call, which costs more than
+# the attention itself (measured: 12 MB of keys 73 ms, the same in parts of 2 MB 19 ms).
+MAX_GATHERED_BYTES = 2 << 20
 
 
 class PlanKey(NamedTuple):
@@ -27,6 +30,7 @@ class PlanKey(NamedTuple):
     block_size: int
     num_q_heads: int
     num_kv_heads: int
+    head_dim: int
     sliding_window: int
     dtype: torch.dtype
 
@@ -76,7 +80,8 @@ def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
     seq_lens = meta.host_seq_lens().astype(np.int64)
     block_tables = meta.block_tables.numpy()
     pieces = cut(starts, seq_lens, key.sliding_window)
-    groups = [_group(part, block_tables, key) for part in grouped(pieces)]
+    bytes_per_key = key.num_kv_heads * key.head_dim * key.dtype.itemsize
+    groups = [_group(part, block_tables, key) for part in grouped(pieces, MAX_GATHERED_BYTES // bytes_per_key)]
     empty = np.flatnonzero(np.repeat(seq_lens == 0, np.diff(starts)))
     return Plan(groups, torch.from_numpy(empty))
 
@@ -96,14 +101,17 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
     return Pieces(seq, starts[seq] + offset, query_len, key_start, first_position + query_len)
 
 
-def grouped(pieces: Pieces) -> Iterator[Pieces]:
-    """Parts of equal query length and similar key count: at most a quarter of padding, plus what a call costs."""
+def grouped(pieces: Pieces, max_keys: int) -> Iterator[Pieces]:
+    """Parts of equal query length and similar key count: at most a quarter of padding, plus what a call costs.
+
+    A part of several pieces has at most `max_keys` keys, padding included.
+    """
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()
     for i, keys in enumerate(num_keys):
         padded = (i - begin + 1) * keys
-        full = padded > MAX_PADDING_RATIO * (total + keys) + FREE_PADDING
+        full = padded > min(MAX_PADDING_RATIO * (total + keys) + FREE_PADDING, max_keys)
         if i > begin and (full or query_len[i] != query_len[begin]):
             yield ordered.take(slice(begin, i))
             begin, total = i, 0

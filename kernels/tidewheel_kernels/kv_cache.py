@@ -35,6 +35,17 @@ def write_kv_cache_reference(
     v_cache.index_put_(index, v[kept].to(v_cache.dtype))
 
 
+def write_kv_cache_cpu(
+    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
+) -> None:
+    """One copy per cache where no row is padding; needs caches whose blocks lie one behind the other."""
+    if bool((slot_mapping < 0).any()):
+        write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache)
+        return
+    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
+    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
+
+
 def copy_blocks(
     caches: Sequence[torch.Tensor] | torch.Tensor,  # each, or each caches[i]: [num_blocks, ...]
     src: torch.Tensor,  # [num_copies] int64, on the caches' device
@@ -58,5 +69,7 @@ def copy_blocks_reference(stack: torch.Tensor, src: torch.Tensor, dst: torch.Ten
     stack[:, dst.long()] = stack[:, src.long()]
 
 
-_WRITE = Op("write_kv_cache", reference=write_kv_cache_reference, kernel="jit.kv_cache:write_kv_cache")
+_WRITE = Op(
+    "write_kv_cache", reference=write_kv_cache_reference, kernel="jit.kv_cache:write_kv_cache", cpu=write_kv_cache_cpu
+)
 _COPY = Op("copy_blocks", reference=copy_blocks_reference, kernel="jit.kv_cache:copy_blocks")

@@ -40,4 +40,18 @@ def rms_norm_reference(
     return normed if residual is None else (normed, total)
 
 
-_OP = Op("rms_norm", reference=rms_norm_reference, kernel="jit.rms_norm:rms_norm")
+def rms_norm_cpu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    weight_offset: float = 0.0,
+) -> NormResult:
+    total = x if residual is None else x + residual
+    weight = weight + weight_offset if weight_offset else weight
+    normed = torch.rms_norm(total, weight.shape, weight, eps)
+    return normed if residual is None else (normed, total)
+
+
+_OP = Op("rms_norm", reference=rms_norm_reference, kernel="jit.rms_norm:rms_norm", cpu=rms_norm_cpu)

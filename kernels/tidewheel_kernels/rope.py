@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tidewheel_kernels.backend import Op
-from tidewheel_kernels.kv_cache import write_kv_cache_reference
+from tidewheel_kernels.kv_cache import write_kv_cache_cpu, write_kv_cache_reference
 from tidewheel_kernels.rms_norm import rms_norm_reference
 
 
@@ -63,6 +63,34 @@ def rope_and_cache_reference(
     write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache)
 
 
+def rope_and_cache_cpu(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Rotates with three passes per tensor: x * cat(cos, cos) + swapped halves of x * cat(-sin, sin)."""
+    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    cosines, sines = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    rotary_dim = cosines.shape[-1]
+    for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+        values = heads.float() if weight is None else torch.rms_norm(heads.float(), weight.shape, weight.float(), eps)
+        first, second = values[..., :rotary_dim].chunk(2, dim=-1)
+        swapped = torch.cat((second, first), dim=-1)
+        heads[..., :rotary_dim] = torch.addcmul(values[..., :rotary_dim] * cosines, swapped, sines)
+        if weight is not None and rotary_dim < heads.shape[-1]:
+            heads[..., rotary_dim:] = values[..., rotary_dim:]
+    write_kv_cache_cpu(k, v, slot_mapping, k_cache, v_cache)
+
+
 def rotate_neox(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the first ``2 * cos.shape[-1]`` elements of x's last dimension; cos and sin broadcast over heads."""
     half = cos.shape[-1]
@@ -76,4 +104,6 @@ def _normed(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     return normed
 
 
-_OP = Op("rope_and_cache", reference=rope_and_cache_reference, kernel="jit.rope:rope_and_cache")
+_OP = Op(
+    "rope_and_cache", reference=rope_and_cache_reference, kernel="jit.rope:rope_and_cache", cpu=rope_and_cache_cpu
+)

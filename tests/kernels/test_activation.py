@@ -5,16 +5,18 @@ import torch
 
 from support.kernel_harness import RATIO, assert_close
 from tidewheel_kernels import silu_and_mul
-from tidewheel_kernels.activation import silu_and_mul_reference
+from tidewheel_kernels.activation import silu_and_mul_cpu, silu_and_mul_reference
 from tidewheel_kernels.jit.activation import silu_and_mul as silu_and_mul_triton
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tokens", "size"), [(1, 1), (63, 100), (2, 2049), (0, 16)], ids=str)
-def test_kernel_equals_reference(device: str, tokens: int, size: int, dtype: torch.dtype) -> None:
+def test_equals_reference(device: str, tokens: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     gate_up = torch.randn(tokens, 2 * size, device=device).mul(4).to(dtype)
-    assert_close("silu_and_mul", silu_and_mul_reference(gate_up), silu_and_mul_triton(gate_up), RATIO[dtype])
+    reference = silu_and_mul_reference(gate_up)
+    assert_close("kernel", reference, silu_and_mul_triton(gate_up), RATIO[dtype])
+    assert_close("cpu", reference, silu_and_mul_cpu(gate_up), RATIO[dtype])
 
 
 def test_large_gates_do_not_overflow(device: str) -> None:

@@ -15,7 +15,8 @@ from tidewheel_kernels.attention_cpu_plan import (
     make_plan,
 )
 
-KEY = PlanKey(block_size=16, num_q_heads=4, num_kv_heads=2, sliding_window=0, dtype=torch.float32)
+MAX_KEYS = 2000
+KEY = PlanKey(block_size=16, num_q_heads=4, num_kv_heads=2, head_dim=8, sliding_window=0, dtype=torch.float32)
 
 
 def random_lengths(seed: int) -> list[tuple[int, int]]:
@@ -38,12 +39,13 @@ def test_every_row_is_in_one_group(seed: int) -> None:
 def test_padding_stays_small_and_calls_few(seed: int) -> None:
     lengths = random_lengths(seed)
     starts = np.cumsum([0, *(query_len for query_len, _ in lengths)])
-    parts = list(grouped(cut(starts, np.array([seq_len for _, seq_len in lengths]), 0)))
+    parts = list(grouped(cut(starts, np.array([seq_len for _, seq_len in lengths]), 0), MAX_KEYS))
     for part in parts:
         assert len(set(part.query_len.tolist())) == 1
         padded = int(part.num_keys.max()) * len(part.num_keys)
         assert padded <= MAX_PADDING_RATIO * int(part.num_keys.sum()) + FREE_PADDING
-    assert sum(part.query_len[0] == 1 for part in parts) <= 10
+        assert padded <= MAX_KEYS or len(part.num_keys) == 1
+    assert sum(part.query_len[0] == 1 for part in parts) <= 14
 
 
 def test_long_chunks_are_cut_and_early_pieces_read_fewer_keys() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -7,21 +9,32 @@ from support.kernel_harness import NAN
 from tidewheel_kernels import copy_blocks, write_kv_cache
 from tidewheel_kernels.jit.kv_cache import copy_blocks as copy_blocks_triton
 from tidewheel_kernels.jit.kv_cache import write_kv_cache as write_triton
-from tidewheel_kernels.kv_cache import write_kv_cache_reference
+from tidewheel_kernels.kv_cache import write_kv_cache_cpu, write_kv_cache_reference
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (2, 80), (3, 128)], ids=str)
-def test_write_stores_strided_rows_and_skips_padding(device: str, heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize("write", [write_triton, write_kv_cache_cpu], ids=["triton", "cpu"])
+def test_write_stores_strided_rows_and_skips_padding(
+    device: str, write: Callable[..., None], heads: int, head_dim: int
+) -> None:
     torch.manual_seed(0)
     kv = torch.randn(5, 2 * heads, head_dim, device=device)
     k, v = kv[:, :heads], kv[:, heads:]
     slots = torch.tensor([17, -1, 0, 63, 16], device=device)
     ours, reference = (torch.full((2, 4, 16, heads, head_dim), NAN, device=device) for _ in range(2))
-    write_triton(k, v, slots, ours[0], ours[1])
+    write(k, v, slots, ours[0], ours[1])
     write_kv_cache_reference(k, v, slots, reference[0], reference[1])
     assert torch.equal(ours.nan_to_num(7.0), reference.nan_to_num(7.0))
     assert torch.equal(ours[0, 1, 1], k[0]) and torch.equal(ours[1, 3, 15], v[3])
     assert ours[:, 2].isnan().all()
+
+
+def test_write_without_padding_on_the_cpu() -> None:
+    kv = torch.randn(2, 3, 2, 8)
+    cache = torch.full((2, 2, 16, 2, 8), NAN)
+    write_kv_cache(kv[0], kv[1], torch.tensor([31, 0, 16]), cache[0], cache[1])
+    assert torch.equal(cache.flatten(1, 2)[:, [31, 0, 16]], kv)
+    assert int(cache.isnan().sum()) == cache.numel() - kv.numel()
 
 
 def test_write_of_no_token(device: str) -> None:

@@ -29,7 +29,7 @@ DECODE_1 = Batch("one-token", [(1, 1)])
 DECODES = Batch("decodes", [(1, 40), (1, 7), (1, 0), (1, 129), (1, 64)])
 LONG_DECODE = Batch("long-decode", [(1, 700)])
 PREFILL_63 = Batch("prefill-63", [(63, 63)])
-MIXED = Batch("mixed", [(1, 33), (1, 5), (3, 9), (20, 20), (1, 17), (70, 133), (2, 300)])
+MIXED = Batch("mixed", [(1, 33), (1, 5), (3, 9), (20, 20), (1, 17), (50, 83), (2, 150)])
 ALL_BATCHES = [DECODE_1, DECODES, LONG_DECODE, PREFILL_63, MIXED]
 
 

@@ -1,38 +1,48 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from support.kernel_harness import RATIO, assert_close
 from tidewheel_kernels.jit.rms_norm import rms_norm as rms_norm_triton
-from tidewheel_kernels.rms_norm import rms_norm, rms_norm_reference
+from tidewheel_kernels.rms_norm import NormResult, rms_norm, rms_norm_cpu, rms_norm_reference
 
+Function = Callable[..., NormResult]
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [rms_norm_triton, rms_norm_cpu], ids=["triton", "cpu"])
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=lambda v: f"offset={v}")
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (63, 100), (3, 1024), (0, 64)], ids=lambda v: str(v))
-def test_kernel_equals_reference(device: str, tokens: int, hidden: int, offset: float, dtype: torch.dtype) -> None:
+def test_equals_reference(
+    device: str, implementation: Function, tokens: int, hidden: int, offset: float, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     x = torch.randn(tokens, 2 * hidden, device=device).to(dtype)[:, :hidden]
     weight = torch.rand(hidden, device=device).to(dtype)
     assert_close(
         "normed",
         rms_norm_reference(x, weight, 1e-5, weight_offset=offset),
-        rms_norm_triton(x, weight, 1e-5, weight_offset=offset),
+        implementation(x, weight, 1e-5, weight_offset=offset),
         RATIO[dtype],
     )
 
 
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (63, 100), (0, 64)], ids=lambda v: str(v))
-def test_fused_residual_equals_reference(device: str, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+def test_fused_residual_equals_reference(
+    device: str, implementation: Function, tokens: int, hidden: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     x, residual = (torch.randn(tokens, hidden, device=device).to(dtype) for _ in range(2))
     weight = torch.rand(hidden, device=device).to(dtype)
     given = x.clone(), residual.clone()
-    normed, total = rms_norm_triton(x, weight, 1e-5, residual)
+    normed, total = implementation(x, weight, 1e-5, residual)
     ref_normed, ref_total = rms_norm_reference(x, weight, 1e-5, residual)
     assert_close("normed", ref_normed, normed, RATIO[dtype])
     # The interpreter truncates to bfloat16 where GPUs round.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from support.kernel_harness import NAN, RATIO, assert_close
 from tidewheel_kernels import rope_and_cache
 from tidewheel_kernels.jit.rope import rope_and_cache as rope_triton
-from tidewheel_kernels.rope import rope_and_cache_reference
+from tidewheel_kernels.rope import rope_and_cache_cpu, rope_and_cache_reference
 
 
 class Case(NamedTuple):
@@ -40,13 +41,13 @@ CASES = [
 
 
 class Inputs:
-    """Views into one fused QKV tensor, and a poisoned cache of interleaved keys and values."""
+    """Views into one fused QKV tensor, and poisoned caches."""
 
     def __init__(self, case: Case, device: str) -> None:
         torch.manual_seed(0)
         heads = case.q_heads + 2 * case.kv_heads
         self.qkv = torch.randn(case.tokens, heads * case.head_dim, device=device).to(case.dtype)
-        self.caches = torch.full((4, 2, 16, case.kv_heads, case.head_dim), NAN, device=device, dtype=case.dtype)
+        self.caches = torch.full((2, 4, 16, case.kv_heads, case.head_dim), NAN, device=device, dtype=case.dtype)
         angles = torch.rand(100, case.rotary_dim // 2, device=device) * 6
         self.cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
         self.positions = torch.randint(0, 100, (case.tokens,), device=device)
@@ -56,20 +57,21 @@ class Inputs:
         self._sizes = [case.q_heads, case.kv_heads, case.kv_heads]
         self._head_dim = case.head_dim
 
-    def run(self, function: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, function: Callable[..., None]) -> tuple[torch.Tensor, torch.Tensor]:
         qkv, caches = self.qkv.clone(), self.caches.clone()
         q, k, v = qkv.view(qkv.shape[0], sum(self._sizes), self._head_dim).split(self._sizes, dim=1)
         function(
-            q, k, v, self.cos_sin, self.positions, self.slots, caches[:, 0], caches[:, 1],
+            q, k, v, self.cos_sin, self.positions, self.slots, caches[0], caches[1],
             q_norm_weight=self.weights[0], k_norm_weight=self.weights[1], eps=1e-5,
         )  # fmt: skip
         return qkv, caches
 
 
+@pytest.mark.parametrize("implementation", [rope_triton, rope_and_cache_cpu], ids=["triton", "cpu"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernel_equals_reference(device: str, case: Case) -> None:
+def test_equals_reference(device: str, implementation: Callable[..., None], case: Case) -> None:
     inputs = Inputs(case, device)
-    (qkv, caches), (ref_qkv, ref_caches) = inputs.run(rope_triton), inputs.run(rope_and_cache_reference)
+    (qkv, caches), (ref_qkv, ref_caches) = inputs.run(implementation), inputs.run(rope_and_cache_reference)
     assert_close("qkv", ref_qkv, qkv, RATIO[case.dtype])
     assert torch.equal(caches.isnan(), ref_caches.isnan())
     assert_close("caches", ref_caches.nan_to_num(0.0), caches.nan_to_num(0.0), RATIO[case.dtype])

@@ -208,7 +208,7 @@ def test_packed_weights_compute_the_same() -> None:
 
 def test_a_download_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> str:
-        raise OSError("network is unreachable\nsecond line")
+        raise OSError("network is\nunreachable")
 
     monkeypatch.setattr(source, "snapshot_download", fail)
     with pytest.raises(ConfigError, match=r"'owner/name' .* network is unreachable$"):

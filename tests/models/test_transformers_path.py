@@ -16,7 +16,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.base import CausalLM, no_progress
 from tidewheel.models.config_file import read_config
 from tidewheel.models.loader import load_model
-from tidewheel.models.transformers_attention import AttentionCall, install
+from tidewheel.models.transformers_attention import IMPLEMENTATION, AttentionCall, install
 from tidewheel.models.transformers_probe import ProbeResult, probe
 
 CPU = torch.device("cpu")
@@ -63,7 +63,12 @@ ROPE = {"rope_theta": 10000.0}
         ("NoSuchForCausalLM", transformers.LlamaConfig(), {}, "architecture 'NoSuchForCausalLM' is unknown"),
         ("LlamaModel", transformers.LlamaConfig(), {}, "architecture 'LlamaModel' is unknown"),
         ("FalconForCausalLM", transformers.FalconConfig(**SMALL, alibi=True), {}, "ALiBi"),
-        ("GPTJForCausalLM", transformers.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=8), {}, "GPTJ"),
+        (
+            "GPTJForCausalLM",
+            transformers.GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=8),
+            {},
+            "does not go through",
+        ),
         (
             "GPT2LMHeadModel",
             transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, add_cross_attention=True),
@@ -104,6 +109,14 @@ def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, "auto_map": {"AutoModel": "evil.Model"}}))
     assert "run code from the model folder" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_attn_implementation_internal"])
+def test_a_folder_does_not_choose_the_attention(tmp_path: Path, key: str) -> None:
+    tiny_models.save(tiny_models.gpt2, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, key: "some-owner/some-kernel"}))
+    assert load(tmp_path)._model.config._attn_implementation == IMPLEMENTATION
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:

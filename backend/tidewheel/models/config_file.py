@@ -117,3 +117,8 @@ def checkpoint_dtype(fields: Fields) -> str | None:
     """Name of the dtype that the weights are stored in, where `config.json` says so and we serve it."""
     name = fields.values.get("dtype") or fields.values.get("torch_dtype")
     return name if isinstance(name, str) and name in DTYPE_NAMES else None
+
+
+def one_line(error: Exception, limit: int = 400) -> str:
+    """What a library said, as part of a message of ours."""
+    return " ".join(str(error).split())[:limit] or type(error).__name__

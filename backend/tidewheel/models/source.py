@@ -8,6 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.config_file import one_line
 
 # Data only: no code and no pickled weights are ever fetched.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
@@ -26,5 +27,6 @@ def resolve_folder(model: str) -> Path:
     except HFValidationError:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model {model!r} is no folder and cannot be fetched from Hugging Face: {reason}") from None
+        raise ConfigError(
+            f"model {model!r} is no folder and cannot be fetched from Hugging Face: {one_line(error)}"
+        ) from None

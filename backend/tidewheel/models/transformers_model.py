@@ -12,15 +12,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.base import KVLayer, ModelShape, Progress
-from tidewheel.models.config_file import Fields, architecture
+from tidewheel.models.config_file import Fields, architecture, one_line
 from tidewheel.models.registry import NATIVE
 from tidewheel.models.transformers_attention import IMPLEMENTATION, PagedAttention, install
 from tidewheel.models.transformers_checks import check_class, check_config
-from tidewheel.models.transformers_probe import probe
+from tidewheel.models.transformers_probe import NO_INTERFACE, probe
 from tidewheel.models.weights import STAGE, checkpoint_files, named
 from tidewheel_kernels import AttentionMetadata
 
-MAX_REASON = 400  # characters of a message of the library that an error repeats
+# A folder does not choose how its model is run: some of these values would make the library fetch code.
+IMPLEMENTATION_KEYS = ("attn_implementation", "experts_implementation")
 
 
 class TransformersModel:
@@ -68,10 +69,11 @@ def transformers_config(fields: Fields) -> tuple[Any, Any]:
         )
     cls = getattr(transformers, name)
     check_class(cls, name)
+    values = {k: v for k, v in fields.values.items() if not k.startswith("_") and k not in IMPLEMENTATION_KEYS}
     try:
-        config = cls.config_class.from_dict(dict(fields.values))
+        config = cls.config_class.from_dict(values)
     except Exception as error:  # the library raises whatever its validators raise
-        raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {_one_line(error)}") from error
+        raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {one_line(error)}") from error
     check_config(config, name)
     return cls, config
 
@@ -104,7 +106,9 @@ def load_transformers_model(
     except ConfigError:
         raise
     except Exception as error:  # the library raises whatever its layers raise
-        raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {_one_line(error)}") from error
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # a model with a table of its own
+            raise ConfigError(f"{cls.__name__} is not offered: {NO_INTERFACE}") from error
+        raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {one_line(error)}") from error
     progress(STAGE, 1.0)
     return TransformersModel(model.to(device).eval().requires_grad_(False), cls.__name__, device)
 
@@ -126,7 +130,3 @@ def _from_files(folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> Any:
     if info["unexpected_keys"]:
         raise ConfigError(f"{folder}: the checkpoint has {named(info['unexpected_keys'])}, which has no place")
     return model
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]

@@ -13,10 +13,12 @@ import torch
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.base import KVLayer
+from tidewheel.models.config_file import one_line
 from tidewheel.models.transformers_attention import IMPLEMENTATION, AttentionCall, AttentionSlot, PagedAttention
 from tidewheel.models.transformers_checks import expected_window
 from tidewheel_kernels import AttentionMetadata
 
+NO_INTERFACE = "its attention does not go through transformers' interface"
 NUM_TOKENS = 16
 # Largest root-mean-square difference of the logits, relative to their size.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -40,7 +42,7 @@ class Probe(PagedAttention):
             raise ValueError(f"layer {call.layer} attends twice")
         _check_call(call, expected_window(self._config, call.layer))
         num_kv_heads, head_dim = call.key.shape[1], call.key.shape[3]
-        shape = (1, NUM_TOKENS, num_kv_heads, head_dim)
+        shape = (1, NUM_TOKENS, num_kv_heads, head_dim)  # one block
         self.caches[call.layer] = (call.key.new_zeros(shape), call.key.new_zeros(shape))
         return super().attend(call)
 
@@ -93,10 +95,9 @@ def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> P
         with slot.holding(probed):
             paged = model(**inputs).logits.float()
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{name} cannot run with paged attention: {reason}") from error
+        raise ConfigError(f"{name} cannot run with paged attention: {one_line(error)}") from error
     if not probed.caches:
-        raise ConfigError(f"{name} is not offered: its attention does not go through transformers' interface")
+        raise ConfigError(f"{name} is not offered: {NO_INTERFACE}")
     layers = sorted(probed.caches)
     if layers != list(range(model.config.num_hidden_layers)):
         raise ConfigError(f"{name} is not offered: {len(layers)} of {model.config.num_hidden_layers} layers attend")

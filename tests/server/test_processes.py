@@ -81,8 +81,8 @@ def test_another_process_with_the_same_number_is_not_the_one(child: subprocess.P
 
 def test_reap_leaves_the_one_to_keep(child: subprocess.Popen[bytes]) -> None:
     other = subprocess.Popen(["/bin/true"])
+    child.kill()
     for one in (child, other):
-        one.kill()
         os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
     processes.reap(keep=child.pid)
     assert processes.read(other.pid) is None

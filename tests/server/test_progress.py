@@ -32,6 +32,8 @@ def test_a_log_gets_a_line_per_stage(engines: dict[str, Path]) -> None:
     out = io.StringIO()
     progress = LoadProgress(engines, out)
     progress.update()
+    write(engines["demo"], "loading")
+    progress.update()
     write(engines["demo"], "loading", "weights", 0.1)
     progress.update()
     write(engines["demo"], "loading", "weights", 0.7)
@@ -40,7 +42,7 @@ def test_a_log_gets_a_line_per_stage(engines: dict[str, Path]) -> None:
     write(engines["demo"], "ready")
     progress.update()
     progress.close()
-    assert out.getvalue().splitlines() == ["  demo: weights", "  other: weights", "  demo: ready"]
+    assert out.getvalue().splitlines() == ["  demo: starting", "  demo: weights", "  other: weights", "  demo: ready"]
 
 
 def test_a_terminal_gets_a_bar_that_goes_away(engines: dict[str, Path]) -> None:

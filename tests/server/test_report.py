@@ -7,7 +7,7 @@ import pytest
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.server.launch import Endpoints
 from tidewheel.server.ports import Ports
-from tidewheel.server.report import summary, version_warning
+from tidewheel.server.report import describe_endpoints, describe_models, version_warning
 from tidewheel.server.triton_http import DeployedModel
 
 INFO = EngineInfo(
@@ -39,8 +39,10 @@ def endpoints(grpc: int = 8001, host: str = "127.0.0.1") -> Endpoints:
     return Endpoints(host=host, ports=Ports(http=8000, grpc=grpc, metrics=8002))
 
 
-def test_summary() -> None:
-    text = summary("2.51.0", "from somewhere", endpoints(), MODELS, {"demo": INFO})
+def test_what_runs_and_where() -> None:
+    text = describe_models("2.51.0", "from somewhere", MODELS, {"demo": INFO}) + describe_endpoints(
+        endpoints(), MODELS
+    )
     for part in (
         "Triton 2.51.0 (from somewhere)",
         "demo: LlamaForCausalLM, float32, on cpu (2 threads)",
@@ -57,12 +59,12 @@ def test_summary() -> None:
 
 
 def test_examples_name_the_server_only_when_it_is_not_the_usual_one() -> None:
-    text = summary("2.51.0", "x", endpoints(grpc=9001, host="0.0.0.0"), MODELS, {})
+    text = describe_endpoints(endpoints(grpc=9001, host="0.0.0.0"), MODELS)
     assert "tidewheel generate --url 127.0.0.1:9001 --model demo" in text
 
 
 def test_no_example_without_a_model_of_ours() -> None:
-    assert "Try it" not in summary("2.51.0", "x", endpoints(), MODELS[2:], {})
+    assert "Try it" not in describe_endpoints(endpoints(), MODELS[2:])
 
 
 @pytest.mark.parametrize(

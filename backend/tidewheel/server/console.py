@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Literal
 
 from tqdm import tqdm
 
 from tidewheel.server.server_log import LogLine
 
+Phase = Literal["loading", "ready", "stopping"]
+_SHOWN: dict[Phase, str] = {"loading": "W", "ready": "WEF", "stopping": ""}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 
 
@@ -24,11 +27,13 @@ class Console:
     def note(self, text: str) -> None:
         self._write(f"tidewheel: {text}", sys.stderr)
 
-    def server_line(self, line: LogLine, loading: bool) -> None:
-        """Problems alone, unless verbose. While models load no errors: the reason is reported once, at the end."""
+    def server_line(self, line: LogLine, phase: Phase) -> None:
+        """Problems alone, unless verbose. While models load, no errors: the reason is reported once, at the end.
+        While the server stops, nothing: parts that miss each other are no news.
+        """
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
-        elif line.is_problem and not (loading and line.level != "W"):
+        elif line.is_problem and line.level in _SHOWN[phase]:
             self.note(f"{_LEVELS[line.level]}: {line.message.strip()}")
 
     def _write(self, text: str, stream: object) -> None:

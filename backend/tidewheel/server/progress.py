@@ -39,10 +39,10 @@ class LoadProgress:
         self._bars.clear()
 
     def _show(self, name: str, status: Status) -> None:
-        stage = "ready" if status.state == "ready" else status.stage
+        stage = "ready" if status.state == "ready" else status.stage or "starting"
         if self._on_terminal:
             self._show_bar(name, stage, 1.0 if status.state == "ready" else status.fraction)
-        elif stage and self._stages.get(name) != stage:
+        elif self._stages.get(name) != stage:
             self._stages[name] = stage
             print(f"  {name}: {stage}", file=self._stream, flush=True)
 

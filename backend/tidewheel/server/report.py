@@ -17,20 +17,20 @@ _DEFAULT_GRPC_PORT = 8001
 _PROMPT = "A tuple is"
 
 
-def summary(
-    version: str,
-    origin: str,
-    endpoints: Endpoints,
-    models: Sequence[DeployedModel],
-    infos: Mapping[str, EngineInfo],
+def describe_models(
+    version: str, origin: str, models: Sequence[DeployedModel], infos: Mapping[str, EngineInfo]
 ) -> str:
-    """The whole notice. `infos`: model name → what its engine resolved."""
-    host, ports = endpoints.host, endpoints.ports
+    """What runs. `infos`: model name → what its engine resolved."""
     lines = ["", f"Tidewheel {__version__} on Triton {version or 'of unknown version'} ({origin})", ""]
     for model in models:
         lines += _model_lines(model, infos)
-    lines += [
-        "",
+    return "\n".join([*lines, ""])
+
+
+def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) -> str:
+    """Where it runs, and examples to paste."""
+    host, ports = endpoints.host, endpoints.ports
+    lines = [
         f"  HTTP      http://{authority(host, ports.http)}",
         f"  gRPC      {authority(host, ports.grpc)}",
         f"  metrics   http://{authority(host, ports.metrics)}/metrics",

@@ -16,7 +16,7 @@ from tidewheel.server.launch import Endpoints
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.ports import Ports, authority
 from tidewheel.server.progress import LoadProgress
-from tidewheel.server.report import summary, version_warning
+from tidewheel.server.report import describe_endpoints, describe_models, version_warning
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.signals import StopSignals
 from tidewheel.server.supervisor import Supervisor
@@ -69,7 +69,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line
         ) as supervisor:
             if _wait_ready(supervisor, plan):
-                _announce(console, plan, log.version)
+                _announce(console, plan, log.version, with_endpoints=session is None)
                 _stay(supervisor, plan.endpoints, session)
                 console.note(_farewell(supervisor, options.drain_s))
                 supervisor.drain(list(plan.engines.values()), options.drain_s)
@@ -128,14 +128,16 @@ def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
         progress.close()
 
 
-def _announce(console: Console, plan: _Plan, version: str) -> None:
+def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bool) -> None:
     models = TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http)).models()
     statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
     infos = {name: status.info for name, status in statuses.items() if status is not None and status.info is not None}
     warning = version_warning(version, plan.endpoints.host)
     if warning is not None:
         console.note(f"warning: {warning}")
-    console.report(summary(version, plan.install.origin, plan.endpoints, models, infos))
+    console.report(describe_models(version, plan.install.origin, models, infos))
+    if with_endpoints:
+        console.report(describe_endpoints(plan.endpoints, models))
 
 
 def _stay(supervisor: Supervisor, endpoints: Endpoints, session: Callable[[Endpoints], None] | None) -> None:

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from tidewheel.engine import control
 from tidewheel.server import processes
+from tidewheel.server.console import Phase
 from tidewheel.server.errors import ServeError
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.server_log import LogLine, ServerLog
@@ -31,7 +32,7 @@ class Supervisor:
     """Starts tritonserver and owns every process below this one; leaving the `with` block ends them all.
 
     Runs in one thread: a selector waits for signals, for output, and for the end of any watched process. `on_line`
-    gets each line of output, with whether models are still loading.
+    gets each line of output, and the phase that the server is in.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class Supervisor:
         *,
         signals: StopSignals,
         log: ServerLog,
-        on_line: Callable[[LogLine, bool], None],
+        on_line: Callable[[LogLine, Phase], None],
     ) -> None:
         self._signals = signals
         self._log = log
         self._on_line = on_line
-        self._loading = True
+        self._phase: Phase = "loading"
         self._watches: list[processes.Watch] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
@@ -88,7 +89,7 @@ class Supervisor:
             if self._server.poll() is not None:
                 self._read_output()
                 raise ServeError(self._why_it_ended())
-        self._loading = False
+        self._phase = "ready"
         for process in processes.children(self._server.pid):
             if process.name == STUB_NAME[: len(process.name)] and process.state != "Z":
                 self._watch(process.pid)
@@ -108,7 +109,7 @@ class Supervisor:
 
         Once its engines are idle, Triton has a short time left: it would wait for every idle HTTP connection.
         """
-        self._unwatch()
+        self._begin_stop()
         end = time.monotonic() + limit_s
         idle = _drain_engines(engine_dirs)
         self._server.send_signal(SIGTERM)
@@ -123,7 +124,7 @@ class Supervisor:
 
     def end_all(self, grace_s: float) -> None:
         """Ends every process below this one: asked first, killed after the grace. Nothing is left when it returns."""
-        self._unwatch()
+        self._begin_stop()
         me = os.getpid()
         processes.signal_all(processes.descendants(me), SIGTERM)
         end = time.monotonic() + grace_s
@@ -156,8 +157,9 @@ class Supervisor:
         if watch.fileno is not None:
             self._selector.register(watch.fileno, selectors.EVENT_READ, lambda: None)
 
-    def _unwatch(self) -> None:
-        """What is to end may end: an ended process would keep the selector from waiting."""
+    def _begin_stop(self) -> None:
+        """From now on processes may end; one that has ended would keep the selector from waiting."""
+        self._phase = "stopping"
         for watch in self._watches:
             if watch.fileno is not None:
                 self._selector.unregister(watch.fileno)
@@ -180,7 +182,7 @@ class Supervisor:
                     self._selector.unregister(self._output)
                 return
             for line in self._log.feed(data):
-                self._on_line(line, self._loading)
+                self._on_line(line, self._phase)
 
     def _wait_server(self, limit_s: float) -> bool:
         """Whether tritonserver ended within the limit; stops waiting when forced."""

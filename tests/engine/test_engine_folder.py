@@ -130,6 +130,8 @@ def test_last_log_line(tmp_path: Path) -> None:
     assert last_log_line(tmp_path) == ""
     (tmp_path / LOG).write_text("first\n" + "x" * 10_000 + "\n  the end  \n\n")
     assert last_log_line(tmp_path) == "the end"
+    (tmp_path / LOG).write_text("2026-11-21 09:34:20,266 ERROR engine died: OSError: no\n")
+    assert last_log_line(tmp_path) == "engine died: OSError: no"
     (tmp_path / LOG).write_bytes(b"\xff" * 500)
     assert len(last_log_line(tmp_path)) == 300
 

@@ -292,7 +292,9 @@ class EngineClient:
             log.exception("a listener of the engine failed")
 
     def _leave(self) -> None:
-        self._give_up(Draining("the front end was closed"))
+        self._failure = self._failure or "the front end was closed"
+        self._give_up(Draining(self._failure))
+        self._settled.set()
         if self._connection is not None:
             self._connection.send(encoder.encode(Goodbye()))
             self._connection.close()

@@ -103,7 +103,7 @@ class EngineServer:
         self._next_stats = now + STATS_INTERVAL_S
         self._front_ends.broadcast(Stats(self._core.stats()))
         for front_end, reason in self._front_ends.find_gone(now):
-            log.warning("front end %s is gone (%s): %d requests end", front_end.name, reason, self._drop(front_end))
+            self._drop(front_end, f"is gone ({reason})")
             self._front_ends.send_to(
                 front_end.identity, Dropped(f"the engine counts this front end as gone: {reason}")
             )
@@ -113,11 +113,11 @@ class EngineServer:
             return "the last front end is gone"
         return must_stop()
 
-    def _drop(self, front_end: FrontEnd) -> int:
+    def _drop(self, front_end: FrontEnd, how: str) -> None:
         orphans = self._front_ends.remove(front_end)
+        log.info("front end %s %s: %d requests end", front_end.name, how, len(orphans))
         for request_id in orphans:
             self._core.cancel(request_id)
-        return len(orphans)
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class EngineServer:
                     if request_id := front_end.request_ids.get(key):
                         self._core.cancel(request_id)
             case Goodbye():
-                log.info("front end %s leaves: %d requests end", front_end.name, self._drop(front_end))
+                self._drop(front_end, "leaves")
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:

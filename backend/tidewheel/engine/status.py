@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return self.state not in _ENDED and process_start_ticks(self.pid) == self.start_ticks
 
 
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 _decoder = msgspec.json.Decoder(Status)
 
 
@@ -77,11 +79,12 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """What the engine said last, cut to `limit` characters."""
+    """What the engine said last, without time and level, cut to `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))
             lines = log.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    return next((line.strip()[:limit] for line in reversed(lines) if line.strip()), "")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return _LOG_PREFIX.sub("", last)[:limit]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from support.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_ready
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from support.serving import WEIGHTS, Server, start_server, wait_for
 
 pytestmark = pytest.mark.e2e

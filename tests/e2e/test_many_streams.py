@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+
 from support.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
 
 pytestmark = pytest.mark.e2e

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tritonclient.grpc as grpcclient
+
 from support.serving import Server, grpc_inputs, grpc_stream, sse_events, texts, token_ids
 
 pytestmark = pytest.mark.e2e

@@ -227,11 +227,11 @@ def test_a_silent_front_end_is_dropped(connect: Connect, folder: Path) -> None:
         peer.socket.send(encoder.encode(endless(1)))
         while not isinstance(answer := peer.receive(), Dropped):
             pass
-        assert "silent for 5." in answer.message
+        assert "silent for 5." in answer.error.message
         peer.socket.send(encoder.encode(Ping()))
         while not isinstance(answer := peer.receive(), Dropped):
             pass
-        assert "does not know" in answer.message
+        assert "does not know" in answer.error.message
     client.add(request(1, 1))
     client.recorder.wait_ended(1)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import zmq
 
 from tidewheel.config import EngineConfig
@@ -40,7 +41,7 @@ from tidewheel.engine.messages import (
 from tidewheel.engine.outbox import Outbox
 from tidewheel.engine.spawn import engine_command
 from tidewheel.engine.status import Status, read_status, settings_digest
-from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError, from_wire
 from tidewheel.request import FinishReason
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class EngineClient:
                 self._seek()
         except ConfigError as error:
             self._fail(EngineDead(str(error)))
-        self._lose(self._outbox.lose_expired(), f"the engine is not back after {self._options.hold_s:g} s")
+        self._lose(self._outbox.lose_expired(), _lost(f"the engine is not back after {self._options.hold_s:g} s"))
 
     def _seek(self) -> None:
         """One look for an engine to join."""
@@ -219,13 +220,13 @@ class EngineClient:
         if connection.process.has_ended:
             for message in connection.last_words():
                 self._handle(message)
-            self._disconnect("the engine process ended")
+            self._disconnect(_lost("the engine process ended; it is being started again"))
         elif now - connection.last_heard > self._options.hang_timeout_s and self.is_owner:
             log.error(
                 "engine %d has said nothing for %.0f s: killed", connection.process.pid, now - connection.last_heard
             )
             connection.kill_hung_engine()
-            self._disconnect("the engine hung and was killed")
+            self._disconnect(_lost("the engine hung and was killed; it is being started again"))
         elif self._is_ready:
             self._outbox.flush(connection.send)
         if now >= self._next_ping and self._connection is not None:
@@ -245,21 +246,21 @@ class EngineClient:
                 self._is_ready = True
                 self._settled.set()
             case Dropped():
-                self._disconnect(message.message)
+                self._disconnect(from_wire(*msgspec.structs.astuple(message.error)))
             case Failed():
                 raise ConfigError(message.message)
 
-    def _disconnect(self, reason: str) -> None:
-        """The connection is of no use any more; the next turn looks for another one."""
+    def _disconnect(self, error: TidewheelError) -> None:
+        """The connection is of no use any more; what is in flight ends, and the next turn looks for another one."""
         if self._connection is None:
             return
-        log.warning("connection to the engine lost: %s", reason)
+        log.warning("connection to the engine lost: %s", error.message)
         self._connection.close()
         self._connection = None
         self._is_ready = False
         self._seeking_since = time.monotonic_ns()
         self._poller = self._make_poller()
-        self._lose(self._outbox.lose_in_flight(), f"{reason}; it is being started again")
+        self._lose(self._outbox.lose_in_flight(), error)
 
     # --- ends -------------------------------------------------------------------------------------------------
 
@@ -268,17 +269,15 @@ class EngineClient:
         log.error("%s", error.message)
         self._failure = error.message
         self._give_up(error)
-        self._disconnect(error.message)
+        self._disconnect(error)
         self._settled.set()
 
     def _give_up(self, error: TidewheelError) -> None:
-        keys = self._outbox.refuse(error)
+        self._lose(self._outbox.refuse(error), error)
+
+    def _lose(self, keys: list[int], error: TidewheelError) -> None:
         if keys:
             self._notify(self._listener.on_lost, keys, error)
-
-    def _lose(self, keys: list[int], reason: str) -> None:
-        if keys:
-            self._notify(self._listener.on_lost, keys, EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))
 
     def _answer_cancelled(self, keys: list[int]) -> None:
         if keys:
@@ -309,3 +308,7 @@ class EngineClient:
         if self._connection is not None:
             self._connection.register(poller)
         return poller
+
+
+def _lost(reason: str) -> EngineDead:
+    return EngineDead(reason, retry_after_ms=RETRY_AFTER_MS)

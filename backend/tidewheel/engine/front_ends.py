@@ -103,10 +103,6 @@ class FrontEnds:
         del route.front_end.request_ids[route.key]
         self.refuse(route.front_end, route.key, error)
 
-    def close_all(self, error: TidewheelError) -> None:
-        for request_id in list(self._routes):
-            self.close(request_id, error)
-
     def deliver(self, outputs: StepOutputs) -> None:
         """Notes the news of a step; `flush` sends them."""
         logprobs = outputs.logprobs or {}

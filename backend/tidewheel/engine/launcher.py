@@ -127,10 +127,12 @@ class EngineLauncher:
         raise ConfigError(message)
 
     def _exit(self) -> str:
-        code = None if self._process is None else self._process.poll()
-        if code is None:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=STOP_GRACE_S)  # it has ended; who reaps it may be a moment behind
+        except subprocess.TimeoutExpired:
             return "no exit code"
-        return f"signal {-code}, {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
 def end_engine(status: Status, grace_s: float) -> None:

@@ -5,7 +5,8 @@ Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a st
 `Dropped` to one that it does not know (any more). `Drain` is answered with `Stats`, and needs no `Hello`.
 
 A request is named by `key`, a number that its front end counts up; what a client calls it never travels. Every
-`AddRequest` is answered by deltas, the last of which carries `finish_reason`, and nothing follows that one.
+`AddRequest` is answered by deltas, the last of which carries `finish_reason`, and nothing follows that one; or
+`Dropped` ends all requests of a front end at once.
 """
 
 from __future__ import annotations
@@ -103,18 +104,19 @@ class Failed(Message, frozen=True):
     message: str
 
 
-class Dropped(Message, frozen=True):
-    """The engine knows nothing of this front end: its requests are over, and `Hello` starts anew."""
-
-    message: str
-
-
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A `TidewheelError` on its way: `errors.from_wire(tag, message, retry_after_ms)`."""
 
     tag: str
     message: str
     retry_after_ms: int | None = None
+
+
+class Dropped(Message, frozen=True):
+    """All requests of this front end are over, with the error, and the engine knows it no longer: the last message
+    of an engine that ends, or the answer to a front end that it counts as gone. `Hello` starts anew."""
+
+    error: ErrorInfo
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -28,14 +28,13 @@ from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, en
 from tidewheel.engine.describe import describe
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.run_dir import ENGINE_LOCK, check_socket_path, socket_address
-from tidewheel.engine.server import EngineServer
+from tidewheel.engine.server import RETRY_AFTER_MS, EngineServer
 from tidewheel.engine.status import State, Status, process_start_ticks, settings_digest, write_status
 from tidewheel.errors import ConfigError, Draining, EngineDead
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 10.0
-RETRY_AFTER_MS = 1000
 QUEUE_LIMIT = 1 << 16  # messages waiting in the socket, in each direction, of each front end
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from tidewheel.engine.core import EngineCore
+from tidewheel.engine.deltas import error_info
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -29,12 +30,13 @@ from tidewheel.engine.messages import (
 )
 from tidewheel.engine.requests import to_request
 from tidewheel.engine.runner import Runner
-from tidewheel.errors import Draining, InternalError, InvalidRequest, TidewheelError
+from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
+RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
 MAX_MESSAGES_PER_STEP = 4096
 
@@ -86,9 +88,8 @@ class EngineServer:
 
     def end_all(self, error: TidewheelError) -> None:
         """The last answer to everybody who waits for one. Asks neither scheduler nor runner: they may be broken."""
-        self._front_ends.close_all(error)
         self._front_ends.flush()
-        self._front_ends.broadcast(Dropped(error.message))
+        self._front_ends.broadcast(Dropped(error_info(error)))
 
     def _wait(self) -> None:
         timeout_ms = 1 if self._core.has_unfinished else IDLE_POLL_MS
@@ -104,9 +105,7 @@ class EngineServer:
         self._front_ends.broadcast(Stats(self._core.stats()))
         for front_end, reason in self._front_ends.find_gone(now):
             self._drop(front_end, f"is gone ({reason})")
-            self._front_ends.send_to(
-                front_end.identity, Dropped(f"the engine counts this front end as gone: {reason}")
-            )
+            self._tell_dropped(front_end.identity, f"the engine counts this front end as gone: {reason}")
         if self._front_ends:
             self._lonely_since = now
         elif now - self._lonely_since >= self._linger_s:
@@ -118,6 +117,9 @@ class EngineServer:
         log.info("front end %s %s: %d requests end", front_end.name, how, len(orphans))
         for request_id in orphans:
             self._core.cancel(request_id)
+
+    def _tell_dropped(self, identity: bytes, reason: str) -> None:
+        self._front_ends.send_to(identity, Dropped(error_info(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))))
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class EngineServer:
                 self._drain(identity)
             case _ if front_end is None:
                 if not isinstance(message, Goodbye):
-                    self._front_ends.send_to(identity, Dropped("the engine does not know this front end"))
+                    self._tell_dropped(identity, "the engine does not know this front end")
             case _:
                 self._handle_known(front_end, message)
 

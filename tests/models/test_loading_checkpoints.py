@@ -23,18 +23,17 @@ from tidewheel.models.source import resolve_folder
 from tidewheel.models.weights import INDEX_NAME, SINGLE_NAME
 
 CPU = torch.device("cpu")
-SMALL = {"num_hidden_layers": 2}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny_models.save(lambda: tiny_models.llama(**SMALL), tmp_path)
+    tiny_models.save(tiny_models.llama, tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    tiny_models.save(lambda: tiny_models.llama(**SMALL), tmp_path, shard_size="80KB")
+    tiny_models.save(tiny_models.llama, tmp_path, shard_size="80KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     return tmp_path
 
@@ -76,7 +75,7 @@ def test_every_tensor_arrives(folder: Path) -> None:
 
 def test_shards_hold_the_same_model(sharded: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     whole = tmp_path_factory.mktemp("whole")
-    tiny_models.save(lambda: tiny_models.llama(**SMALL), whole)
+    tiny_models.save(tiny_models.llama, whole)
     expected, model = load(whole), load(sharded)
     x = torch.randn(3, model.config.hidden_size)
     assert torch.equal(model.lm_head(x), expected.lm_head(x))
@@ -187,7 +186,7 @@ def test_dummy_weights_depend_on_the_seed_only(folder: Path) -> None:
 
 
 def test_the_lm_head_of_a_tied_model_is_its_embedding(tmp_path: Path) -> None:
-    tiny_models.save(lambda: tiny_models.llama(tie_word_embeddings=True, **SMALL), tmp_path)
+    tiny_models.save(lambda: tiny_models.llama(tie_word_embeddings=True), tmp_path)
     model = load(tmp_path)
     x = torch.randn(5, 64)
     torch.testing.assert_close(model.lm_head(x), x @ model.embedding.T)

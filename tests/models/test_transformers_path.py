@@ -43,14 +43,14 @@ def write_config(folder: Path, architecture: str, config: transformers.Pretraine
 def test_shape_is_that_of_the_keys(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.gemma2, tmp_path)
     model = load(tmp_path)
-    assert model.shape == (3, 2, 32, tiny_models.VOCAB_SIZE, 64, 112)
+    assert model.shape == (2, 2, 32, tiny_models.VOCAB_SIZE, 64, 112)
     assert model.weights_bytes == sum(t.nbytes for t in load_file(tmp_path / "model.safetensors").values())
 
 
 def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
     tiny_models.save(tiny_models.gpt2, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert load(tmp_path, load_format="dummy").shape.num_layers == 3
+    assert load(tmp_path, load_format="dummy").shape.num_layers == 2
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -180,7 +180,7 @@ def probed(model: transformers.GPT2LMHeadModel) -> ProbeResult:
 
 def test_the_probe_finds_attention_that_differs_from_the_model_s_own() -> None:
     model = dummy_gpt2()
-    assert probed(model) == ([(4, 16)] * 3, tiny_models.VOCAB_SIZE)
+    assert probed(model) == ([(4, 16)] * 2, tiny_models.VOCAB_SIZE)
     model.transformer.h[1].attn = ScaledAttention(model.transformer.h[1].attn, "eager")
     with pytest.raises(ConfigError, match="paged attention changes its logits by"):
         probed(model)
@@ -188,8 +188,8 @@ def test_the_probe_finds_attention_that_differs_from_the_model_s_own() -> None:
 
 def test_the_probe_finds_layers_without_attention() -> None:
     model = dummy_gpt2()
-    model.transformer.h = model.transformer.h[:2]
-    with pytest.raises(ConfigError, match="2 of 3 layers attend"):
+    model.transformer.h = model.transformer.h[:1]
+    with pytest.raises(ConfigError, match="1 of 2 layers attend"):
         probed(model)
 
 
@@ -216,7 +216,7 @@ def test_attention_belongs_to_one_model_and_one_step() -> None:
     recorder = Recorder()
     with slot.holding(recorder):
         first(ids)
-        assert recorder.layers == [0, 1, 2]
+        assert recorder.layers == [0, 1]
         with pytest.raises(ValueError, match="outside of a step"):
             second(ids)
     with pytest.raises(ValueError, match="outside of a step"):

@@ -16,7 +16,7 @@ from tidewheel.runner.model_runner import ModelRunner
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tiny-llama")
-    tiny_models.save(lambda: tiny_models.llama(num_hidden_layers=2), folder)
+    tiny_models.save(tiny_models.llama, folder)
     return folder
 
 

@@ -19,7 +19,7 @@ SHAPE = {
     **COMMON,
     "hidden_size": 64,
     "intermediate_size": 112,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "initializer_range": 0.15,
@@ -52,7 +52,7 @@ def gemma2() -> PreTrainedModel:
     config = transformers.Gemma2Config(
         **SHAPE, head_dim=32, query_pre_attn_scalar=24, sliding_window=16, tie_word_embeddings=False,
         attn_logit_softcapping=5.0, final_logit_softcapping=8.0,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     return transformers.Gemma2ForCausalLM(config)
 
@@ -60,14 +60,14 @@ def gemma2() -> PreTrainedModel:
 def gemma3() -> PreTrainedModel:
     config = transformers.Gemma3TextConfig(
         **SHAPE, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=False,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     return transformers.Gemma3ForCausalLM(config)
 
 
 def gpt2() -> PreTrainedModel:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=3, n_head=4, initializer_range=0.15,
+        vocab_size=VOCAB_SIZE, n_positions=CONTEXT, n_embd=64, n_layer=2, n_head=4, initializer_range=0.15,
         eos_token_id=None, bos_token_id=None, scale_attn_by_inverse_layer_idx=True,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -80,7 +80,7 @@ def gpt_neox() -> PreTrainedModel:
 
 def opt() -> PreTrainedModel:
     config = transformers.OPTConfig(
-        **COMMON, hidden_size=64, ffn_dim=112, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=32,
+        **COMMON, hidden_size=64, ffn_dim=112, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
         init_std=0.15, pad_token_id=1,
     )  # fmt: skip
     return transformers.OPTForCausalLM(config)

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AOT_VENV := .venv-triton36
 
 .PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint aot clean
 
@@ -43,9 +44,17 @@ test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu' --timeout 7200 tests/kernels
 
-# Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU; registers, spills and shared memory as a table.
-aot: venv
-	$(BIN)/python -m tidewheel_kernels.aot
+# Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is
+# supported; registers, stack and shared memory as a table.
+aot: venv $(AOT_VENV)/.installed
+	$(BIN)/python -m tidewheel_kernels.aot --all
+	PYTHONPATH=kernels $(AOT_VENV)/bin/python -m tidewheel_kernels.aot --all
+
+$(AOT_VENV)/.installed:
+	$(PYTHON) -m venv $(AOT_VENV)
+	$(AOT_VENV)/bin/pip install --quiet torch==2.13.0 numpy
+	$(AOT_VENV)/bin/pip install --quiet triton==3.6.0
+	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AOT_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

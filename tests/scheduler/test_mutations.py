@@ -130,5 +130,5 @@ def test_the_state_machine_notices(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    with pytest.raises((AssertionError, InternalError, AttributeError, IndexError, KeyError)):
+    with pytest.raises((AssertionError, InternalError, AttributeError, IndexError, KeyError, TypeError)):
         run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)

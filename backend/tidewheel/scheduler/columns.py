@@ -16,6 +16,7 @@ from tidewheel.scheduler.policy import Rank
 Int64Array = npt.NDArray[np.int64]
 RowArray = npt.NDArray[np.intp]  # numpy gathers by intp several times faster than by int32
 
+NEVER = -np.inf
 NO_STOP = -1  # pads `stop_token_ids`; no sampled token has this id
 
 
@@ -51,11 +52,13 @@ class Columns:
         self.num_inflight_samples = _int32(num_rows)
         self.num_slots = _int32(num_rows)  # tokens that the row's blocks can hold
         self.num_grown_blocks = _int32(num_rows)  # blocks taken since the request entered
+        self.last_token_times: npt.NDArray[np.float64] = np.full(num_rows, NEVER)
         self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)  # newest step that names the row
         self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # counts the requests that left the row
         self.stop_token_ids: Int32Array = np.full((1, num_rows), NO_STOP, dtype=np.int32)  # [most ids, num_rows]
         self.ranks: dict[int, Rank] = {}  # of running rows
         self._requests = np.full(num_rows, None, dtype=object)
+        self._outputs = np.full(num_rows, None, dtype=object)  # the requests' `output_token_ids`
         self._free_rows = list(range(num_rows))  # heap: low rows first keeps the tables of the runner compact
         self._left_rows: list[int] = []
 
@@ -85,9 +88,11 @@ class Columns:
         self.num_inflight_samples[row] = 0
         self.num_slots[row] = num_slots
         self.num_grown_blocks[row] = 0
+        self.last_token_times[row] = NEVER
         self.last_step[row] = -1
         self._set_stop_ids(row, request.stop_token_ids)
         self._requests[row] = request
+        self._outputs[row] = request.output_token_ids
         self.ranks[row] = rank
         self.running[row] = True
         self.num_running += 1
@@ -95,10 +100,13 @@ class Columns:
         return row
 
     def leave(self, row: int) -> Rank:
-        """The row is free; what is still in flight for it belongs to an epoch that is over."""
+        """The row is free and the request has what the row kept for it. What is in flight is of a past epoch."""
         request = self.request(row)
+        request.num_new_blocks += int(self.num_grown_blocks[row])
+        if self.last_token_times[row] > NEVER:
+            request.last_token_time = float(self.last_token_times[row])
         request.row = -1
-        self._requests[row] = None
+        self._requests[row] = self._outputs[row] = None
         self.running[row] = False
         self.num_running -= 1
         self.epochs[row] += 1
@@ -123,6 +131,19 @@ class Columns:
         self.num_inflight_tokens[rows] += num_scheduled_tokens
         self.num_inflight_samples[rows] += samples
         self.last_step[rows] = step_id
+
+    def append_tokens(self, rows: RowArray, token_ids: list[int], now: float) -> list[Request]:
+        """One sampled token for each row; their requests."""
+        num_tokens = self.num_tokens.take(rows) + 1
+        self.num_tokens[rows] = num_tokens
+        self.num_inflight_samples[rows] -= 1
+        self.last_token_times[rows] = now
+        for _ in map(list.append, self._outputs.take(rows).tolist(), token_ids):  # half the time of a loop over pairs
+            pass
+        requests = self.requests(rows)
+        for index in (num_tokens == self.num_prompt_tokens.take(rows) + 1).nonzero()[0].tolist():
+            requests[index].first_token_time = now
+        return requests
 
     def check_invariants(self) -> None:
         rows = np.flatnonzero(self.running)

@@ -12,6 +12,10 @@ from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.columns import Columns, Int64Array, RowArray
 from tidewheel.scheduler.state import State
 
+# The blocks of a prompt can be found as soon as they are computed. Nobody waits for those that decoding fills: they
+# are hashed several at a time, at half the cost of one by one, and the rest when the request leaves its row.
+BLOCKS_PER_COMMIT = 8
+
 
 class InFlight(NamedTuple):
     """What the scheduler remembers of a batch until it is applied."""
@@ -19,13 +23,6 @@ class InFlight(NamedTuple):
     step_id: int
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] of these rows when the batch was scheduled
-
-
-class Endings(NamedTuple):
-    """Per sampling row: does it end with its newest token."""
-
-    by_stop: BoolArray
-    by_length: BoolArray  # and not by stop
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
@@ -44,26 +41,19 @@ def commit_step(
     state: State, batch: ScheduledBatch, step: InFlight, sampled: SampledTokens, now: float
 ) -> StepOutputs:
     """Rows that changed hands since the batch was scheduled are skipped."""
-    failed = _fail_not_finite(state, step, sampled)
-    live = (state.columns.epochs.take(step.rows) == step.epochs).nonzero()[0]
+    ended = _fail_not_finite(state, step, sampled)
+    live = state.columns.epochs.take(step.rows) == step.epochs
     _commit_computed(state, batch, step.rows, live)
-    sampling = live[batch.samples[live]]
+    sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     token_ids: list[int] = tokens.tolist()
-    requests = _append_tokens(state.columns, rows, token_ids, now)
-    finished = _finish(state, requests, token_ids, find_endings(state.columns, rows, tokens))
-    return StepOutputs(requests, token_ids, _select(sampled.logprobs, sampling), failed + finished)
-
-
-def find_endings(columns: Columns, rows: RowArray, token_ids: Int32Array) -> Endings:
-    """`num_tokens` counts the new tokens already.
-
-    The sampler masks stop ids until `min_tokens` are there; the check here only guards against one that does not.
-    """
-    num_tokens = columns.num_tokens.take(rows)
-    is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == token_ids)
-    by_stop = is_stop & (num_tokens >= columns.min_num_tokens.take(rows))
-    return Endings(by_stop, (num_tokens >= columns.max_num_tokens.take(rows)) & ~by_stop)
+    requests = state.columns.append_tokens(rows, token_ids, now)
+    for index, reason in find_endings(state.columns, rows, tokens):
+        request = requests[index]
+        request.stop_reason = token_ids[index] if reason is FinishReason.STOP else None
+        state.end(request, reason)
+        ended.append(request)
+    return StepOutputs(requests, token_ids, _select(sampled.logprobs, sampling), ended)
 
 
 def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens) -> list[Request]:
@@ -77,50 +67,44 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens) -> li
         request.error = NumericError(
             f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"
         )
-        state.kv.forget(row)
-        state.end(request, FinishReason.ERROR)
+        state.end(request, FinishReason.ERROR, keep_cached=False)
         failed.append(request)
     return failed
 
 
-def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: RowArray) -> None:
+def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
     columns, block_size = state.columns, state.kv.block_size
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
     ends = starts + counts
     columns.num_computed_tokens[rows] = ends
     columns.num_inflight_tokens[rows] -= counts
-    filled = ends // block_size > starts // block_size
-    rows, ends = rows[filled], ends[filled]
+    num_full = ends // block_size
+    due = (num_full > starts // block_size) & ((counts > 1) | (num_full % BLOCKS_PER_COMMIT == 0))
+    rows, ends = rows[due], ends[due]
     for row, request, end in zip(rows.tolist(), columns.requests(rows), ends.tolist(), strict=True):
         state.kv.commit(row, request, end)
 
 
-def _append_tokens(columns: Columns, rows: RowArray, token_ids: list[int], now: float) -> list[Request]:
-    num_tokens = columns.num_tokens.take(rows) + 1
-    columns.num_tokens[rows] = num_tokens
-    columns.num_inflight_samples[rows] -= 1
-    requests = columns.requests(rows)
-    for request, token_id in zip(requests, token_ids, strict=True):
-        request.output_token_ids.append(token_id)
-        request.last_token_time = now
-    for index in (num_tokens == columns.num_prompt_tokens.take(rows) + 1).nonzero()[0].tolist():
-        requests[index].first_token_time = now
-    return requests
+def find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
+    """Which of the rows end with their newest token, by index.
+
+    The sampler masks stop ids until `min_tokens` are there; the check here only guards against one that does not.
+    """
+    num_tokens = columns.num_tokens.take(rows)
+    is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
+    is_last = num_tokens >= columns.max_num_tokens.take(rows)
+    endings = []
+    for index in (is_stop | is_last).nonzero()[0].tolist():
+        if is_stop[index] and num_tokens[index] >= columns.min_num_tokens[rows[index]]:
+            endings.append((index, FinishReason.STOP))
+        elif is_last[index]:
+            endings.append((index, FinishReason.LENGTH))
+    return endings
 
 
-def _finish(state: State, requests: list[Request], token_ids: list[int], endings: Endings) -> list[Request]:
-    finished = []
-    for index in (endings.by_stop | endings.by_length).nonzero()[0].tolist():
-        request = requests[index]
-        if endings.by_stop[index]:
-            request.stop_reason = token_ids[index]
-        state.end(request, FinishReason.STOP if endings.by_stop[index] else FinishReason.LENGTH)
-        finished.append(request)
-    return finished
-
-
-def _select(logprobs: dict[int, TopLogprobs] | None, sampling: RowArray) -> dict[int, TopLogprobs] | None:
-    """By position in `sampling` instead of index into the batch."""
+def _select(logprobs: dict[int, TopLogprobs] | None, sampling: BoolArray) -> dict[int, TopLogprobs] | None:
+    """By position among the rows that sample instead of index into the batch."""
     if not logprobs:
         return None
-    return {index: logprobs[source] for index, source in enumerate(sampling.tolist()) if source in logprobs}
+    sources = sampling.nonzero()[0].tolist()
+    return {index: logprobs[source] for index, source in enumerate(sources) if source in logprobs}

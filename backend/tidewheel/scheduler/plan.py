@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Int32Array, NewRow, ScheduledBatch
+from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowArray
 
@@ -57,18 +57,22 @@ class StepPlan:
         self._block_ids += block_ids
 
     def to_batch(self, step_id: int, freed_rows: Int32Array) -> ScheduledBatch:
-        chunks = self._chunks
-        if len(chunks) > 1:
-            chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
+        chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
         num_decodes = len(self._decode_rows)
+        n = num_decodes + len(chunks)
+        rows, starts = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int32)
+        counts, samples = np.ones(n, dtype=np.int32), np.ones(n, dtype=np.bool_)
+        rows[:num_decodes], starts[:num_decodes] = self._decode_rows, self._decode_starts
+        for index, chunk in enumerate(chunks, num_decodes):
+            rows[index], starts[index], counts[index], samples[index] = chunk
         return ScheduledBatch(
             step_id=step_id,
-            rows=_join(self._decode_rows, [chunk.row for chunk in chunks]),
-            start_positions=_join(self._decode_starts, [chunk.start for chunk in chunks]),
-            num_scheduled_tokens=_join(np.ones(num_decodes, np.int32), [chunk.num_tokens for chunk in chunks]),
-            samples=_join_flags(num_decodes, [chunk.samples for chunk in chunks]),
-            num_decodes=num_decodes + sum(chunk.num_tokens == 1 for chunk in chunks),
-            num_tokens=num_decodes + sum(chunk.num_tokens for chunk in chunks),
+            rows=rows,
+            start_positions=starts,
+            num_scheduled_tokens=counts,
+            samples=samples,
+            num_decodes=num_decodes + sum([chunk.num_tokens == 1 for chunk in chunks]),
+            num_tokens=num_decodes + sum([chunk.num_tokens for chunk in chunks]),
             new_rows=tuple(self._new_rows),
             freed_rows=freed_rows,
             block_rows=_ids(self._block_rows),
@@ -96,14 +100,3 @@ def new_row(request: Request) -> NewRow:
 
 def _ids(values: list[int]) -> Int32Array:
     return np.array(values, dtype=np.int32)
-
-
-def _join(leading: Int32Array | RowArray, rest: list[int]) -> Int32Array:
-    leading = leading.astype(np.int32, copy=False)
-    return np.concatenate((leading, _ids(rest))) if rest else leading
-
-
-def _join_flags(num_true: int, rest: list[bool]) -> BoolArray:
-    flags = np.ones(num_true + len(rest), dtype=np.bool_)
-    flags[num_true:] = rest
-    return flags

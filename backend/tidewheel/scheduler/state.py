@@ -61,22 +61,26 @@ class State:
         self.counters.num_preemptions += 1
         self.waiting.push(self._leave(row), request)
 
-    def end(self, request: Request, reason: FinishReason) -> None:
-        """The one place where a request ends."""
+    def end(self, request: Request, reason: FinishReason, *, keep_cached: bool = True) -> None:
+        """The one place where a request ends. Without `keep_cached`, nothing that it computed is used again."""
         if request.state is RequestState.RUNNING:
-            self._leave(request.row)
+            self._leave(request.row, keep_cached=keep_cached)
         else:
             self.waiting.remove(request)
         del self.requests[request.request_id]
         request.state = RequestState.FINISHED
         request.finish_reason = reason
 
-    def _leave(self, row: int) -> Rank:
+    def _leave(self, row: int, *, keep_cached: bool = True) -> Rank:
         """Row and blocks are given back, the blocks when no batch in flight names them any more; the rank."""
-        last_step = int(self.columns.last_step[row])
-        self.columns.request(row).num_new_blocks += int(self.columns.num_grown_blocks[row])
+        columns = self.columns
+        if keep_cached:
+            self.kv.commit(row, columns.request(row), int(columns.num_computed_tokens[row]))
+        else:
+            self.kv.forget(row)
+        last_step = int(columns.last_step[row])
         self.kv.free(row, after_step=last_step if last_step > self.last_applied else None)
-        return self.columns.leave(row)
+        return columns.leave(row)
 
     def check_invariants(self) -> None:
         """Raises `InternalError` naming what is broken. O(blocks + requests)."""

@@ -76,14 +76,17 @@ def prefill_config(
     """Tiles of the mixed kernel; `group` = query heads per KV head, `element_size` in bytes."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     if element_size > 2:
-        block_m, block_n, num_stages = 32, 32, 1
+        block_m, block_n, num_warps, num_stages = 32, 32, 8, 1
     elif block_d > 128:
-        block_m, block_n, num_stages = 64, 32, 2
+        block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
+    elif block_size == 16:
+        block_m, block_n, num_warps, num_stages = 64, 16, 4, 2
     elif block_d > 64 and architecture not in WARPGROUP_ARCHITECTURES:
-        block_m, block_n, num_stages = 128, 32, 3
+        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
     else:
-        block_m, block_n, num_stages = 128, 64, 2
-    return AttentionConfig(max(block_m, next_power_of_2(group)), min(block_n, block_size), block_d, 8, num_stages)
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
+    block_m = max(block_m, next_power_of_2(group))
+    return AttentionConfig(block_m, min(block_n, block_size), block_d, num_warps, num_stages)
 
 
 def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:

@@ -76,6 +76,8 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
     env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
     env["TIDEWHEEL_PYTHON"] = sys.executable
     env["PYTHONUNBUFFERED"] = "1"
+    # torch makes the folder when it is imported; its own choice is a name in /tmp that anybody can foresee.
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work.root / "inductor"))
     # Front ends tokenise on threads of their own, and numpy there does nothing that several threads could share.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("OPENBLAS_NUM_THREADS", "1")

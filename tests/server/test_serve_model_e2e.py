@@ -1,0 +1,187 @@
+"""`tidewheel serve` and `demo` with the demo model: engines start, drain and end with the server."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tidewheel_client as tc
+from support.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel_client import Client
+
+pytestmark = pytest.mark.e2e
+
+DEATH_LIMIT_S = 5.0
+STOP_LIMIT_S = 20.0
+LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """The temporary directory of a server; its path is short, for unix sockets lie below it."""
+    path = Path(tempfile.mkdtemp(prefix="tw"))
+    (path / "tmp").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(path / "tmp"))
+        yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with short_folder() as path:
+        yield path
+
+
+def serve(folder: Path, *arguments: str) -> Server:
+    settings = ("--set", "max_num_seqs=4", "--set", "num_blocks=256", "--set", "num_threads=1")
+    command = ("--model", str(WEIGHTS), "--model-name", "mine", *settings, *arguments)
+    server = wait_ready(start_server(*command, log=folder / "log"))
+    wait_for(lambda: "Ctrl-C ends the server" in server.log.read_text(), 10, "the report")
+    return server
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    """For tests that leave it as it was."""
+    with short_folder() as path:
+        running = serve(path)
+        yield running
+        assert stop_server(running) == 0
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    """For tests that end it."""
+    running = serve(folder, "--drain-s", "120")
+    yield running
+    if running.process.poll() is None:
+        stop_server(running)
+
+
+def connect(server: Server) -> Client:
+    return Client(server.grpc, "mine", timeout_s=120)
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_folder_is_served_with_its_twin(shared: Server) -> None:
+    greedy = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    with connect(shared) as client:
+        answer = client.generate("A tuple is", return_token_ids=True, **greedy)
+        chunks = list(client.stream("A tuple is", return_token_ids=True, **greedy))
+        assert client.streaming_models() == ("mine",)
+        client.model = "mine_infer"
+        assert client.generate("A tuple is", **greedy).text == answer.text
+    assert answer.num_output_tokens == 8
+    assert answer.token_ids is not None
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert [i for chunk in chunks for i in chunk.token_ids or ()] == list(answer.token_ids)
+
+
+def test_the_report(shared: Server) -> None:
+    output = shared.log.read_text()
+    for part in (
+        "mine: LlamaForCausalLM, float32, on cpu",
+        "256 blocks of 16 tokens = 4,096 tokens",
+        "fits 4.0 requests of full length (1,024 tokens) at once; 4 run at a time",
+        "mine_infer: the engine of mine",
+        f"tidewheel generate --url {shared.grpc} --model mine",
+    ):
+        assert part in output
+
+
+def test_errors_carry_their_tags(shared: Server) -> None:
+    with connect(shared) as client:
+        with pytest.raises(tc.InvalidRequest, match="temperature"):
+            client.generate("x", temprature=1)
+        with pytest.raises(tc.InvalidRequest, match="max_tokens is 0"):
+            client.generate("x", max_tokens=0)
+        client.model = "nobody"
+        with pytest.raises(tc.NotFound):
+            client.generate("x")
+
+
+def test_ctrl_c_ends_the_engine_too(server: Server, folder: Path) -> None:
+    with connect(server) as client:
+        client.generate("x", max_tokens=2)
+    processes = server.descendants()
+    assert server.engine_process() is not None
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(STOP_LIMIT_S) == 0
+    assert left(processes) == []
+    assert list((folder / "tmp").iterdir()) == []
+
+
+def test_a_running_request_ends_and_a_new_one_is_refused(server: Server) -> None:
+    with connect(server) as client:
+        stream = client.stream("A tuple is", **LONG)
+        first = next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: _is_refused(client), 10, "end of admission")
+        rest = stream.read()
+    assert rest.finish_reason == "length"
+    assert (first.num_output_tokens or 0) + (rest.num_output_tokens or 0) == LONG["max_tokens"]
+    assert server.process.wait(STOP_LIMIT_S) == 0
+
+
+def _is_refused(client: Client) -> bool:
+    try:
+        client.generate("x", max_tokens=1)
+    except (tc.Draining, tc.ServerUnavailable):
+        return True
+    return False
+
+
+def test_what_runs_past_the_limit_is_told(folder: Path) -> None:
+    server = serve(folder, "--drain-s", "0.2")
+    processes = server.descendants()
+    with connect(server) as client:
+        streams = [client.stream("A tuple is", **LONG) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        server.process.send_signal(signal.SIGTERM)
+        for stream in streams:
+            with pytest.raises(tc.Draining):
+                stream.read()
+    assert server.process.wait(STOP_LIMIT_S) == 0
+    assert left(processes) == []
+
+
+def test_a_killed_front_end_ends_the_engine_too(server: Server) -> None:
+    processes = server.descendants()
+    stub = next(p for p in processes if p.name().startswith("triton_python_b"))
+    stub.kill()
+    assert server.process.wait(DEATH_LIMIT_S) == 1
+    assert left(processes) == []
+    assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
+
+
+def test_the_engine_does_not_survive_a_killed_serve(server: Server) -> None:
+    processes = server.descendants()
+    server.process.kill()
+    server.process.wait()
+    wait_for(lambda: not left(processes), 30, "end of the orphans")
+
+
+def test_demo(folder: Path) -> None:
+    command = [sys.executable, "-m", "tidewheel.cli.main", "demo", "--max-tokens", "5"]
+    done = subprocess.run(
+        [*command, "--model-repository", str(REPOSITORY)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"tokens in, [1-5] out;", done.stdout)) == 3
+    assert "error" not in done.stderr
+    assert list((folder / "tmp").iterdir()) == []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.tokenizers_on_the_spot import BACKENDS, TEXT, make_tokenizer
@@ -38,6 +38,7 @@ def whole(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip: bool = True) 
 @families
 @settings(max_examples=150, deadline=None)
 @given(text=texts, sizes=chunk_sizes)
+@example(text="00\x8000\x8000\x8000\x80" + "𐀀" * 20, sizes=[4])  # no chunk ends where a character does
 def test_text_comes_back_whole(family: str, text: str, sizes: list[int]) -> None:
     tokenizer = get_tokenizer(family)
     ids = tokenizer.encode(text, add_special_tokens=False).tolist()
@@ -109,17 +110,34 @@ def test_emoji_after_emoji_in_bytes() -> None:
     assert "".join(stream(Detokenizer(tokenizer, ids), ids[1:], [1])) == text
 
 
-def test_garbage_is_held_only_so_long() -> None:
+@pytest.mark.parametrize("unit", [b"\xff", b"\xf0\x9f\x98", b"a\xc3", b"\x80\x80\xe6"], ids=repr)
+@pytest.mark.parametrize("tail", ["é", "😀", "x"])
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_garbage_is_held_only_so_long(unit: bytes, tail: str, size: int) -> None:
     """Bytes that never become a character come out before the end, and a real character after them whole."""
     tokenizer = get_tokenizer("byte-level BPE")
-    (stray,) = {i for i in range(tokenizer.vocab_size) if tokenizer._backend.id_to_token(i) == "ÿ"}
-    ids = [stray] * 500
+    ids = byte_tokens(tokenizer, unit * 100 + tail.encode())
     detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.push([token_id]) for token_id in ids]
-    assert len("".join(pieces)) > 400
-    tail = tokenizer.encode("é", add_special_tokens=False).tolist()
-    rest = "".join(detokenizer.push([token_id]) for token_id in tail)
-    assert "".join(pieces) + rest + detokenizer.flush() == whole(tokenizer, [*ids, *tail])
+    *pieces, rest = stream(detokenizer, ids, [size])
+    assert "".join(pieces) + rest == whole(tokenizer, ids)
+    assert len(rest) <= 40
+    assert len(detokenizer._ids) < 100
+
+
+@pytest.mark.parametrize("num_stray", range(28, 40))
+def test_a_character_behind_garbage_is_whole(num_stray: int) -> None:
+    """Also where the garbage is given up in the middle of it."""
+    tokenizer = get_tokenizer("byte-level BPE")
+    ids = byte_tokens(tokenizer, b"\xff" * num_stray + "é😀".encode())
+    assert "".join(stream(Detokenizer(tokenizer), ids, [1])) == "�" * num_stray + "é😀"
+
+
+def byte_tokens(tokenizer: Tokenizer, data: bytes) -> list[int]:
+    """One token a byte. Byte-level vocabularies spell each byte by one printable character (as GPT-2 does)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    chars = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [tokenizer._backend.token_to_id(chars[byte]) for byte in data]
 
 
 def test_a_flood_of_special_tokens_costs_nothing() -> None:

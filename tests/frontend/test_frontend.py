@@ -54,7 +54,9 @@ def test_what_the_engine_gets(harness: Harness) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, temperature=0.7)
+    harness = Harness(tmp_path, temperature=0.7, eos_token_id=[1, 420])
+    key, _ = harness.submit("the fox")
+    assert harness.message(key).stop_token_ids == (1, 2)  # of all files, and none that the model cannot output
     key, _ = harness.submit("the fox", parameters={"ignore_eos": True})
     message = harness.message(key)
     assert message.sampling.max_tokens == 256 - len(harness.encode("the fox"))
@@ -157,6 +159,18 @@ def test_a_stop_string_across_tokens(harness: Harness, include: bool, expected: 
     assert sink.num_ends == 1
 
 
+def test_tokens_behind_a_stop_string_are_not_output(harness: Harness) -> None:
+    submitted = harness.submit(stream=True, parameters={"stop": ["END"], "logprobs": 0})
+    ids = [token_id for char in "one END two" for token_id in harness.encode(char)]
+    harness.deliver(submitted.key, ids, "length", logprobs=[logprobs(token_id, []) for token_id in ids])
+    submitted.sink.wait_end()
+    (chunk,) = submitted.sink.chunks
+    assert (chunk.text, chunk.finish_reason) == ("one ", "stop")
+    assert chunk.token_ids == ids[: len("one END")]
+    assert len(chunk.logprobs or []) == len(chunk.token_ids)
+    assert not harness.engine.cancelled  # it was at its end by itself
+
+
 def test_what_was_held_back_comes_at_the_end(harness: Harness) -> None:
     submitted = harness.submit(stream=True, parameters={"stop": ["END"]})
     assert harness.finish(submitted, "one EN").text == "one EN"
@@ -228,9 +242,11 @@ def test_no_logprobs_unless_asked(harness: Harness) -> None:
         ({"text": "\ud800"}, ["text_input", "Unicode"]),
         ({"text": b"x" * 5000}, ["TW-TOO-LARGE", "text_input", "5000 bytes", "4096"]),
         ({"text": b"the " * 300}, ["text_input", "tokens", "255", "256"]),
+        ({"text": b"the " * 1000}, ["text_input", "tokens or more", "255", "256"]),
         ({"text": b"x" * 256}, ["text_input has 256 tokens", "255"]),
         ({"input_ids": np.array([], dtype=np.int32)}, ["input_ids", "no tokens"]),
         ({"input_ids": np.array([5, 9999], dtype=np.int32)}, ["input_ids", "9999", "position 1", "419"]),
+        ({"input_ids": np.array([419, 420], dtype=np.int32)}, ["input_ids", "420", "419"]),
         ({"input_ids": np.array([-1], dtype=np.int32)}, ["input_ids", "-1"]),
         ({"input_ids": np.zeros(256, dtype=np.int32)}, ["input_ids has 256 tokens", "255"]),
         ({"messages": "[]"}, ["messages"]),
@@ -323,7 +339,9 @@ def test_a_client_that_is_gone(harness: Harness) -> None:
     sink.wait_end()
     harness.engine.wait_cancelled(key)
     assert sink.finish_reason == "cancelled"
-    assert harness.frontend.stats().finished == {"cancelled": 1}
+    figures = harness.frontend.stats()
+    assert figures.finished == {"cancelled": 1}
+    assert not sum(figures.e2e_latency.counts)  # it says nothing of how long an answer takes
     assert ledger(harness) == (1, 1)
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 
 from support.fake_engine import RecordingSink
+from support.front_ends import delta
 from tidewheel.frontend.cancellation import CancellationPoller
 from tidewheel.frontend.live import Ending, LiveRequest
 from tidewheel.frontend.senders import SenderPool
@@ -99,6 +100,16 @@ def test_the_first_ending_counts() -> None:
     request.close()
     assert not request.end_turn()
     assert not request.claim_turn()
+
+
+def test_nothing_counts_behind_the_end() -> None:
+    request = make_request(RecordingSink())
+    assert request.post(delta(1, [5], "length"))
+    assert not request.post(delta(1, [6]))
+    assert not request.post(delta(1, [7], "stop"))
+    deltas, ending = request.take()
+    assert [piece.token_ids for piece in deltas] == [[5]]
+    assert ending == Ending("length")
 
 
 def test_buckets_include_their_bound() -> None:

@@ -34,7 +34,7 @@ def write_model_folder(folder: Path, *, template: str | None = TEMPLATE, **gener
     backend.save(str(folder / "tokenizer.json"))
     named = NAMED if template is None else {**NAMED, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **generation}))
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": [2]}))
     return backend.get_vocab_size()
 

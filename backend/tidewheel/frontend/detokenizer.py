@@ -38,33 +38,35 @@ class Detokenizer:
         if not new_ids:
             return ""
         self._ids += new_ids
-        text = self._decode(self._ids)
-        num_held = len(text) - len(text.rstrip(_REPLACEMENT))
-        if num_held == 0:
-            new_text = self._emit(text, len(text))
-            self._start_window(self._num_context, 0)
-        elif len(self._ids) - self._num_context <= _MAX_HELD:
-            new_text = self._emit(text, len(text) - num_held)
-        else:
-            num_held = min(num_held, _MAX_CHARACTER_BYTES - 1)
-            new_text = self._emit(text, len(text) - num_held)
-            self._start_window(len(self._ids) - _MAX_HELD // 2, num_held)
-        return new_text
+        num_new = len(self._ids) - self._num_context
+        for num_held in range(min(num_new, _MAX_CHARACTER_BYTES)):  # tokens that may be part of a character
+            num_whole = len(self._ids) - num_held
+            text = self._decode(self._ids[:num_whole])
+            if not text.endswith(_REPLACEMENT):
+                return self._emit(text, begin=self._num_context, end=num_whole)
+        return self._emit_garbage() if num_new > _MAX_HELD else ""
 
     def flush(self) -> str:
         """What was held back; nothing more will come to complete it."""
-        text = self._decode(self._ids)
-        return self._emit(text, len(text))
+        return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))
 
-    def _emit(self, text: str, end: int) -> str:
-        new_text = text[self._sent : end]
-        self._sent = max(self._sent, end)
+    def _emit(self, text: str, *, begin: int, end: int) -> str:
+        """What is new in the text of the first `end` tokens; those from `begin` on stay as context."""
+        new_text = text[self._sent :]
+        self._sent = len(self._decode(self._ids[begin:end]))
+        self._num_context = end - begin
+        del self._ids[:begin]
         return new_text
 
-    def _start_window(self, begin: int, num_held: int) -> None:
-        del self._ids[:begin]
-        self._num_context = len(self._ids)
+    def _emit_garbage(self) -> str:
+        """All but what may still become a character, of tokens whose bytes are none for so long."""
+        text = self._decode(self._ids)
+        num_held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_CHARACTER_BYTES - 1)
+        new_text = text[self._sent : len(text) - num_held]
+        del self._ids[: -_MAX_HELD // 2]
         self._sent = len(self._decode(self._ids)) - num_held
+        self._num_context = len(self._ids)
+        return new_text
 
     def _context_of(self, prompt_ids: Sequence[int]) -> list[int]:
         """The last tokens of the prompt, from the beginning of a character on."""

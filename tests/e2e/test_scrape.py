@@ -43,7 +43,19 @@ def test_names_and_labels(server: Server) -> None:
                 assert label in sample
 
 
+def settle(server: Server) -> None:
+    """Until all that happened so far is published: figures are flushed together, refusals last."""
+    before = server.metric("tidewheel_requests_rejected_total", tag="TW-UNSUPPORTED", model_name="demo")
+    assert "[TW-UNSUPPORTED]" in server.post("demo/generate", {"text_input": "Hello", "n": 2}).text
+    wait_for(
+        lambda: server.metric("tidewheel_requests_rejected_total", tag="TW-UNSUPPORTED", model_name="demo") > before,
+        10,
+        "refusal in the metrics",
+    )
+
+
 def test_counters_advance_by_what_was_done(server: Server) -> None:
+    settle(server)
     names = ["vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count"]
     before = {name: server.metric(name, model_name="demo") for name in names}
     parameters = json.dumps({"max_tokens": 11, "ignore_eos": True})
@@ -61,6 +73,7 @@ def test_counters_advance_by_what_was_done(server: Server) -> None:
 
 def test_histograms_are_cumulative(server: Server) -> None:
     server.generate("Hello", max_tokens=4)
+    settle(server)
     samples = server.metrics()
     for name in HISTOGRAMS:
         buckets = [

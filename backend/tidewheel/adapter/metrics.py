@@ -134,13 +134,14 @@ class RequestMetrics:
         """`refused`: requests by error tag that could not be read, and never reached the front end."""
         self._received.advance(stats.num_received + sum(refused.values()))
         self._finished.advance(stats.finished)
-        self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
         self._failed.advance(stats.failed)
         self._prompt.advance(stats.num_prompt_tokens)
         self._generation.advance(stats.num_generation_tokens)
         for of, histogram in self._histograms:
             snapshot = of(stats)
             histogram.advance(snapshot.counts, snapshot.total)
+        # Last, so that whoever sees a refusal counted sees all that happened before it.
+        self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
 
 
 class MetricsPublisher:

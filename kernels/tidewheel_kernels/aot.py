@@ -119,12 +119,13 @@ def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments.pop(parameter.name)
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
             continue
         signature[parameter.name] = _type_name(value)
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     if arguments:
         raise TypeError(f"{kernel.fn.__name__} has no parameters {sorted(arguments)}")

@@ -39,12 +39,12 @@ def _silu_and_mul(size: int) -> None:
     silu_and_mul(torch.empty(2, 2 * size, dtype=BF16))
 
 
-def _rope(head_dim: int, rotary_dim: int, *, norm: bool) -> None:
+def _rope(head_dim: int, rotary_dim: int, *, norm: bool, num_kv_heads: int = 8) -> None:
     from tidewheel_kernels.jit.rope import rope_and_cache
 
-    qkv = torch.empty(2, 16 + 8 + 8, head_dim, dtype=BF16)
-    q, k, v = qkv[:, :16], qkv[:, 16:24], qkv[:, 24:]
-    cache = torch.empty(2, 64, 8, head_dim, dtype=BF16)
+    qkv = torch.empty(2, 4 * num_kv_heads, head_dim, dtype=BF16)
+    q, k, v = qkv[:, : 2 * num_kv_heads], qkv[:, 2 * num_kv_heads : -num_kv_heads], qkv[:, -num_kv_heads:]
+    cache = torch.empty(2, 64, num_kv_heads, head_dim, dtype=BF16)
     weight = torch.empty(head_dim, dtype=BF16) if norm else None
     ids = torch.empty(2, dtype=I64)
     rope_and_cache(
@@ -77,6 +77,7 @@ def _attention(
     head_dim: int,
     *,
     query_len: int,
+    num_seqs: int = 2,
     group: int = 4,
     block_size: int = 64,
     dtype: torch.dtype = BF16,
@@ -87,7 +88,6 @@ def _attention(
 ) -> None:
     from tidewheel_kernels.jit.attention import paged_attention
 
-    num_seqs = 2
     q = torch.empty(num_seqs * query_len, group * num_kv_heads, head_dim, dtype=dtype)
     cache = torch.empty(2, block_size, num_kv_heads, head_dim, dtype=dtype)
     meta = AttentionMetadata(
@@ -116,14 +116,15 @@ def _sample(*, filtered: bool, dtype: torch.dtype) -> None:
     sample(torch.empty(2, VOCABULARY, dtype=dtype), params, column)
 
 
-def _logits_operations() -> None:
+def _logits_operations(num_rows: int, num_entries: int) -> None:
     from tidewheel_kernels.jit.logprobs import chosen_logprobs
     from tidewheel_kernels.jit.penalties import apply_logit_bias, apply_penalties
 
-    logits, ids, column = torch.empty(2, VOCABULARY), torch.empty(300, dtype=I32), torch.empty(2)
-    apply_penalties(logits, PenaltyTensors(ids, ids, ids, torch.empty(300, dtype=torch.bool), column, column, column))
-    apply_logit_bias(logits, ids, ids, torch.empty(300))
-    chosen_logprobs(logits, torch.empty(2, dtype=I64))
+    logits, column = torch.empty(num_rows, VOCABULARY), torch.empty(num_rows)
+    ids, occurred = torch.empty(num_entries, dtype=I32), torch.empty(num_entries, dtype=torch.bool)
+    apply_penalties(logits, PenaltyTensors(ids, ids, ids, occurred, column, column, column))
+    apply_logit_bias(logits, ids, ids, torch.empty(num_entries))
+    chosen_logprobs(logits, torch.empty(num_rows, dtype=I64))
 
 
 CASES = (
@@ -135,8 +136,10 @@ CASES = (
     Case("rope-128-norm", partial(_rope, 128, 128, norm=True)),
     Case("rope-64", partial(_rope, 64, 64, norm=False), default=False),
     Case("rope-80-partial", partial(_rope, 80, 32, norm=False), default=False),
+    Case("rope-128-norm-one-head", partial(_rope, 128, 128, norm=True, num_kv_heads=1), default=False),
     Case("kv_cache", _kv_cache),
     Case("prefill-128", partial(_prefill, 128)),
+    Case("prefill-128-one-of-each", partial(_prefill, 128, num_seqs=1, group=1, num_kv_heads=1), default=False),
     Case("prefill-64", partial(_prefill, 64), default=False),
     Case("prefill-128-group-2", partial(_prefill, 128, group=2), default=False),
     Case("prefill-128-group-7", partial(_prefill, 128, group=7), default=False),
@@ -153,6 +156,7 @@ CASES = (
     Case("prefill-128-float32", partial(_prefill, 128, dtype=F32), no_stack=False, default=False),
     Case("decode-128", partial(_plain_decode, 128)),
     Case("decode-128-split", partial(_split_decode, 128)),
+    Case("decode-128-one-of-each", partial(_split_decode, 128, num_seqs=1, group=1), default=False),
     Case("decode-64-split", partial(_split_decode, 64), default=False),
     Case("decode-80-split", partial(_split_decode, 80), default=False),
     Case("decode-128-split-group-7", partial(_split_decode, 128, group=7), default=False),
@@ -166,5 +170,6 @@ CASES = (
     Case("sample-filtered", partial(_sample, filtered=True, dtype=F32)),
     Case("sample-filtered-bfloat16", partial(_sample, filtered=True, dtype=BF16), default=False),
     Case("sample-plain", partial(_sample, filtered=False, dtype=F32), default=False),
-    Case("logits", _logits_operations),
+    Case("logits", partial(_logits_operations, 2, 300)),
+    Case("logits-one-of-each", partial(_logits_operations, 1, 1), default=False),
 )

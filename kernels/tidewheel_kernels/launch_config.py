@@ -49,7 +49,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_config(size: int) -> LaunchConfig:
-    """One program per row of `size` elements, held in registers: about eight 16-bit elements per thread and step."""
+    """One program per row of `size` elements, held in registers: 16 elements per thread, up to 16 warps."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 

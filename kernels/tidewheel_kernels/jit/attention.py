@@ -96,9 +96,10 @@ def _prefill(
     grid = ((q.shape[0] - first) // block_q + num_seqs, num_kv_heads)
     prefill_attention_kernel[grid](
         out_ptr=out,
-        block_tables_ptr=meta.block_tables[first:],
-        cu_seqlens_ptr=meta.cu_seqlens_q[first:],
-        seq_lens_ptr=meta.seq_lens[first:],
+        block_tables_ptr=meta.block_tables,
+        cu_seqlens_ptr=meta.cu_seqlens_q,
+        seq_lens_ptr=meta.seq_lens,
+        first_seq=first,
         num_seqs=num_seqs,
         out_token_stride=out.stride(0),
         out_head_stride=out.stride(1),

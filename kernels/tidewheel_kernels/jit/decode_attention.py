@@ -105,7 +105,7 @@ def decode_attention_kernel(
         tl.store(out_row_ptr + column, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_splits_kernel(
     partial_ptr,  # [num_seqs, num_q_heads, num_splits, head_dim] float32
     log2_sum_ptr,  # [num_seqs, num_q_heads, num_splits] float32, -inf = empty split

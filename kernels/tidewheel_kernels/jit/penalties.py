@@ -12,7 +12,7 @@ from tidewheel_kernels.penalties import PenaltyTensors
 CONFIG = LaunchConfig(block=256, num_warps=4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_entries"])
 def apply_penalties_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     rows_ptr,  # [num_entries]
@@ -47,7 +47,7 @@ def apply_penalties_kernel(
     tl.store(logit_ptr, x.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_entries"])
 def apply_logit_bias_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     rows_ptr,  # [num_entries]

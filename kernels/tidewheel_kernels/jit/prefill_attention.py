@@ -27,18 +27,20 @@ def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.con
     return left - 1
 
 
-@triton.jit
+# Values that change with every batch must not make the compiler specialise, and compile again while serving.
+@triton.jit(do_not_specialize=["first_seq", "num_seqs"])
 def prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, head_dim]
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
     v_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
     out_ptr,  # [num_tokens, num_q_heads, head_dim]
-    block_tables_ptr,  # [num_seqs, max_blocks]
-    cu_seqlens_ptr,  # [num_seqs + 1]
-    seq_lens_ptr,  # [num_seqs]
+    block_tables_ptr,  # [first_seq + num_seqs, max_blocks]
+    cu_seqlens_ptr,  # [first_seq + num_seqs + 1]
+    seq_lens_ptr,  # [first_seq + num_seqs]
     logit_scale,
     soft_cap_log2,
     sliding_window,
+    first_seq,
     num_seqs,
     q_token_stride,
     q_head_stride,
@@ -60,16 +62,17 @@ def prefill_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads]; the sequences given start at row cu_seqlens[0]
+    # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads], for the num_rows queries from sequence first_seq on
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     # Later tiles of a sequence have more keys: the longest programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    first_row = tl.load(cu_seqlens_ptr)
-    seq = _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q)
+    first_row = tl.load(cu_seqlens_ptr + first_seq)
+    nth = _sequence_of_tile(cu_seqlens_ptr + first_seq, first_row, tile, num_seqs, BLOCK_Q)
+    seq = first_seq + nth
     start = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - start
-    first_query = (tile - (start - first_row) // BLOCK_Q - seq) * BLOCK_Q
+    first_query = (tile - (start - first_row) // BLOCK_Q - nth) * BLOCK_Q
     if first_query >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)

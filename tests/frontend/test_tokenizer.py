@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken
 
 from support.fake_engine import write_model_folder
 from support.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
@@ -104,9 +105,13 @@ def test_no_token_stands_for_more_bytes_than_said(family: str) -> None:
         assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokenizer.encode(text))
 
 
-def test_swallowed_whitespace_has_no_bound() -> None:
-    from tokenizers import AddedToken
+def test_a_long_added_token_counts() -> None:
+    backend = byte_level_bpe()
+    backend.add_special_tokens(["<" + "é" * 100 + ">"])
+    assert Tokenizer(backend, vocab_size=1000).max_token_bytes == 202
 
+
+def test_swallowed_whitespace_has_no_bound() -> None:
     backend = byte_level_bpe()
     backend.add_special_tokens([AddedToken("<cut>", rstrip=True)])
     assert Tokenizer(backend, vocab_size=1000).max_token_bytes is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,33 +34,45 @@ def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Ten
     return torch.where(sampled, drawn, greedy.token_ids)
 
 
+class _Thresholds(NamedTuple):
+    logits: torch.Tensor  # [B, 1] lowest logit that top_k and top_p keep, -inf = every token
+    settled: torch.Tensor  # [B] bool; False where the candidates do not reach far enough to tell
+
+
 def _weights(values: torch.Tensor, max_logit: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """What `filtered_weights` returns."""
     weights = temperature_weights(values, max_logit, params.temperature)
-    if params.any_top_k or params.any_top_p:
-        threshold = _threshold(values, weights, params)
-        if threshold is None:
-            return filtered_weights(values, params)
-        weights = weights.where(values >= threshold, 0.0)
-    return min_p_filtered(weights, params)
+    if not (params.any_top_k or params.any_top_p):
+        return min_p_filtered(weights, params)
+    thresholds = _thresholds(values, weights, params)
+    kept = min_p_filtered(weights.where(values >= thresholds.logits, 0.0), params)
+    if not bool(thresholds.settled.all()):
+        rest = (~thresholds.settled).nonzero().squeeze(-1)
+        kept[rest] = filtered_weights(values[rest], _rows(params, rest))
+    return kept
 
 
-def _threshold(values: torch.Tensor, weights: torch.Tensor, params: SamplingTensors) -> torch.Tensor | None:
-    """[B, 1] lowest logit that top_k and top_p keep, or None where the candidates do not settle it for every row."""
+def _thresholds(values: torch.Tensor, weights: torch.Tensor, params: SamplingTensors) -> _Thresholds:
     size = values.shape[-1]
-    num_candidates = min(NUM_CANDIDATES, size)
-    ordered, order = values.topk(num_candidates, dim=-1)
-    top_k = params.top_k
-    k_is_on = ((top_k > 0) & (top_k < size)) if params.any_top_k else torch.zeros_like(top_k, dtype=torch.bool)
-    if bool((top_k[k_is_on] > num_candidates).any()):
-        return None
-    lowest = torch.where(k_is_on.unsqueeze(-1), top_k_threshold(ordered, top_k * k_is_on), float("-inf"))
+    ordered, order = values.topk(min(NUM_CANDIDATES, size), dim=-1)
+    top_k = params.top_k.where((params.top_k > 0) & (params.top_k < size), 0)
+    settled = top_k <= ordered.shape[-1]
+    lowest = top_k_threshold(ordered, top_k).masked_fill(top_k.unsqueeze(-1) == 0, float("-inf"))
     if not params.any_top_p:
-        return lowest
+        return _Thresholds(lowest, settled)
     # Every token that ties with the k-th counts towards the total, also where it is not among the candidates.
     total = weights.where(values >= lowest, 0.0).sum(dim=-1, keepdim=True)
     candidate_weights = weights.gather(-1, order).where(ordered >= lowest, 0.0)
-    needed = params.top_p.unsqueeze(-1) * total
-    if bool(((candidate_weights.sum(dim=-1, keepdim=True) < needed) & (params.top_p.unsqueeze(-1) < 1)).any()):
-        return None
-    return top_p_threshold(ordered, candidate_weights, params.top_p, total).maximum(lowest)
+    reached = candidate_weights.sum(dim=-1) >= params.top_p * total.squeeze(-1)
+    lowest = top_p_threshold(ordered, candidate_weights, params.top_p, total).maximum(lowest)
+    return _Thresholds(lowest, settled & (reached | (params.top_p >= 1)))
+
+
+def _rows(params: SamplingTensors, rows: torch.Tensor) -> SamplingTensors:
+    return replace(
+        params,
+        temperature=params.temperature[rows],
+        top_k=params.top_k[rows],
+        top_p=params.top_p[rows],
+        min_p=params.min_p[rows],
+    )

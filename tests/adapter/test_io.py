@@ -154,6 +154,9 @@ def test_sizes_are_capped() -> None:
         ({"messages": "x" * 1001}, "messages"),
         ({"input_ids": [1] * 251}, "input_ids"),
         ({"text_input": "Hi", "sampling_parameters": "x" * (MAX_PARAMETER_BYTES + 1)}, "sampling_parameters"),
+        ({"text_input": "Hi", "stop_words": ["x" * MAX_PARAMETER_BYTES]}, "stop_words"),
+        ({"text_input": "Hi", "bad_words": [""] * (MAX_PARAMETER_BYTES // 4 + 1)}, "bad_words"),
+        ({"text_input": "Hi", "guided_decoding_guide": "x" * MAX_PARAMETER_BYTES}, "guided_decoding_guide"),
     ):
         with pytest.raises(PromptTooLarge, match=rf"{name} has \d+ bytes: at most \d+"):
             read(**tensors)

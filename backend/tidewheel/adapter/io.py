@@ -17,7 +17,8 @@ from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.frontend.strict_json import parse_json
 from tidewheel.frontend.values import Chunk, GenerateRequest, ParameterSource, PerfMetrics, TokenLogprob
 
-MAX_PARAMETER_BYTES = 1 << 18  # of the `sampling_parameters` JSON; the largest legal one needs some 40 KB
+MAX_PARAMETER_BYTES = 1 << 18  # of one parameter; the largest legal `sampling_parameters` needs some 40 KB
+_LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
 _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-1,))
@@ -98,8 +99,11 @@ def _request_parameters(request: Any) -> dict[str, object]:
 
 def _parameter(tensor: Any) -> object:
     name = tensor.name()
+    items = tensor.as_numpy().reshape(-1)
+    if items.dtype == np.object_:
+        _check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
     if name in _LIST_NAMES:
-        return [_text(item, name) for item in tensor.as_numpy().reshape(-1)]
+        return [_text(item, name) for item in items]
     value = _scalar(tensor)
     return _text(value, name) if isinstance(value, bytes) else value
 

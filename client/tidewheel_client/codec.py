@@ -18,7 +18,6 @@ Message = str | Mapping[str, object]
 # Outputs that a request asks for, and whether it does unless told otherwise. The counts are cheap and tell
 # a reader how many tokens a coalesced chunk holds.
 OUTPUT_FLAGS: dict[str, bool] = {
-    "return_finish_reason": True,
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
     "return_token_ids": False,
@@ -55,12 +54,13 @@ def encode(
         _add_text(request, name, str(value))
     _add_bool(request, "stream", stream)
     _add_bool(request, "exclude_input_in_output", True)
+    _add_bool(request, "return_finish_reason", True)  # it is what tells a whole stream from a broken one
     sampling = dict(params)
     for flag, default in OUTPUT_FLAGS.items():
         wanted = sampling.pop(flag, default)
         if wanted not in (True, False):
             raise InvalidRequest(f"{flag} must be true or false, not {wanted!r}")
-        if wanted or flag == "return_finish_reason":
+        if wanted:
             _add_bool(request, flag, True)
     if sampling:
         _add_text(request, "sampling_parameters", _json("sampling parameters", sampling))

@@ -262,6 +262,7 @@ def test_port_in_use_is_one_line(server: Server, folder: Path) -> None:
         (["--model", "a/b", "--set", "max_num_seq=3"], 1, "max_num_seqs"),
         (["--model", "a/b", "--model-repository", "x"], 2, "exclude"),
         (["--set", "dtype=float32"], 2, "--set"),
+        (["--model", "a/b", "--log-file", "/no/such/folder/log"], 1, "--log-file"),
         (["--model", "a/b", "--tritonserver", "/no/such/program"], 1, "/no/such/program"),
     ],
 )

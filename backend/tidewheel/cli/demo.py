@@ -60,6 +60,6 @@ class _Session:
             self.error = error
 
     def _write(self, client: Client, prompt: str, seed: int) -> None:
-        print(f"\n\N{HEAVY RIGHT-POINTING ANGLE QUOTATION MARK ORNAMENT} {prompt}", end="", flush=True)
+        print(f"\n> {prompt}", end="", flush=True)
         with client.stream(prompt, max_tokens=self._max_tokens, temperature=0.7, seed=seed) as stream:
             print(f"  ({show(stream).stats})", flush=True)

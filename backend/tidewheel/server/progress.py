@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,9 +29,13 @@ class LoadProgress:
         tqdm.monitor_interval = 0  # no thread beside the one that forks
 
     def update(self) -> None:
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            self._update()
+
+    def _update(self) -> None:
         for name, folder in self._engines.items():
             status = read_status(folder)
-            if status is not None and status.state in ("loading", "ready"):
+            if status is not None and status.state in ("starting", "loading", "ready"):
                 self._show(name, status)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from tidewheel.engine.run_dir import engine_dir
 from tidewheel.engine.status import read_status
 from tidewheel.server import backend_dir, launch, ports, repository
 from tidewheel.server.console import Console
+from tidewheel.server.errors import ServeError
 from tidewheel.server.launch import Endpoints
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.ports import Ports, authority
@@ -20,7 +21,7 @@ from tidewheel.server.report import describe_endpoints, describe_models, version
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.signals import StopSignals
 from tidewheel.server.supervisor import Supervisor
-from tidewheel.server.triton_http import TritonHttp
+from tidewheel.server.triton_http import DeployedModel, TritonHttp
 from tidewheel.server.workdir import WorkDir, work_dir
 
 FORCED_EXIT = 130  # as a shell has it for a program that Ctrl-C ended
@@ -115,7 +116,11 @@ def _server_log(path: Path | None) -> Iterator[ServerLog]:
     if path is None:
         yield ServerLog()
         return
-    with path.open("wb") as copy:
+    try:
+        copy = path.open("wb")
+    except OSError as error:
+        raise ServeError(f"--log-file {str(path)!r} cannot be written: {error.strerror}") from None
+    with copy:
         yield ServerLog(copy)
 
 
@@ -129,7 +134,7 @@ def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
 
 
 def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bool) -> None:
-    models = TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http)).models()
+    models = _deployed(console, plan)
     statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
     infos = {name: status.info for name, status in statuses.items() if status is not None and status.info is not None}
     warning = version_warning(version, plan.endpoints.host)
@@ -138,6 +143,14 @@ def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bo
     console.report(describe_models(version, plan.install.origin, models, infos))
     if with_endpoints:
         console.report(describe_endpoints(plan.endpoints, models))
+
+
+def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
+    try:
+        return TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http)).models()
+    except OSError as error:
+        console.note(f"warning: the server is ready and does not list its models: {error}")
+        return []
 
 
 def _stay(supervisor: Supervisor, endpoints: Endpoints, session: Callable[[Endpoints], None] | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -128,3 +129,12 @@ def test_refusing_ends_every_key_wherever_it_is(outbox: Outbox) -> None:
     assert first.value is not second.value
     outbox.put_cancel([1])
     assert outbox.take() == []
+
+
+def test_waking_after_the_end_touches_no_descriptor() -> None:
+    outbox = Outbox(max_held=4, hold_s=10.0)
+    outbox.refuse(Draining("bye"))
+    outbox.close()
+    with Path("/dev/null").open("rb", buffering=0) as successor:  # takes the number over
+        assert successor.fileno() == outbox.wake_fd
+        outbox.wake()

@@ -158,7 +158,7 @@ class EngineClient:
                 self._turn()
         except Exception as error:
             log.exception("the engine client failed")
-            self._fail(InternalError(f"the engine client failed: {error}"))
+            self._fail(InternalError(f"the engine client failed: {type(error).__name__}"))
         finally:
             self._leave()
 
@@ -291,8 +291,9 @@ class EngineClient:
             log.exception("a listener of the engine failed")
 
     def _leave(self) -> None:
-        self._failure = self._failure or "the front end was closed"
-        self._give_up(Draining(self._failure))
+        if not self._failure:
+            self._failure = "the front end was closed"
+            self._give_up(Draining(self._failure))
         self._settled.set()
         if self._connection is not None:
             self._connection.send(encoder.encode(Goodbye()))

@@ -37,6 +37,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._queue: deque[_Add | list[int]] = deque()  # a list of keys is a cancellation
         self._refusal: TidewheelError | None = None
+        self._is_closed = False
         self._held: dict[int, _Held] = {}
         self._in_flight: set[int] = set()
         self._cancelled: list[int] = []  # in flight, to be told to the engine
@@ -60,12 +61,17 @@ class Outbox:
                 self._push(keys)
 
     def wake(self) -> None:
-        os.eventfd_write(self.wake_fd, 1)
+        with self._lock:
+            self._wake()
 
     def _push(self, entry: _Add | list[int]) -> None:
         if not self._queue:
-            self.wake()
+            self._wake()
         self._queue.append(entry)
+
+    def _wake(self) -> None:
+        if not self._is_closed:  # the number of a closed descriptor may belong to somebody else by now
+            os.eventfd_write(self.wake_fd, 1)
 
     # --- the io thread ----------------------------------------------------------------------------------------
 
@@ -123,11 +129,14 @@ class Outbox:
         """From now on `put` raises the error; every key that is not over yet."""
         with self._lock:
             self._refusal = error
-            self.wake()
+            self._wake()
         cancelled = self.take()
         lost = [*cancelled, *self._held, *self.lose_in_flight()]
         self._held.clear()
         return lost
 
     def close(self) -> None:
-        os.close(self.wake_fd)
+        """After `refuse`: nothing can be put any more."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self.wake_fd)

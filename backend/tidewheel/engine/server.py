@@ -200,7 +200,9 @@ class EngineServer:
             self._front_ends.close(request_id, error)
         except Exception as error:
             log.exception("a request could not be added")
-            self._front_ends.close(request_id, InternalError(f"the request could not be added: {error}"))
+            self._front_ends.close(
+                request_id, InternalError(f"the request could not be added: {type(error).__name__}")
+            )
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
         """Logged and ignored, except for a request whose key can be read: it gets its answer."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.tokenizers_on_the_spot import byte_level_bpe
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.chat import ChatTemplate
 from tidewheel.frontend.messages import parse_messages
@@ -36,6 +37,36 @@ def test_helpers_that_templates_rely_on() -> None:
     assert len(render("{{ strftime_now('%Y-%m-%d') }}")) == 10
     assert render("{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
     assert render("a{% generation %}{{ eos_token }}{% endgeneration %}b") == "a</s>b"
+
+
+TEMPLATES = {
+    "roles": """{{ bos_token }}{% for message in messages %}
+    {%- if message['role'] == 'system' -%}
+        [SYS]{{ message['content'] | trim }}[/SYS]
+    {% else %}
+        <{{ message['role'] }}>
+{{ message.content }}{{ eos_token }}
+    {% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<assistant>{% endif %}""",
+    "namespace": """{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}
+{{ ns.n }}: {{ m | tojson }} {{ m.content | tojson(indent=2) }}
+{% if loop.last %}{% break %}{% endif %}{% endfor %}""",
+    "tools": """{% if tools is not none or documents is not none %}tools{% endif %}
+{{ messages[0].content.strip().split(' ')[-1] | upper }}{{ messages | length }}
+{{ messages[1:] | map(attribute='role') | list }}""",
+}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+def test_as_transformers_renders(source: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe(), **NAMED)
+    messages = [{"role": "system", "content": " Be <kind> "}, {"role": "user", "content": "Grüße 🎉\n"}]
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert render(source, messages) == expected
 
 
 def test_what_the_template_refuses() -> None:

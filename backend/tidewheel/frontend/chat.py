@@ -42,7 +42,9 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """The prompt, up to where the assistant speaks. Raises `InvalidRequest` for what the template refuses."""
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, **self._named_tokens)
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named_tokens
+            )
         except Exception as error:  # whatever a template runs into, it ran into it on these messages
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
 
@@ -92,9 +94,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False, sort_keys: bool = False) -> str:
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Unlike Jinja's own, escapes nothing for HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

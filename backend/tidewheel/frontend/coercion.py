@@ -12,8 +12,11 @@ from collections.abc import Callable, Mapping
 
 from tidewheel.errors import InvalidRequest
 
+Coercion = Callable[[str, object], object]
+
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")  # nothing in use is longer than 2**64 - 1
 _INTEGER_LIMIT = 10**20
+_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?)", re.ASCII | re.IGNORECASE)
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 _shortened = reprlib.Repr()
@@ -102,14 +105,10 @@ def to_bias(name: str, value: object) -> dict[int, float]:
     return bias
 
 
-Coercion = Callable[[str, object], object]
-
-
 def _number_from_text(name: str, value: str | bytes) -> int | float:
     text = to_text(name, value).strip()
     if _INTEGER.fullmatch(text):
         return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidRequest(f"{name} is {show(value)}: it must be a number") from None
+    if not _NUMBER.fullmatch(text):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be a number")
+    return float(text)

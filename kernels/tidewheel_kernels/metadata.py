@@ -25,6 +25,8 @@ class AttentionMetadata:
 
     In a CUDA graph the tensors are static buffers, and `max_seqlen_q`, `max_seq_len` and `num_decodes` are frozen
     upper bounds: grids and the number of splits follow from them.
+
+    On the CPU, attention plans once per object: there, make a new object for every step.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset of each token, -1 = padding

@@ -8,6 +8,8 @@ from support.scheduling import Driver, make_config, make_request, make_scheduler
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import Admission
+from tidewheel.scheduler.policy import fifo, rank
+from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler import Scheduler
 
 
@@ -26,6 +28,10 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_max_tokens_below_one_is_refused() -> None:
     assert "max_tokens is 0" in refused(make_scheduler(), make_request(max_tokens=0))
+
+
+def test_min_tokens_above_the_resolved_max_tokens_are_refused() -> None:
+    assert "min_tokens is 9, more than max_tokens 4" in refused(make_scheduler(), make_request(min_tokens=9))
 
 
 def test_prompt_and_output_must_fit_the_context() -> None:
@@ -102,17 +108,26 @@ def admission_with_pace(seconds: float, count: int = 200) -> Admission:
     return admission
 
 
+def waiting_since(arrival_time: float, count: int) -> WaitingSet:
+    waiting = WaitingSet()
+    for number in range(count):
+        request = make_request(f"r{number}", arrival_time=arrival_time)
+        waiting.push(rank(fifo, request, number), request)
+    return waiting
+
+
 def test_the_retry_hint_is_the_time_for_half_of_the_waiting_set() -> None:
     admission = admission_with_pace(0.1)
-    assert admission.retry_after_ms(100, 199 * 0.1) == pytest.approx(5000, abs=1)
+    assert admission.retry_after_ms(waiting_since(0.0, 100), 199 * 0.1) == pytest.approx(5000, abs=1)
 
 
 def test_the_retry_hint_has_bounds_and_a_first_value() -> None:
-    assert Admission(make_config(), 32, 4).retry_after_ms(1000, 5.0) == 250
-    assert admission_with_pace(0.0).retry_after_ms(10, 0.0) == 50
-    assert admission_with_pace(100.0, 3).retry_after_ms(10**6, 200.0) == 30_000
+    assert Admission(make_config(), 32, 4).retry_after_ms(waiting_since(0.0, 1000), 5.0) == 250
+    assert admission_with_pace(0.0).retry_after_ms(waiting_since(0.0, 10), 0.0) == 50
+    assert admission_with_pace(100.0, 3).retry_after_ms(waiting_since(0.0, 1000), 200.0) == 30_000
 
 
-def test_a_long_silence_counts_as_a_slow_pace() -> None:
+def test_a_head_that_waits_long_is_a_slow_pace_and_an_idle_hour_is_not() -> None:
     admission = admission_with_pace(0.001)
-    assert admission.retry_after_ms(10, 0.2) < admission.retry_after_ms(10, 2.0) == pytest.approx(9005, abs=1)
+    assert admission.retry_after_ms(waiting_since(0.0, 10), 2.199) == 10_000
+    assert admission.retry_after_ms(waiting_since(3600.0, 10), 3600.0) == 50

@@ -62,16 +62,28 @@ def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
     driver.run()
 
 
-def test_the_budget_goes_to_the_best_prompt_first() -> None:
+def test_the_budget_goes_to_the_best_prompt_under_way_or_waiting() -> None:
     driver = Driver(max_num_batched_tokens=8)
     driver.add(make_request("low", prompt=[1] * 20, priority=LOW))
     driver.step()
-    driver.add(make_request("high", prompt=[2] * 4, priority=HIGH))
-    driver.schedule()  # the running prompt goes on; the newcomer gets what is left of the budget: nothing
-    driver.apply()
+    driver.add(make_request("high", prompt=[2] * 5, priority=HIGH))
+    driver.add(make_request("later", prompt=[3] * 5, priority=LOW, arrival_time=1.0))
     batch = driver.schedule()
     assert batch is not None
     assert [new.request_id for new in batch.new_rows] == ["high"]
+    assert dict(zip(batch.rows.tolist(), batch.num_scheduled_tokens.tolist(), strict=True)) == {1: 5, 0: 3}
+    driver.apply()
+    driver.run()
+
+
+def test_a_better_request_that_cannot_enter_does_not_stop_the_prompts_under_way() -> None:
+    driver = Driver(max_num_batched_tokens=8, max_num_seqs=1)
+    driver.add(make_request("low", prompt=[1] * 20, priority=LOW))
+    driver.step()
+    driver.add(make_request("high", prompt=[2] * 5, priority=HIGH))
+    batch = driver.schedule()
+    assert batch is not None
+    assert (batch.rows.tolist(), batch.num_tokens) == ([0], 8)
     driver.apply()
     driver.run()
 

@@ -34,7 +34,7 @@ def make_request(
     return Request(
         request_id,
         np.array(list(token_ids), dtype=np.int32),
-        SamplingParams(max_tokens=max(max_tokens, 1), min_tokens=min_tokens),
+        SamplingParams(min_tokens=min_tokens),
         max_tokens=max_tokens,
         arrival_time=arrival_time,
         priority=priority,

@@ -20,6 +20,7 @@ class Admission:
         self._config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
+        self.headroom = int(config.watermark * num_blocks)  # blocks that an admission leaves free
         self._last_start: float | None = None
         self._start_interval: float | None = None  # seconds between starts, smoothed
 
@@ -37,13 +38,14 @@ class Admission:
             self._start_interval = smoothed + _SMOOTHING * (interval - smoothed)
         self._last_start = now
 
-    def retry_after_ms(self, num_waiting: int, now: float) -> int:
+    def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
         """Time until about half of the waiting set has started: later than the first free place, so that refused
-        clients do not all come back for that one. A long silence since the last start counts as a slow pace."""
+        clients do not all come back for that one. A head that waits longer than usual counts as a slower pace."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
-        interval = max(self._start_interval, now - self._last_start)
-        return round(min(max(1e3 * interval * num_waiting / 2, _MIN_RETRY_MS), _MAX_RETRY_MS))
+        silence = now - max(self._last_start, waiting.head().arrival_time)
+        estimate = 1e3 * max(self._start_interval, silence) * waiting.num_new / 2
+        return round(min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS))
 
     def _check_lengths(self, request: Request) -> None:
         num_prompt_tokens, limit = request.num_prompt_tokens, self._config.max_model_len
@@ -51,6 +53,9 @@ class Admission:
             raise InvalidRequest("the prompt is empty: give at least one token")
         if request.max_tokens < 1:
             raise InvalidRequest(f"max_tokens is {request.max_tokens}: it must be at least 1")
+        min_tokens = request.sampling.min_tokens
+        if min_tokens > request.max_tokens:
+            raise InvalidRequest(f"min_tokens is {min_tokens}, more than max_tokens {request.max_tokens}")
         if request.max_num_tokens > limit:
             raise InvalidRequest(
                 f"prompt of {num_prompt_tokens} tokens and max_tokens {request.max_tokens} make "
@@ -82,4 +87,4 @@ class Admission:
             )
         else:
             return
-        raise Busy(f"waiting set is full: {reason}", retry_after_ms=self.retry_after_ms(waiting.num_new, now))
+        raise Busy(f"waiting set is full: {reason}", retry_after_ms=self.retry_after_ms(waiting, now))

@@ -44,6 +44,9 @@ class WaitingSet:
     def head(self) -> Request:
         return self._entries[0][1]
 
+    def head_rank(self) -> Rank:
+        return self._entries[0][0]
+
     def remove(self, request: Request) -> Rank:
         """Takes the request out, wherever it stands; its rank."""
         rank = self._ranks.pop(request.request_id)

@@ -8,21 +8,18 @@ from tidewheel.batch import Int32Array
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.columns import RowArray
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.plan import StepPlan, new_row
-from tidewheel.scheduler.policy import choose_victim
+from tidewheel.scheduler.policy import Rank, choose_victim
 from tidewheel.scheduler.state import State
 
 
-def plan_step(state: State, config: SchedulerConfig, admission: Admission, now: float) -> StepPlan:
-    """Rows that miss one token come first, so that a long prompt never holds up a decode; what is left of the budget
-    goes to longer gaps, and then to requests that wait, both in the order of the policy."""
-    plan = StepPlan(config.max_num_batched_tokens)
+def plan_step(state: State, admission: Admission, token_budget: int, now: float) -> StepPlan:
+    """Rows that miss one token come first, so that a long prompt never holds up a decode. What is left of the budget
+    goes to prompts in the order of the policy, those that are under way and those that wait alike."""
+    plan = StepPlan(token_budget)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts)
-    _plan_chunks(state, plan, chunk_rows)
-    if not plan.is_scarce:
-        _plan_admissions(state, plan, config, admission, now)
+    _plan_prompts(state, plan, admission, chunk_rows, now)
     return plan
 
 
@@ -69,33 +66,40 @@ def _grow_by_rank(state: State, plan: StepPlan, needy: RowArray) -> list[int]:
     return sitting_out
 
 
-def _plan_chunks(state: State, plan: StepPlan, rows: RowArray) -> None:
+def _plan_prompts(state: State, plan: StepPlan, admission: Admission, rows: RowArray, now: float) -> None:
     columns = state.columns
+    may_enter = not plan.is_scarce
     for row in sorted(rows[columns.running[rows]].tolist(), key=columns.ranks.__getitem__):
+        may_enter = may_enter and _admit(state, plan, admission, now, before=columns.ranks[row])
         if plan.token_budget < 1:
             return
         start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
         plan.add_chunk(row, start, int(columns.num_tokens[row]))
+    if may_enter:
+        _admit(state, plan, admission, now)
 
 
-def _plan_admissions(state: State, plan: StepPlan, config: SchedulerConfig, admission: Admission, now: float) -> None:
-    """Waiting requests in order, while rows, budget and blocks last. The head is never overtaken.
+def _admit(state: State, plan: StepPlan, admission: Admission, now: float, before: Rank | None = None) -> bool:
+    """Lets waiting requests enter, in order, while rows, budget and blocks last; those with a rank `before` this one.
 
-    A request takes the blocks of all its tokens when it enters, so a prefill that has begun never runs out of them.
+    False once the head cannot enter: it is not overtaken. A request takes the blocks of all its tokens when it
+    enters, so a prompt that is under way never runs out of them.
     """
-    headroom = int(config.watermark * state.kv.num_blocks)
-    while state.waiting and state.columns.has_free_row and plan.token_budget > 0:
+    while state.waiting and (before is None or state.waiting.head_rank() < before):
+        if not state.columns.has_free_row or plan.token_budget < 1:
+            return False
         request = state.waiting.head()
         hit = state.kv.find_prefix(request)
-        blocks = state.enter(request, hit, keep_free=headroom if state.columns.num_running else 0)
+        blocks = state.enter(request, hit, keep_free=admission.headroom if state.columns.num_running else 0)
         if blocks is None:
-            return
+            return False
         if request.first_scheduled_time is None:
             _record_first_start(state, request, hit.num_tokens, now)
             admission.record_start(now)
         plan.add_row(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens)
+    return True
 
 
 def _record_first_start(state: State, request: Request, num_cached_tokens: int, now: float) -> None:

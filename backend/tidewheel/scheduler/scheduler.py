@@ -89,7 +89,7 @@ class Scheduler:
         if len(self._in_flight) >= self._config.max_inflight_steps:
             return None
         state = self._state
-        plan = plan_step(state, self._config, self._admission, now)
+        plan = plan_step(state, self._admission, self._config.max_num_batched_tokens, now)
         if plan.is_empty:
             return None
         step_id = state.counters.num_steps

@@ -15,7 +15,6 @@ from tidewheel.models.config import parse_config
 from tidewheel.models.config_file import Fields, architecture
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.registry import NativeTraits, native_traits
-from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 from tidewheel.models.weights import checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,16 @@ def load_model(
     logger.info("%s runs %s", name, "through transformers" if traits is None else "on the native decoder")
     if traits is not None:
         return _load_native(folder, fields, traits, config, dtype, device, progress)
+    return _load_through_transformers(folder, fields, config, dtype, device, progress)
+
+
+def _load_through_transformers(
+    folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> LoadedModel:
+    # Here and not above: importing transformers takes seconds, which a native model should not wait for.
+    from tidewheel.models.transformers_model import load_transformers_model, transformers_config
+
+    name = architecture(fields)
     cls, hf_config = transformers_config(fields)
     context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
     if context is None:

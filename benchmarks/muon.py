@@ -11,8 +11,9 @@ import torch
 
 
 def orthogonalized(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """The nearest semi-orthogonal matrices [count, rows, columns], by a quintic Newton–Schulz iteration.
+    """About the nearest semi-orthogonal matrices [count, rows, columns], by a quintic Newton–Schulz iteration.
 
+    Singular values end between 0.6 and 1.3, except those that were nearly zero.
     Coefficients of https://kellerjordan.github.io/posts/muon/; float32, since a CPU without bf16 units is faster so.
     """
     tall = update.shape[-2] > update.shape[-1]

@@ -74,7 +74,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def random_request(self, priority: Priority) -> Request:
         draw = self.random
         number, self.num_requests = self.num_requests, self.num_requests + 1
-        prompt = [*self.base[: draw.choice([0, 4, 8, 16, 30])], *draw.choices(range(10), k=draw.randint(1, 4))]
+        shared = draw.choice([0, 4, 8, 16, 30])  # at times all of it: the whole prompt may then be in the cache
+        prompt = [*self.base[:shared], *draw.choices(range(10), k=draw.randint(0 if shared else 1, 4))]
         max_tokens = draw.choice([1, 2, 8, 16, 24])
         self.driver.now += draw.choice([0.0, 1.0])
         return make_request(

@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_engine.json")
     arguments = parser.parse_args()
+    environment = record.environment("torch", "transformers", "tritonclient", "numpy")
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
     work = mixed_lengths(arguments.requests, Lengths(16, 128), Lengths(16, 128))
@@ -136,7 +137,7 @@ def main() -> None:
         path = record.save(
             "cpu_engine",
             {
-                **record.environment("torch", "transformers", "tritonclient", "numpy"),
+                **environment,
                 "workload": {**workload, "shape": arguments.shape, "dtype": arguments.dtype},
                 "unit": "output tokens/s",
                 "results": results,

@@ -1,6 +1,6 @@
 """What scheduling costs on the host: `schedule` + `apply` of the real Scheduler, with tokens that cost nothing.
 
-    python benchmarks/scheduler_cost.py --running 256 4096 [--steps 2000] [--finished 0] [--json]
+    python benchmarks/scheduler_cost.py --running 256 4096 [--steps 2000] [--finished 0] [--json] [--save]
 
 Steady decoding: every row gets one token a step, the rows stand at different places in their blocks, prefix caching
 is on, so each step allocates, hashes and registers blocks for one row in `block_size`. `--finished N` lets N requests
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+import record
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -124,8 +125,12 @@ def main() -> None:
     parser.add_argument("--finished", type=int, default=0, help="requests that end before the measurement")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", action="store_true", help="machine readable, one list")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/scheduler_cost.json")
     options = parser.parse_args()
+    environment = record.environment("numpy")
     costs = [Bench(running, options.steps).run(options.finished) for running in options.running]
+    if options.save:
+        record.save("scheduler_cost", {**environment, "unit": "us", "costs": [asdict(cost) for cost in costs]})
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs]))
         return

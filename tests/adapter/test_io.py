@@ -245,3 +245,9 @@ def test_a_chunk_in_the_middle() -> None:
 
 def test_text_that_is_no_unicode() -> None:
     assert values(Chunk(text="a\ud800"), ResponseFormat()) == {"text_output": [b"a?"]}
+
+
+def test_a_rendered_template_comes_back_only_when_asked() -> None:
+    messages = '[{"role": "user", "content": "Hi"}]'
+    assert read(messages=messages)[0].echo is False
+    assert read(messages=messages, exclude_input_in_output=False)[0].echo is True

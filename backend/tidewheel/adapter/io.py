@@ -46,7 +46,8 @@ def read_request(
     stream = _flag(inputs, "stream")
     if stream and not decoupled:
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
-    exclude_input = _flag(inputs, "exclude_input_in_output", default=stream)
+    # A rendered chat template is not what the client wrote, so only a text prompt comes back unasked.
+    exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
     if stream and not exclude_input:
         raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
     response_format = ResponseFormat(

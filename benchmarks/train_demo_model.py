@@ -241,7 +241,6 @@ def result_of(trainer: Trainer, corpus: Corpus, counts: dict[str, Any], recipe: 
     final = {length: validation_loss(trainer.model, part) for length, part in rows.items()}
     bytes_per_token = counts["validation_bytes"] / counts["validation_tokens"]
     return {
-        **environment("torch", "transformers", "tokenizers", "safetensors", "numpy"),
         "recipe": asdict(recipe),
         "parameters": sum(param.numel() for param in trainer.model.parameters()),
         "corpus": counts,
@@ -290,13 +289,14 @@ def main() -> None:
         threads=arguments.threads,
     )
     torch.set_num_threads(recipe.threads)
+    started_in = environment("torch", "transformers", "tokenizers", "safetensors", "numpy")
     tokenizer, corpus, counts = build_corpus(recipe, VOCAB_SIZE, 30 if arguments.smoke else 1)
     print(json.dumps(counts), flush=True)
     save_settings(tokenizer, arguments.out)
     trainer = Trainer(corpus, arguments.out, recipe, tokenizer.get_vocab_size())
     trainer.train()
     if not arguments.smoke:
-        result = result_of(trainer, corpus, counts, recipe)
+        result = {**started_in, **result_of(trainer, corpus, counts, recipe)}
         path = save("demo_model", result)
         draw_curve(trainer.curve, path.with_name("demo_model_loss.png"))
         print(json.dumps({key: result[key] for key in ("steps", "minutes", "validation_loss")}))

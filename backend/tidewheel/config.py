@@ -8,20 +8,22 @@ resolved later, by the engine, into `EngineInfo`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from tidewheel.errors import ConfigError
+from tidewheel.settings import coerce_setting, unknown_setting
+from tidewheel.tenants import parse_tenants
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-PolicyName = Literal["fifo", "priority"]
+PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
+StrategyName = Literal["continuous", "static", "dynamic", "predictive", "hybrid"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -45,11 +47,45 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     num_threads: int | None = None  # CPU threads of the engine; None: all cores, one for small models
-    scheduling_policy: PolicyName = "priority"
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int = 1 << 22
     max_prompt_bytes: int = 1 << 22
     engine_start_timeout_s: float = 600.0
+
+    # order of service
+    scheduling_policy: PolicyName = "priority"
+    ageing_s: float = 10.0  # a waiting request is lifted one class each time this passes, to HIGH at most
+    tenants: str = ""  # JSON: limits and weights by tenant, see `tenants.parse_tenants`
+    predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
+
+    # who may wait
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int = 1 << 22
+    breaker_error_rate: float | None = None  # the breaker opens above it; None: errors do not open it
+    breaker_queue_time_s: float | None = None  # the breaker opens above it; None: waiting does not open it
+
+    # who leaves when blocks run out
+    preemption_mode: PreemptionMode = "auto"  # auto: the cheaper of the two, by the cost model
+    max_preemptions: int = 4  # of one request, while another victim can be found
+    swap_space: float = 0.0  # GiB of host memory behind the KV cache
+    long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; None: the budget
+
+    # when waiting requests may join
+    scheduling_strategy: StrategyName = "continuous"
+    batch_size: int | None = None  # static: requests of a batch; None: max_num_seqs
+    batch_timeout_ms: float = 50.0  # static: how long a batch that is not full waits
+    batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: what the window is steered to
+    hybrid_threshold: int = 8  # hybrid: fewer requests than this join at once
+    hybrid_backlog: int = 256  # hybrid: with more waiting requests than this, all join at once
+
+    # control
+    target_tpot_ms: float | None = None  # a controller moves the token budget to hold it; None: it is fixed
+    enable_seqs_governor: bool = False  # moves the number of running requests between 1 and max_num_seqs
+    governor_target_latency_ms: float | None = None  # of a step, for the governor; None: it looks at memory alone
+
+    # sessions
+    session_ttl_s: float = 300.0  # how long a session is kept when its request does not say
+    max_session_ttl_s: float = 3600.0
+    max_sessions: int = 4096
+    session_max_blocks: int | None = None  # of one session; None: the context
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -68,6 +104,50 @@ class EngineConfig:
             raise ConfigError(f"engine_start_timeout_s is {self.engine_start_timeout_s}: it must be 0 to 86400")
         if self.num_blocks is not None and self.kv_cache_memory_mb is not None:
             raise ConfigError("num_blocks and kv_cache_memory_mb both set the size of the KV cache: set one")
+        self._check_scheduling()
+        self._check_contradictions()
+
+    def _check_scheduling(self) -> None:
+        for name in (
+            "predictor_prior_tokens", "long_prefill_token_threshold", "batch_size", "hybrid_threshold",
+            "hybrid_backlog", "max_sessions", "session_max_blocks",
+        ):  # fmt: skip
+            _at_least(name, getattr(self, name), 1)
+        _at_least("max_preemptions", self.max_preemptions, 0)
+        _within("ageing_s", self.ageing_s, 0.001, 86_400.0)
+        _within("breaker_error_rate", self.breaker_error_rate, 0.01, 1.0)
+        _within("breaker_queue_time_s", self.breaker_queue_time_s, 0.001, 86_400.0)
+        _within("swap_space", self.swap_space, 0.0, 4096.0)
+        _within("batch_timeout_ms", self.batch_timeout_ms, 0.0, 60_000.0)
+        _within("batch_target_latency_ms", self.batch_target_latency_ms, 1.0, 3_600_000.0)
+        _within("target_tpot_ms", self.target_tpot_ms, 0.01, 60_000.0)
+        _within("governor_target_latency_ms", self.governor_target_latency_ms, 0.01, 60_000.0)
+        _within("max_session_ttl_s", self.max_session_ttl_s, 0.0, 7 * 86_400.0)
+        _within("session_ttl_s", self.session_ttl_s, 0.0, self.max_session_ttl_s)
+        parse_tenants(self.tenants)
+
+    def _check_contradictions(self) -> None:
+        strategy = self.scheduling_strategy
+        if self.target_tpot_ms is not None and strategy == "static":
+            raise ConfigError(
+                "target_tpot_ms needs requests that may join at any step: with scheduling_strategy static "
+                "a batch runs to its end; remove one of the two"
+            )
+        if self.enable_seqs_governor and strategy in ("static", "predictive"):
+            raise ConfigError(
+                f"enable_seqs_governor and scheduling_strategy {strategy} both set the number of running requests: "
+                "choose one"
+            )
+        if self.governor_target_latency_ms is not None and not self.enable_seqs_governor:
+            raise ConfigError("governor_target_latency_ms is set, and enable_seqs_governor is not: set both or none")
+        if self.batch_size is not None and strategy != "static":
+            raise ConfigError(f"batch_size is read by scheduling_strategy static, not by {strategy}: remove one")
+        if self.batch_size is not None and self.batch_size > self.max_num_seqs:
+            raise ConfigError(f"batch_size is {self.batch_size}: max_num_seqs allows {self.max_num_seqs}")
+        if self.swap_space > 0.0 and not self.enable_prefix_caching:
+            raise ConfigError("swap_space keeps blocks by their content, which enable_prefix_caching false turns off")
+        if self.preemption_mode == "swap" and self.swap_space == 0.0:
+            raise ConfigError("preemption_mode is swap, and swap_space is 0: give it host memory, in GiB")
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
@@ -111,7 +191,6 @@ _FIXED: dict[str, tuple[object, str]] = {
     "disable_log_stats": (True, "figures go to /metrics"),
     "enforce_eager": (True, "steps run without CUDA graphs"),
     "enable_chunked_prefill": (True, "prompts are always chunked to the token budget"),
-    "swap_space": (0, "preempted requests are computed again"),
     "quantization": ("", "weights are served in float32, bfloat16 or float16"),
 }
 
@@ -127,63 +206,11 @@ def setting_names() -> list[str]:
     return [*(field.name for field in dataclasses.fields(EngineConfig)), *_FIXED]
 
 
-def unknown_setting(key: str, known: Iterable[str]) -> str:
-    """What to say of a key that is none of the known ones."""
-    known = sorted(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(known)}"
-    return f"unknown setting {key!r}{hint}"
-
-
 def _at_least(name: str, value: int | None, low: int) -> None:
     if value is not None and value < low:
         raise ConfigError(f"{name} is {value}: it must be at least {low}")
 
 
-def coerce_setting(key: str, raw: object, hint: object) -> object:
-    """Text as `config.pbtxt` has it, or a JSON value, as the type that the field declares."""
-    if isinstance(hint, types.UnionType):
-        if raw is None:
-            return None
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if raw not in choices:
-            raise ConfigError(f"{key} is {raw!r}: choose one of {', '.join(map(str, choices))}")
-        return raw
-    if hint is bool:
-        return _coerce_bool(key, raw)
-    if hint is str:
-        if not isinstance(raw, str):
-            raise ConfigError(f"{key} is {raw!r}: it must be text")
-        return raw
-    return _coerce_number(key, raw, int if hint is int else float)
-
-
-def _coerce_bool(key: str, raw: object) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    text = str(raw).strip().lower()
-    if text in ("true", "1", "yes", "on"):
-        return True
-    if text in ("false", "0", "no", "off"):
-        return False
-    raise ConfigError(f"{key} is {raw!r}: it must be true or false")
-
-
-def _coerce_number(key: str, raw: object, kind: type[int] | type[float]) -> int | float:
-    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-        raise ConfigError(f"{key} is {raw!r}: it must be a number")
-    try:
-        number = float(raw)
-        if kind is int:
-            exact = int(raw) if isinstance(raw, str) else int(number)
-            if exact != number:
-                raise ValueError
-            return exact
-    except (ValueError, OverflowError):
-        wanted = "an integer" if kind is int else "a number"
-        raise ConfigError(f"{key} is {raw!r}: it must be {wanted}") from None
-    if number != number:
-        raise ConfigError(f"{key} is {raw!r}: it must be a number")
-    return number
+def _within(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{name} is {value}: it must be {low:g} to {high:g}")

@@ -50,10 +50,12 @@ class Request:
     """
 
     __slots__ = (
-        "arrival_time", "bad_words_ids", "block_hashes", "cache_salt", "error", "finish_reason",
-        "first_scheduled_time", "first_token_time", "last_token_time", "max_tokens", "num_cached_tokens",
-        "num_new_blocks", "num_preemptions", "num_reused_blocks", "output_token_ids", "priority",
-        "prompt_token_ids", "request_id", "row", "sampling", "seed", "state", "stop_reason", "stop_token_ids",
+        "arrival_time", "bad_words_ids", "block_hashes", "cache_salt", "deadline", "error", "finish_reason",
+        "first_scheduled_time", "first_token_time", "last_token_time", "leader", "max_tokens",
+        "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks", "output_token_ids",
+        "predicted_output_tokens", "priority", "prompt_token_ids", "request_id", "row", "sampling", "seed",
+        "service_class", "session_id", "session_ttl", "soft_deadline", "state", "stop_reason",
+        "stop_token_ids", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +71,12 @@ class Request:
         stop_token_ids: tuple[int, ...] = (),
         bad_words_ids: tuple[tuple[int, ...], ...] = (),
         cache_salt: str = "",
+        tenant: str = "",
+        deadline: float | None = None,
+        soft_deadline: float | None = None,
+        session_id: str = "",
+        session_ttl: float = 0.0,
+        leader: Request | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids  # int32 [num_prompt_tokens], not written
@@ -80,7 +88,15 @@ class Request:
         self.stop_token_ids = stop_token_ids  # end-of-sequence ids unless ignore_eos, and the request's own
         self.bad_words_ids = bad_words_ids
         self.cache_salt = cache_salt
+        self.tenant = tenant
+        self.deadline = deadline  # seconds of the same clock: it ends then, whatever it has; None: never
+        self.soft_deadline = soft_deadline  # it drops a class then
+        self.session_id = session_id  # of its tenant; its blocks are kept after its end for `session_ttl` seconds
+        self.session_ttl = session_ttl
+        self.leader = leader  # the first of `n` requests with one prompt, whose prompt blocks the others fork
 
+        self.service_class = priority  # the class it is served in: `priority`, lifted by age or dropped
+        self.predicted_output_tokens = float(max_tokens)
         self.state = RequestState.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None  # the stop token that ended it

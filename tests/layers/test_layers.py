@@ -22,6 +22,8 @@ LAYERS = {
     "tidewheel": 0,
     "tidewheel.errors": 0,
     "tidewheel.config": 0,
+    "tidewheel.settings": 0,
+    "tidewheel.tenants": 0,
     "tidewheel.sampling": 0,
     "tidewheel.request": 0,
     "tidewheel.batch": 0,

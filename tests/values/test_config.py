@@ -47,6 +47,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": "m", "kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
     ({"model": "m", "num_blocks": 4, "kv_cache_memory_mb": 4}, "set one"),
     ({"model": "m", "scheduling_policy": "best"}, "choose one of"),
+    ({"model": "m", "scheduling_strategy": "best"}, "choose one of continuous, static"),
+    ({"model": "m", "target_tpot_ms": 50, "scheduling_strategy": "static"}, "a batch runs to its end"),
+    ({"model": "m", "enable_seqs_governor": "true", "scheduling_strategy": "predictive"}, "choose one"),
+    ({"model": "m", "governor_target_latency_ms": 5}, "enable_seqs_governor is not"),
+    ({"model": "m", "batch_size": 8}, "read by scheduling_strategy static"),
+    ({"model": "m", "batch_size": 512, "scheduling_strategy": "static"}, "max_num_seqs allows 256"),
+    ({"model": "m", "swap_space": 1, "enable_prefix_caching": False}, "keeps blocks by their content"),
+    ({"model": "m", "preemption_mode": "swap"}, "swap_space is 0"),
+    ({"model": "m", "session_ttl_s": 7200}, "session_ttl_s is 7200"),
+    ({"model": "m", "ageing_s": 0}, "ageing_s is 0"),
+    ({"model": "m", "breaker_error_rate": 1.5}, "breaker_error_rate is 1.5"),
+    ({"model": "m", "tenants": "{"}, "tenants is not JSON"),
+    ({"model": "m", "tenants": "[]"}, "must be a JSON object"),
+    ({"model": "m", "tenants": {"a": 3}}, "tenants.a is 3"),
+    ({"model": "m", "tenants": {"a": {"weigth": 3}}}, "did you mean 'weight'"),
+    ({"model": "m", "tenants": '{"a": {"weight": -1}}'}, "tenants.a: weight is -1: it must be above 0"),
+    ({"model": "m", "tenants": {"a": {"max_blocks": 1.5}}}, "must be an integer"),
 ]
 
 

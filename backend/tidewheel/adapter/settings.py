@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidewheel.config import EngineConfig, coerce_setting, setting_names, unknown_setting
+from tidewheel.config import EngineConfig, setting_names
 from tidewheel.errors import ConfigError
+from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"

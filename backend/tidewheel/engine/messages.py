@@ -1,6 +1,6 @@
 """What front ends and the engine say to each other: msgspec structs over a ZeroMQ ipc socket, never pickle.
 
-Front end → engine: `Hello` first, then `AddRequest`, `Cancel`, `Ping`, `Drain`, `Goodbye`.
+Front end → engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`.
 Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a step; `Stats` a few times a second;
 `Dropped` to one that it does not know (any more). `Drain` is answered with `Stats`, and needs no `Hello`.
 
@@ -15,7 +15,7 @@ import msgspec
 
 from tidewheel.sampling import SamplingParams
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -40,10 +40,24 @@ class AddRequest(Message, frozen=True):
     priority: int = 3
     cache_salt: str = ""
     arrival_ns: int = 0  # monotonic clock, which all processes of a host share
+    n: int = 1  # sequences that share the prompt; the deltas of each carry its `index`
+    tenant: str = ""
+    deadline_ns: int = 0  # monotonic clock; 0: none
+    soft_deadline_ns: int = 0
+    session_id: str = ""
+    session_ttl_s: float | None = None  # None: the default of the engine
 
 
 class Cancel(Message, frozen=True):
     keys: list[int]
+
+
+class CloseSession(Message, frozen=True):
+    """Answered like a request: one delta with finish_reason "stop", or with the error NOT_FOUND."""
+
+    key: int
+    tenant: str
+    session_id: str
 
 
 class Ping(Message, frozen=True):
@@ -58,7 +72,7 @@ class Goodbye(Message, frozen=True):
     pass
 
 
-ToEngine = Hello | AddRequest | Cancel | Ping | Drain | Goodbye
+ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 
 
 # --- engine → front end ---------------------------------------------------------------------------------------
@@ -147,6 +161,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: ErrorInfo | None = None  # with finish_reason "error"
     logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
+    index: int = 0  # of the sequence, with `n` over 1; each of them has a last delta
 
 
 class Deltas(Message, frozen=True):

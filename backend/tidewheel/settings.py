@@ -1,0 +1,73 @@
+"""Settings as people write them, text of `config.pbtxt` or values of JSON, as the types that they must have."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable
+from typing import Literal
+
+from tidewheel.errors import ConfigError
+
+JSON_SETTINGS = ("tenants",)  # text in `config.pbtxt`, an object in `model.json`
+
+
+def unknown_setting(key: str, known: Iterable[str]) -> str:
+    """What to say of a key that is none of the known ones."""
+    known = sorted(known)
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(known)}"
+    return f"unknown setting {key!r}{hint}"
+
+
+def coerce_setting(key: str, raw: object, hint: object) -> object:
+    """Text as `config.pbtxt` has it, or a JSON value, as the type that the field declares."""
+    if isinstance(hint, types.UnionType):
+        if raw is None:
+            return None
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if raw not in choices:
+            raise ConfigError(f"{key} is {raw!r}: choose one of {', '.join(map(str, choices))}")
+        return raw
+    if hint is bool:
+        return _coerce_bool(key, raw)
+    if hint is str:
+        if key in JSON_SETTINGS and isinstance(raw, dict):
+            return json.dumps(raw)
+        if not isinstance(raw, str):
+            raise ConfigError(f"{key} is {raw!r}: it must be text")
+        return raw
+    return _coerce_number(key, raw, int if hint is int else float)
+
+
+def _coerce_bool(key: str, raw: object) -> bool:
+    if isinstance(raw, bool):
+        return raw
+    text = str(raw).strip().lower()
+    if text in ("true", "1", "yes", "on"):
+        return True
+    if text in ("false", "0", "no", "off"):
+        return False
+    raise ConfigError(f"{key} is {raw!r}: it must be true or false")
+
+
+def _coerce_number(key: str, raw: object, kind: type[int] | type[float]) -> int | float:
+    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+        raise ConfigError(f"{key} is {raw!r}: it must be a number")
+    try:
+        number = float(raw)
+        if kind is int:
+            exact = int(raw) if isinstance(raw, str) else int(number)
+            if exact != number:
+                raise ValueError
+            return exact
+    except (ValueError, OverflowError):
+        wanted = "an integer" if kind is int else "a number"
+        raise ConfigError(f"{key} is {raw!r}: it must be {wanted}") from None
+    if number != number:
+        raise ConfigError(f"{key} is {raw!r}: it must be a number")
+    return number

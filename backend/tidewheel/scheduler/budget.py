@@ -1,0 +1,99 @@
+"""Feedback control of two knobs: the token budget of a step, and the number of running requests."""
+
+from __future__ import annotations
+
+import math
+
+_GAIN = 0.2  # of the integrator: part of the error that one step corrects
+_DEAD_BAND = 0.03  # of the target, within which nothing moves
+_MAX_CHANGE = 0.25  # of the logarithm, in one step
+_LIMITED = 0.9  # of the budget: a step that used less says nothing about a larger one
+
+KV_HIGH = 0.90
+KV_GOAL = 0.85
+KV_LOW = 0.80
+BUSY_LOW = 0.85
+GOVERNOR_PERIOD_S = 0.5
+
+
+class TpotController:
+    """Moves the token budget so that a step with decoding rows takes `target_s`, which then is their TPOT.
+
+    Integral control of the budget's logarithm:  ln B ← ln B + gain · ln(target / step time),  clamped.
+
+    In a step that fills its budget, the time's relative answer to the budget, d ln t / d ln B, is between 0 and 1
+    whatever the device, so the loop gain is at most 0.2, and it settles without overshoot even when the answer is
+    two steps late (the roots of z² - z + g are real for g ≤ 1/4). Anti-windup: the clamped value is the state (no
+    sum grows behind it), and the budget rises only after a step that used it.
+    """
+
+    __slots__ = ("_log_budget", "_max_budget", "_min_budget", "target_s")
+
+    def __init__(self, target_s: float, max_budget: int, min_budget: int) -> None:
+        """`min_budget`: more than the rows, so that every row decodes and a prompt always progresses."""
+        self.target_s = target_s
+        self._max_budget = max_budget
+        self._min_budget = min(min_budget, max_budget)
+        self._log_budget = math.log(max_budget)
+
+    @property
+    def budget(self) -> int:
+        return min(max(round(math.exp(self._log_budget)), self._min_budget), self._max_budget)
+
+    def observe(self, step_seconds: float, num_decodes: int, num_tokens: int) -> int:
+        """After a step: the budget of the next one, in tokens. A step without decoding rows has no TPOT."""
+        if num_decodes < 1 or step_seconds <= 0.0:
+            return self.budget
+        error = math.log(self.target_s / step_seconds)
+        if abs(error) < _DEAD_BAND or (error > 0.0 and num_tokens < _LIMITED * self.budget):
+            return self.budget
+        change = min(max(_GAIN * error, -_MAX_CHANGE), _MAX_CHANGE)
+        log_budget = self._log_budget + change
+        self._log_budget = min(max(log_budget, math.log(self._min_budget)), math.log(self._max_budget))
+        return self.budget
+
+
+class SeqsGovernor:
+    """Moves the number of running requests between 1 and `max_num_seqs`.
+
+        lower    KV use over 90 %, or smoothed step time over its target
+        raise    the device is under 85 % busy, or there is room in both; never where KV use would pass 85 %
+        keep     in the band between (80 to 90 % of the blocks, 0.9 to 1 of the target)
+
+    Blocks follow the requests with a delay of a request's life, so a law that reacts to KV use alone would swing. The
+    governor computes where it wants to be instead: at the present blocks per request, as many as use 85 %. It moves
+    at most every half second: down at once but never by more than a quarter, up by 1/32 of `max_num_seqs`.
+    """
+
+    def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:
+        self._most = max_num_seqs
+        self._target_s = target_latency_s
+        self._limit = max_num_seqs
+        self._latency: float | None = None
+        self._next = -math.inf
+        self._stride = max(max_num_seqs // 32, 1)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._limit
+
+    def observe(self, kv_usage: float, step_seconds: float, busy: float, num_running: int, now: float) -> int:
+        """After a step: the limit of running requests. `kv_usage` and `busy` are fractions."""
+        if self._latency is None:
+            self._latency = step_seconds
+        self._latency += 0.1 * (step_seconds - self._latency)
+        if now >= self._next:
+            self._next = now + GOVERNOR_PERIOD_S
+            self._limit = self._review(kv_usage, self._latency, busy, num_running)
+        return self._limit
+
+    def _review(self, kv_usage: float, latency: float, busy: float, num_running: int) -> int:
+        slowness = 0.0 if self._target_s is None else latency / self._target_s
+        present = min(self._limit, max(num_running, 1))
+        fitting = math.floor(present * KV_GOAL / kv_usage) if kv_usage > 0.0 else self._most
+        if kv_usage > KV_HIGH or slowness > 1.0:
+            wanted = min(fitting if kv_usage > KV_HIGH else present, math.floor(present / max(slowness, 1.0)))
+            return max(wanted, math.floor(0.75 * present), 1)
+        if (kv_usage < KV_LOW and slowness < 0.9) and (busy < BUSY_LOW or num_running >= self._limit):
+            return max(min(self._limit + self._stride, self._most, max(fitting, self._limit)), 1)
+        return self._limit

@@ -1,0 +1,53 @@
+"""How long a step takes, learned from the steps: what recomputing and waiting will cost."""
+
+from __future__ import annotations
+
+_FORGET = 0.98  # weight that a step keeps at the next one: about the last 50 count
+_MIN_STEPS = 8
+
+
+class StepTime:
+    """``seconds ≈ overhead + seconds_per_token · chunk tokens``: least squares with exponential forgetting.
+
+    Chunk tokens are those of prompts (and of requests that are computed again). Decoding rows cost about the same in
+    every step, so they are part of the overhead, which follows their number as old steps are forgotten. Attention
+    over what a prompt has computed before is in the slope only on average.
+    Weighted means and covariances are updated in place (West, "Updating mean and variance estimates", CACM 1979).
+    """
+
+    __slots__ = ("_cov", "_mean_seconds", "_mean_tokens", "_var", "_weight", "num_steps")
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._weight = 0.0
+        self._mean_tokens = 0.0
+        self._mean_seconds = 0.0
+        self._var = 0.0  # weighted sum of squared deviations of the tokens
+        self._cov = 0.0  # and of deviations of tokens and seconds
+
+    @property
+    def is_known(self) -> bool:
+        """Enough steps were seen, and their chunks differed in length."""
+        return self.num_steps >= _MIN_STEPS and self._var > self._weight
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of a chunk; 0 until known."""
+        return max(self._cov / self._var, 0.0) if self.is_known else 0.0
+
+    def observe(self, num_chunk_tokens: int, seconds: float) -> None:
+        """One step that was computed."""
+        self.num_steps += 1
+        self._weight = self._weight * _FORGET + 1.0
+        tokens_off = num_chunk_tokens - self._mean_tokens
+        seconds_off = seconds - self._mean_seconds
+        gain = 1.0 / self._weight
+        self._mean_tokens += tokens_off * gain
+        self._mean_seconds += seconds_off * gain
+        rest = 1.0 - gain
+        self._var = self._var * _FORGET + tokens_off * tokens_off * rest
+        self._cov = self._cov * _FORGET + tokens_off * seconds_off * rest
+
+    def seconds(self, num_chunk_tokens: int) -> float:
+        """Of a step with so many chunk tokens; 0 before the first step, the mean until the slope is known."""
+        return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)

@@ -1,0 +1,146 @@
+"""Coefficients of the cost model from the steps of a recorded run: least squares with no negative coefficient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tidewheel.errors import ConfigError
+from tidewheel.simulate.cost_model import CostModel, StepFeatures
+
+FloatArray = npt.NDArray[np.float64]
+
+MIN_STEPS = 50
+KNOTS = tuple(2**exponent for exponent in range(1, 16))
+MIN_STEPS_PER_SEGMENT = 20  # of `gemm`: a slope that fewer steps tell is noise
+
+
+class MeasuredStep(NamedTuple):
+    features: StepFeatures
+    seconds: float  # from its start to its tokens
+    turn_seconds: float | None  # from its tokens to the start of the next step; None: the engine was idle then
+
+
+def fit(
+    steps: Sequence[MeasuredStep],
+    *,
+    name: str,
+    device: str = "",
+    weights_bytes: float = 0.0,
+    kv_bytes_per_token: float = 1.0,
+    block_size: int = 64,
+    num_blocks: int = 8192,
+) -> CostModel:
+    """Raises `ConfigError` when the steps are too few to tell."""
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"{len(steps)} measured steps are too few to calibrate a cost model: at least {MIN_STEPS}")
+    features = np.array([step.features for step in steps], dtype=np.float64)
+    seconds = np.array([step.seconds for step in steps])
+    rows, tokens, samples, new_rows, kv_tokens, pairs = features.T
+    knots = choose_knots(tokens)
+    terms = [np.ones_like(tokens), *_segments(tokens, knots), kv_tokens * kv_bytes_per_token]
+    terms += [pairs, rows, samples, new_rows]
+    design = np.stack(terms, axis=1)
+    values = nonnegative_least_squares(design, seconds)
+    num_slopes = len(knots) + 1
+    slopes, rest = values[1 : 1 + num_slopes], values[1 + num_slopes :]
+    turn = _fit_turn(steps)
+    return CostModel(
+        name=name,
+        device=device,
+        weights_bytes=weights_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        overhead_s=float(values[0]),
+        knots=knots,
+        seconds_per_token=tuple(slopes.tolist()),
+        seconds_per_kv_byte=float(rest[0]),
+        seconds_per_chunk_pair=float(rest[1]),
+        seconds_per_row=float(rest[2]),
+        seconds_per_sample=float(rest[3]),
+        seconds_per_new_row=float(rest[4]),
+        turn_overhead_s=float(turn[0]),
+        turn_seconds_per_row=float(turn[1]),
+        fit=_quality(seconds, design @ values),
+    )
+
+
+def choose_knots(tokens: FloatArray) -> tuple[int, ...]:
+    """Powers of two with enough steps on both sides and between."""
+    knots: list[int] = []
+    previous = 0.0
+    for knot in KNOTS:
+        between = np.count_nonzero((tokens > previous) & (tokens <= knot))
+        above = np.count_nonzero(tokens > knot)
+        if between >= MIN_STEPS_PER_SEGMENT and above >= MIN_STEPS_PER_SEGMENT:
+            knots.append(knot)
+            previous = knot
+    return tuple(knots)
+
+
+def _segments(tokens: FloatArray, knots: tuple[int, ...]) -> list[FloatArray]:
+    """How much of each segment lies below `tokens`: with slopes of 0 or more, their sum never falls."""
+    edges = (0.0, *knots, np.inf)
+    return [np.clip(tokens - low, 0.0, high - low) for low, high in pairwise(edges)]
+
+
+def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
+    busy = [(step.features.num_rows, step.turn_seconds) for step in steps if step.turn_seconds is not None]
+    if not busy:
+        return np.zeros(2)
+    rows, seconds = np.array(busy, dtype=np.float64).T
+    return nonnegative_least_squares(np.stack((np.ones_like(rows), rows), axis=1), seconds)
+
+
+def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
+    """`sum_error`: of the total time, signed. `median_error`: of one step, absolute. Both as a share."""
+    spread = float(((measured - measured.mean()) ** 2).sum())
+    residual = float(((measured - predicted) ** 2).sum())
+    return {
+        "num_steps": float(len(measured)),
+        "r_squared": 1.0 - residual / spread if spread > 0 else 1.0,
+        "sum_error": float(predicted.sum() / measured.sum() - 1.0),
+        "median_error": float(np.median(np.abs(predicted / measured - 1.0))),
+    }
+
+
+def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatArray:
+    """The x >= 0 that minimises |design · x - target|, by the active set method of Lawson and Hanson, "Solving Least
+    Squares Problems" (1974), chapter 23. Columns may be collinear: some solution is given then."""
+    scale = np.linalg.norm(design, axis=0)
+    scale[scale == 0.0] = 1.0
+    matrix = design / scale
+    num_terms = matrix.shape[1]
+    solution = np.zeros(num_terms)
+    is_free = np.zeros(num_terms, dtype=np.bool_)
+    tolerance = 1e-10 * max(float(np.abs(matrix.T @ target).max()), 1e-300)
+    for _ in range(3 * num_terms):  # the bound that the authors give in practice
+        gradient = matrix.T @ (target - matrix @ solution)
+        gradient[is_free] = -np.inf
+        best = int(np.argmax(gradient))
+        if gradient[best] <= tolerance:
+            break
+        is_free[best] = True
+        solution = _step_inside(matrix, target, solution, is_free)
+    return solution / scale
+
+
+def _step_inside(
+    matrix: FloatArray, target: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
+) -> FloatArray:
+    """Least squares over the free terms; terms that would turn negative are fixed at 0, one after the other."""
+    while True:
+        candidate = np.zeros_like(solution)
+        candidate[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]
+        negative = is_free & (candidate <= 0.0)
+        if not negative.any():
+            return candidate
+        ratios = solution[negative] / (solution[negative] - candidate[negative])
+        solution = solution + ratios.min() * (candidate - solution)
+        is_free &= solution > 1e-15 * max(float(np.abs(solution).max()), 1e-300)
+        solution[~is_free] = 0.0

@@ -1,0 +1,140 @@
+"""One engine under a modelled clock: the loop of `EngineCore.step` with the real scheduler and a device that is a
+formula."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.errors import TidewheelError
+from tidewheel.request import Request
+from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.contents import STOP_TOKEN
+from tidewheel.simulate.cost_model import CostModel, step_features
+
+IDLE_POLL_S = 1e-3  # how soon an engine that could not start anything looks again
+
+Ended = Callable[[int, Request], None]  # the number of the replica, and the request
+
+
+class _InFlight(NamedTuple):
+    batch: ScheduledBatch
+    end: float
+
+
+class Replica:
+    """`turn` does what the engine's host does at one moment and says when it acts next.
+
+    A batch that is done is applied as of its end, then the next is scheduled when the host is ready for that: the two
+    are one turn. What arrived by either moment is added then, as an engine drains its socket.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        scheduler: Scheduler,
+        cost: CostModel,
+        ended: Ended,
+        *,
+        num_rows: int,
+        max_inflight_steps: int = 1,
+        pool: Int32Array | None = None,
+        has_deadlines: bool = False,
+    ) -> None:
+        self.number = number
+        self.is_idle = True
+        self.num_steps = 0
+        self.num_tokens = 0  # scheduled
+        self.busy_seconds = 0.0
+        self._scheduler = scheduler
+        self._cost = cost
+        self._ended = ended
+        self._max_inflight_steps = max_inflight_steps
+        self._has_deadlines = has_deadlines
+        self._pool = pool  # of tokens; None: all are alike, which nobody notices while prefixes are not looked up
+        self._inbox: deque[tuple[float, Request, int, int]] = deque()
+        self._lasts: dict[str, tuple[int, int]] = {}  # by id of a request without a row
+        self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position that its last token comes from
+        self._offsets = np.zeros(num_rows, dtype=np.int64)  # row → where in the pool it reads
+        self._in_flight: deque[_InFlight] = deque()
+        self._device_free = 0.0
+        self._completes = False  # this turn begins with the end of the oldest batch
+
+    def submit(self, now: float, request: Request, num_output_tokens: int, offset: int) -> None:
+        """It ends with its token number `num_output_tokens`, which the scheduler does not know."""
+        self._inbox.append((now, request, request.num_prompt_tokens + num_output_tokens - 1, offset))
+
+    def turn(self, now: float) -> float | None:
+        """The time of the next turn; None: nothing to do until something arrives."""
+        if self._completes:
+            batch, end = self._in_flight.popleft()
+            self._receive(end)
+            self._apply(batch, end)
+        self._receive(now)
+        if self._has_deadlines:
+            for request in self._scheduler.expire(now):
+                self._end(request)
+        batch_or_none = self._scheduler.schedule(now)
+        if batch_or_none is not None:
+            self._launch(batch_or_none, now)
+        next_turn = self._next_turn(now, is_full=batch_or_none is None)
+        self.is_idle = next_turn is None
+        return next_turn
+
+    def _next_turn(self, now: float, *, is_full: bool) -> float | None:
+        if not self._in_flight:
+            self._completes = False
+            return now + IDLE_POLL_S if self._scheduler.has_unfinished else None
+        self._completes = is_full or len(self._in_flight) == self._max_inflight_steps
+        batch, end = self._in_flight[0]
+        host_seconds = self._cost.turn_seconds(len(batch.rows))
+        return (max(now, end) if self._completes else now) + host_seconds
+
+    def _receive(self, now: float) -> None:
+        inbox = self._inbox
+        while inbox and inbox[0][0] <= now:
+            _, request, last_position, offset = inbox.popleft()
+            try:
+                evicted = self._scheduler.add(request, now)
+            except TidewheelError as error:
+                request.error = error
+                self._ended(self.number, request)
+                continue
+            self._lasts[request.request_id] = (last_position, offset)
+            for waiter in evicted:
+                self._end(waiter)
+
+    def _launch(self, batch: ScheduledBatch, now: float) -> None:
+        for new in batch.new_rows:
+            self._last_positions[new.row], self._offsets[new.row] = self._lasts[new.request_id]
+        seconds = self._cost.step_seconds(step_features(batch))
+        self._device_free = max(now, self._device_free) + seconds
+        self._in_flight.append(_InFlight(batch, self._device_free))
+        self.busy_seconds += seconds
+        self.num_steps += 1
+        self.num_tokens += batch.num_tokens
+
+    def _apply(self, batch: ScheduledBatch, end: float) -> None:
+        outputs = self._scheduler.apply(batch, SampledTokens(batch.step_id, self._tokens(batch)), end)
+        for request in outputs.finished:
+            self._end(request)
+
+    def _tokens(self, batch: ScheduledBatch) -> Int32Array:
+        rows = batch.rows
+        positions = batch.start_positions + batch.num_scheduled_tokens
+        if self._pool is None:
+            tokens = np.ones(len(rows), dtype=np.int32)
+        else:
+            tokens = self._pool.take(self._offsets.take(rows) + positions)
+        tokens[positions == self._last_positions.take(rows)] = STOP_TOKEN
+        if batch.num_decodes < len(rows):
+            tokens[~batch.samples] = SampledTokens.NOT_SAMPLED
+        return tokens
+
+    def _end(self, request: Request) -> None:
+        self._lasts.pop(request.request_id, None)
+        self._ended(self.number, request)

@@ -1,0 +1,142 @@
+"""Many replicas behind a router, driven by one trace, event by event: no step is skipped or merged."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidewheel.request import Priority, Request
+from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.contents import STOP_TOKEN, Contents
+from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.replica import Replica
+from tidewheel.simulate.router import RouteKey, Router
+from tidewheel.simulate.traces import NOBODY, Trace
+
+MakeScheduler = Callable[[int], Scheduler]  # for the replica with this number
+
+_PRIORITIES = {int(priority): priority for priority in Priority}
+_SAMPLING = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What the simulator must know of the engine that `make_scheduler` makes."""
+
+    num_rows: int
+    max_model_len: int
+    max_inflight_steps: int = 1
+    enable_prefix_caching: bool = True
+    session_ttl_s: float = 300.0
+
+
+class Simulator:
+    """One run. `run` may be called once."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        make_scheduler: MakeScheduler,
+        cost: CostModel,
+        settings: ReplicaSettings,
+        *,
+        num_replicas: int,
+        router: Router,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`max_tokens` is the limit that every request names; None: the longest output of the trace."""
+        self._trace = trace
+        self._settings = settings
+        self._router = router
+        self._max_tokens = max_tokens or int(trace.output_tokens.max())
+        self._contents = Contents(trace)
+        self._uses_keys = bool(trace.session_names or trace.prefix_names)
+        self._loads = [0] * num_replicas
+        self.outcomes = Outcomes(trace)
+        self.replicas = [
+            Replica(
+                number,
+                make_scheduler(number),
+                cost,
+                self._ended,
+                num_rows=settings.num_rows,
+                max_inflight_steps=settings.max_inflight_steps,
+                pool=self._contents.pool if settings.enable_prefix_caching else None,
+                has_deadlines=bool(np.isfinite(trace.deadlines).any()),
+            )
+            for number in range(num_replicas)
+        ]
+
+    def run(self) -> Outcomes:
+        """Until every request has ended."""
+        turns: list[tuple[float, int]] = []  # heap: when, which replica
+        for index, arrival in enumerate(self._trace.arrivals.tolist()):
+            self._advance(turns, arrival)
+            self._arrive(turns, index, arrival)
+        self._advance(turns, math.inf)
+        self.outcomes.check_complete()
+        return self.outcomes
+
+    def _advance(self, turns: list[tuple[float, int]], until: float) -> None:
+        """All turns up to this time."""
+        replicas = self.replicas
+        while turns and turns[0][0] <= until:
+            now, number = turns[0]
+            next_turn = replicas[number].turn(now)
+            if next_turn is None:
+                heapq.heappop(turns)
+            else:
+                heapq.heapreplace(turns, (next_turn, number))
+
+    def _arrive(self, turns: list[tuple[float, int]], index: int, now: float) -> None:
+        number = self._router.choose(self._route_key(index), self._loads)
+        replica = self.replicas[number]
+        replica.submit(
+            now, self._request(index, now), int(self._trace.output_tokens[index]), self._contents.offset(index)
+        )
+        self._loads[number] += 1
+        if replica.is_idle:
+            replica.is_idle = False
+            heapq.heappush(turns, (now, number))
+
+    def _ended(self, number: int, request: Request) -> None:
+        self._loads[number] -= 1
+        self.outcomes.record(int(request.request_id), number, request)
+
+    def _route_key(self, index: int) -> RouteKey:
+        if not self._uses_keys:
+            return _NO_KEY
+        trace = self._trace
+        session, group = int(trace.sessions[index]), int(trace.prefix_groups[index])
+        return RouteKey(
+            session="" if session == NOBODY else trace.session_names[session],
+            prefix="" if group == NOBODY else trace.prefix_names[group],
+        )
+
+    def _request(self, index: int, now: float) -> Request:
+        trace = self._trace
+        prompt = self._contents.prompt(index)
+        session, deadline = int(trace.sessions[index]), float(trace.deadlines[index])
+        return Request(
+            str(index),
+            prompt,
+            _SAMPLING,
+            max_tokens=min(self._max_tokens, max(self._settings.max_model_len - len(prompt), 1)),
+            arrival_time=now,
+            priority=_PRIORITIES[int(trace.priorities[index])],
+            stop_token_ids=_STOP,
+            tenant=trace.tenant_names[trace.tenants[index]],
+            deadline=now + deadline if deadline < math.inf else None,
+            session_id="" if session == NOBODY else trace.session_names[session],
+            session_ttl=self._settings.session_ttl_s,
+        )
+
+
+_NO_KEY = RouteKey()
+_STOP = (STOP_TOKEN,)

@@ -17,6 +17,7 @@ class Address(NamedTuple):
     grpc: str
     http: str
     model: str
+    metrics: str
 
 
 START_LIMIT_S = 300.0
@@ -30,7 +31,7 @@ def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700)
         command += [option, str(ports + offset)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    address = Address(f"127.0.0.1:{ports + 1}", f"127.0.0.1:{ports}", folder.name)
+    address = Address(f"127.0.0.1:{ports + 1}", f"127.0.0.1:{ports}", folder.name, f"127.0.0.1:{ports + 2}")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         with Client(address.grpc, model=address.model) as client:

@@ -1,0 +1,215 @@
+"""Twice the capacity, through Triton, on one machine: what each class of service gets, and what is refused.
+
+    python benchmarks/overload.py FOLDER                 a folder of benchmarks/random_model.py
+    python benchmarks/overload.py FOLDER --seconds 120 --save
+
+In one run, against one server: the capacity (a closed loop keeps the server full), CRITICAL alone (its unloaded time
+to first token), loads of 0.5 to 1.5 times the capacity (the peak of goodput), and twice the capacity. Goodput counts
+requests that were answered in full within the objective: time to first token and time per output token. CRITICAL is
+offered at a fifth of the capacity, so that it can be served whatever else comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import requests
+from step_times import step_seconds
+
+import record
+from open_loop import Offered, Outcome, offer, poisson_arrivals, run
+from serving import Address, served
+from workload import Lengths
+
+INPUTS = Lengths(16, 112)
+OUTPUTS = Lengths(8, 56)
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "num_threads": 1,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_waiting_requests": 6,
+    "ageing_s": 0.25,
+}
+CLASSES = {"CRITICAL": 1, "HIGH": 2, "NORMAL": 3, "LOW": 4}
+CRITICAL_SHARE = 0.2  # of the capacity
+OTHERS = {"HIGH": 0.25, "NORMAL": 0.45, "LOW": 0.3}  # of the rest
+SWEEP = (0.5, 0.75, 1.0, 1.25, 1.5)
+PORTS = 18_700
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Nearest rank; NaN of nothing."""
+    return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
+
+
+def class_mix(load: float) -> list[tuple[float, dict[str, Any]]]:
+    """Shares at `load` times the capacity."""
+    critical = CRITICAL_SHARE / load
+    rest = {name: share * (1.0 - critical) for name, share in OTHERS.items()}
+    return [(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()]
+
+
+def measure_capacity(address: Address, seconds: float, rng: random.Random) -> float:
+    """Requests per second of a server that always has work: an open loop far beyond what it can do."""
+    times = poisson_arrivals(40.0, seconds, rng)
+    outcomes = run(address.grpc, address.model, offer(times, [(1.0, {})], INPUTS, OUTPUTS, rng))
+    return throughput([o for o in outcomes if o.finish_reason == "length"], seconds)
+
+
+def throughput(outcomes: Sequence[Outcome], seconds: float) -> float:
+    """Requests per second that ended while requests were still offered: no start-up, no tail."""
+    begin = 0.2 * seconds
+    ends = [o.sent + (o.last_token or math.inf) for o in outcomes]
+    return sum(begin <= end < seconds for end in ends) / (seconds - begin)
+
+
+def goodput(outcomes: Sequence[Outcome], seconds: float, ttft_s: float, tpot_s: float) -> float:
+    return throughput([o for o in outcomes if o.is_good(ttft_s, tpot_s)], seconds)
+
+
+def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    table = {}
+    for name, priority in CLASSES.items():
+        mine = [o for o in outcomes if o.offered.parameters.get("priority") == priority]
+        ttfts = [o.first_token for o in mine if o.first_token is not None]
+        tpots = [o.tpot for o in mine if o.tpot is not None]
+        table[name] = {
+            "offered": len(mine),
+            "finished": sum(o.finish_reason == "length" for o in mine),
+            "refused_or_shed": dict(Counter(o.tag for o in mine if o.error)),
+            "ttft_s": {
+                "p50": quantile(ttfts, 0.5),
+                "p99": quantile(ttfts, 0.99),
+                "max": max(ttfts, default=math.nan),
+            },
+            "tpot_s": {"p50": quantile(tpots, 0.5), "p99": quantile(tpots, 0.99)},
+        }
+    return table
+
+
+def metric(address: Address, name: str, **labels: str) -> float:
+    """Sum of a metric over the samples whose labels match."""
+    text = requests.get(f"http://{address.metrics}/metrics", timeout=10).text
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    samples = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
+    return sum(
+        float(value)
+        for sample, _, value in samples
+        if sample.partition("{")[0] == name and all(label in sample for label in wanted)
+    )
+
+
+def refusals_within(address: Address, bound: str) -> float:
+    """Share of refusals that the front end gave within `bound` seconds of their arrival."""
+    total = metric(address, "tidewheel_refusal_seconds_count")
+    return metric(address, "tidewheel_refusal_seconds_bucket", le=bound) / total if total else math.nan
+
+
+def at_load(address: Address, capacity: float, load: float, seconds: float, rng: random.Random) -> list[Outcome]:
+    times = poisson_arrivals(load * capacity, seconds, rng)
+    return run(address.grpc, address.model, offer(times, class_mix(load), INPUTS, OUTPUTS, rng))
+
+
+def critical_alone(address: Address, capacity: float, seconds: float, rng: random.Random) -> list[Outcome]:
+    times = poisson_arrivals(CRITICAL_SHARE * capacity, seconds, rng)
+    work: list[Offered] = offer(times, [(1.0, {"priority": 1})], INPUTS, OUTPUTS, rng)
+    return run(address.grpc, address.model, work)
+
+
+def measure(address: Address, recording: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(arguments.seed)
+    ttft_s, tpot_s = arguments.ttft, arguments.tpot
+    run(address.grpc, address.model, offer([0.0, 0.1, 0.2], [(1.0, {})], INPUTS, OUTPUTS, rng))
+    capacity = measure_capacity(address, arguments.sweep_seconds, rng)
+    print(f"capacity {capacity:.2f} requests/s")
+    alone = critical_alone(address, capacity, max(120.0, arguments.seconds), rng)
+    unloaded = quantile([o.first_token for o in alone if o.first_token is not None], 0.99)
+    print(f"CRITICAL alone: {len(alone)} requests, p99 TTFT {unloaded * 1e3:.0f} ms")
+    sweep = {}
+    for load in SWEEP:
+        outcomes = at_load(address, capacity, load, arguments.sweep_seconds, rng)
+        sweep[str(load)] = goodput(outcomes, arguments.sweep_seconds, ttft_s, tpot_s)
+        print(f"load {load:4.2f}: goodput {sweep[str(load)]:.2f} requests/s")
+    num_steps = len(step_seconds(recording))
+    outcomes = at_load(address, capacity, 2.0, arguments.seconds, rng)
+    steps = step_seconds(recording)[num_steps:]
+    table = by_class(outcomes)
+    overload = goodput(outcomes, arguments.seconds, ttft_s, tpot_s)
+    critical = table["CRITICAL"]["ttft_s"]["p99"]
+    step_p99 = quantile(steps, 0.99)
+    used = 1.0 - metric(address, "vllm:num_requests_running") - metric(address, "vllm:num_requests_waiting")
+    return {
+        "slo": {"ttft_s": ttft_s, "tpot_s": tpot_s},
+        "capacity_requests_per_s": capacity,
+        "peak_goodput": max(*sweep.values(), overload),
+        "goodput_by_load": sweep,
+        "overload": {
+            "load": 2.0,
+            "seconds": arguments.seconds,
+            "goodput": overload,
+            "goodput_over_peak": overload / max(*sweep.values(), overload),
+            "classes": table,
+            "step_seconds": {"p50": statistics.median(steps), "p99": step_p99, "steps": len(steps)},
+            "low_max_ttft_s": table["LOW"]["ttft_s"]["max"],
+            "refusals_within_50_ms": refusals_within(address, "0.05"),
+            "unanswered": sum(not o.finish_reason and not o.error for o in outcomes),
+            "idle_afterwards": used == 1.0 and metric(address, "vllm:kv_cache_usage_perc") == 0.0,
+        },
+        "critical": {
+            "unloaded_p99_ttft_s": unloaded,
+            "overload_p99_ttft_s": critical,
+            "bound_s": unloaded + 2 * step_p99,
+            "ratio_to_bound": critical / (unloaded + 2 * step_p99),
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a model that tidewheel serves")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of twice the capacity")
+    parser.add_argument("--sweep-seconds", type=float, default=40.0, help="of every other load")
+    parser.add_argument("--ttft", type=float, default=1.0, help="objective: time to first token, s")
+    parser.add_argument("--tpot", type=float, default=0.1, help="objective: time per output token, s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/overload.json")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        recording = Path(folder)
+        with served(arguments.folder, {**SETTINGS, "record": str(recording)}, ports=PORTS) as address:
+            result = measure(address, recording, arguments)
+    result = {**record.environment("torch", "tritonclient"), "settings": SETTINGS, **result}
+    print_summary(result)
+    if arguments.save:
+        print(record.save("overload", result))
+
+
+def print_summary(result: dict[str, Any]) -> None:
+    overload, critical = result["overload"], result["critical"]
+    print(
+        f"goodput at twice the capacity: {overload['goodput']:.2f}/s, {overload['goodput_over_peak']:.1%} of the peak"
+    )
+    print(
+        f"CRITICAL p99 TTFT {critical['overload_p99_ttft_s'] * 1e3:.0f} ms, bound {critical['bound_s'] * 1e3:.0f} ms "
+        f"(ratio {critical['ratio_to_bound']:.2f})"
+    )
+    print(f"refusals within 50 ms: {overload['refusals_within_50_ms']:.1%}; unanswered: {overload['unanswered']}")
+    for name, row in overload["classes"].items():
+        print(
+            f"  {name:8} offered {row['offered']:5} finished {row['finished']:5} "
+            f"TTFT p50 {row['ttft_s']['p50'] * 1e3:6.0f} p99 {row['ttft_s']['p99'] * 1e3:6.0f} "
+            f"max {row['ttft_s']['max'] * 1e3:6.0f} ms  {row['refused_or_shed']}"
+        )
+
+
+if __name__ == "__main__":
+    main()

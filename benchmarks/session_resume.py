@@ -1,0 +1,113 @@
+"""Time to first token of a session's second turn: it should be that of its new tokens only.
+
+    python benchmarks/session_resume.py FOLDER [--repeats 20] [--save]
+
+Four prompts are compared, one at a time, through Triton, interleaved over the repeats:
+
+    cold      the whole conversation of the second turn, never seen before
+    new only  a prompt as long as the new tokens of the second turn alone
+    session   the second turn of a session whose blocks are on the device
+    swapped   the same, after other work has pushed the session to the host tier
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import record
+from serving import served
+from tidewheel_client import Client
+
+FIRST_TURN = 384  # prompt tokens
+ANSWER = 16
+NEW_TOKENS = 16
+NUM_BLOCKS = 96  # of 16 tokens: three conversations, so that a fourth pushes a session out
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "num_threads": 1, "max_model_len": 512, "num_blocks": NUM_BLOCKS, "swap_space": 0.25,
+}  # fmt: skip
+PORTS = 18_720
+
+
+class Turns:
+    """Sends prompts of random ids, never the same twice."""
+
+    def __init__(self, client: Client, seed: int) -> None:
+        self._client = client
+        self._rng = random.Random(seed)
+        self._sessions = itertools.count()
+
+    def ids(self, count: int) -> list[int]:
+        return [self._rng.randrange(4, 10_000) for _ in range(count)]
+
+    def send(self, input_ids: list[int], **parameters: Any) -> tuple[float, list[int]]:
+        """Seconds to the first token, and the answer."""
+        start, first, answer = time.perf_counter(), 0.0, []
+        for chunk in self._client.stream(
+            input_ids=input_ids, max_tokens=ANSWER, temperature=0.0, ignore_eos=True, return_token_ids=True,
+            **parameters,
+        ):  # fmt: skip
+            first = first or time.perf_counter() - start
+            answer += chunk.token_ids
+        return first, answer
+
+    def cold(self) -> float:
+        return self.send(self.ids(FIRST_TURN + ANSWER + NEW_TOKENS))[0]
+
+    def new_only(self) -> float:
+        return self.send(self.ids(NEW_TOKENS))[0]
+
+    def session(self, between: Callable[[], None] = lambda: None) -> float:
+        name = f"s{next(self._sessions)}"
+        prompt = self.ids(FIRST_TURN)
+        _, answer = self.send(prompt, session_id=name)
+        between()
+        seconds, _ = self.send([*prompt, *answer, *self.ids(NEW_TOKENS)], session_id=name)
+        self._client.close_session(name)
+        return seconds
+
+    def swapped(self) -> float:
+        return self.session(between=self.fill_the_pool)
+
+    def fill_the_pool(self) -> None:
+        """Other conversations, until nothing of the session can be left on the device."""
+        for _ in range(2 * NUM_BLOCKS * 16 // FIRST_TURN):
+            self.send(self.ids(FIRST_TURN))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a model that tidewheel serves")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/session_resume.json")
+    arguments = parser.parse_args()
+    with (
+        served(arguments.folder, SETTINGS, ports=PORTS) as address,
+        Client(address.grpc, model=address.model) as client,
+    ):
+        turns = Turns(client, arguments.seed)
+        kinds = {"cold": turns.cold, "new only": turns.new_only, "session": turns.session, "swapped": turns.swapped}
+        samples: dict[str, list[float]] = {name: [] for name in kinds}
+        for kind in kinds.values():
+            kind()  # warm
+        for _ in range(arguments.repeats):
+            for name, kind in kinds.items():
+                samples[name].append(kind())
+    figures = {name: record.summary(values) for name, values in samples.items()}
+    for name, figure in figures.items():
+        ratio = figure["median"] / figures["new only"]["median"]
+        print(f"{name:9} TTFT {figure['median'] * 1e3:7.1f} ms   {ratio:5.2f} x that of the new tokens alone")
+    if arguments.save:
+        lengths = {"first_turn": FIRST_TURN, "answer": ANSWER, "new": NEW_TOKENS}
+        result = {"settings": SETTINGS, "tokens": lengths, "ttft_s": figures}
+        print(record.save("session_resume", {**record.environment("torch", "tritonclient"), **result}))
+
+
+if __name__ == "__main__":
+    main()

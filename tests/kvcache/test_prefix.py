@@ -19,7 +19,7 @@ def hashes_of(request: Request, block_size: int = 4) -> list[bytes]:
 
 def test_a_digest_is_sha256_over_parent_and_tokens() -> None:
     tokens = np.arange(8, dtype="<i4")
-    first = sha256(root_hash("") + tokens[:4].tobytes()).digest()
+    first = sha256(root_hash("", "") + tokens[:4].tobytes()).digest()
     second = sha256(first + tokens[4:].tobytes()).digest()
     assert hashes_of(make_request(prompt=11)) == [first, second]
     assert len(second) == 32
@@ -42,6 +42,11 @@ def test_salt_and_tokens_cannot_be_confused() -> None:
     salted = make_request(prompt=[1, 2], cache_salt="\x01\x00\x00\x00")
     plain = make_request(prompt=[1, 1, 2])
     assert hashes_of(salted, 1)[0] not in hashes_of(plain, 1)
+
+
+def test_tenants_share_nothing_whatever_their_salts() -> None:
+    roots = {root_hash(tenant, salt) for tenant in ("", "a", "ab") for salt in ("", "b", "ab", "bab")}
+    assert len(roots) == 12
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8, 12])

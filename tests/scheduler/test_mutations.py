@@ -85,7 +85,7 @@ def wrong_victim(patch: pytest.MonkeyPatch) -> None:
 
 def salt_forgotten(patch: pytest.MonkeyPatch) -> None:
     real = prefix.root_hash
-    patch.setattr(prefix, "root_hash", lambda salt: real(""))
+    patch.setattr(prefix, "root_hash", lambda tenant, salt: real("", ""))
 
 
 def stale_answer_taken(patch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,17 @@ from tidewheel.kvcache.invariants import require
 class BlockPool:
     """Hands out blocks ``0 … num_blocks - 1`` and remembers the content of those that were given back.
 
-    A block is in one of three states:
+    A block is in one of four states:
 
     * *in use*: ``ref_count > 0``, not in the free list. It gets a hash once it is full and its content is computed;
       from then on it is never written, and may be shared (``ref_count > 1``).
+    * *kept*: ``ref_count == 0``, but somebody wants its content (`keep`): not in the free list, not evicted.
     * *cached*: ``ref_count == 0`` with a hash, in the free list: `lookup` finds it, `allocate` may evict it.
     * *empty*: ``ref_count == 0`` without a hash, in the free list.
 
-    Moves: `allocate` empty → in use, or cached → in use (its hash is dropped: eviction); `touch` cached → in use
-    (its content is used again); `free` in use → cached or empty, when the last holder leaves.
+    Moves: `allocate` empty → in use, or cached → in use (its hash is dropped: eviction); `touch` cached, kept → in
+    use (its content is used again); `free` in use → kept, cached or empty, when the last holder leaves; `keep` cached
+    → kept; `release` kept → cached or empty, when the last keeper leaves. Keepers may come and go while it is in use.
 
     The free list is the order of eviction: empty blocks first, then cached ones, least recently used first. `touch`
     takes blocks out of its middle, so it is an intrusive doubly linked list: two columns of links and no node
@@ -33,9 +35,11 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks  # empty and cached
         self.num_cached = 0
+        self.num_kept = 0
         self.ref_count: list[int] = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
+        self._keepers: dict[int, int] = {}  # block → how many keep it, of those that somebody keeps
         # Circular, through a sentinel at index num_blocks: its successor is evicted next.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
@@ -69,14 +73,39 @@ class BlockPool:
                 raise InternalError(f"block {block_id} is freed more often than it was taken")
             self.ref_count[block_id] = references
             if references == 0:
-                self._append(block_id)
+                self._set_aside(block_id)
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """One more holder for each block; cached blocks leave the free list."""
         for block_id in block_ids:
             if self.ref_count[block_id] == 0:
-                self._unlink(block_id)
+                self._take_up(block_id)
             self.ref_count[block_id] += 1
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """One more keeper for each block: its content stays when its last holder leaves."""
+        for block_id in block_ids:
+            if self.ref_count[block_id] == 0 and block_id not in self._keepers:
+                self._unlink(block_id)
+                self.num_kept += 1
+            self._keepers[block_id] = self._keepers.get(block_id, 0) + 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One keeper leaves each block. Of blocks that become free together, the first given is evicted first."""
+        for block_id in block_ids:
+            keepers = self._keepers.get(block_id, 0) - 1
+            if keepers < 0:
+                raise InternalError(f"block {block_id} is released more often than it was kept")
+            if keepers > 0:
+                self._keepers[block_id] = keepers
+                continue
+            del self._keepers[block_id]
+            if self.ref_count[block_id] == 0:
+                self.num_kept -= 1
+                self._append(block_id)
+
+    def num_keepers(self, block_id: int) -> int:
+        return self._keepers.get(block_id, 0)
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block that holds this content."""
@@ -117,16 +146,36 @@ class BlockPool:
             require(block_id not in seen, f"block {block_id} is twice in the free list")
             require(self._previous[block_id] == before, f"block {block_id} is linked wrongly")
             require(self.ref_count[block_id] == 0, f"block {block_id} is free and in use")
+            require(block_id not in self._keepers, f"block {block_id} is free and kept")
             seen.add(block_id)
             before = block_id
         require(self._previous[self.num_blocks] == before, "the tail of the free list is linked wrongly")
         num_used = sum(count > 0 for count in self.ref_count)
+        num_kept = sum(self.ref_count[block_id] == 0 for block_id in self._keepers)
         require(len(seen) == self.num_free, f"{len(seen)} blocks are free, not {self.num_free}")
-        require(num_used + len(seen) == self.num_blocks, f"{num_used} used + {len(seen)} free != {self.num_blocks}")
+        require(num_kept == self.num_kept, f"{num_kept} blocks are kept, not {self.num_kept}")
+        require(
+            num_used + num_kept + len(seen) == self.num_blocks,
+            f"{num_used} used + {num_kept} kept + {len(seen)} free != {self.num_blocks}",
+        )
         num_cached = sum(self._hashes[block_id] is not None for block_id in seen)
         require(num_cached == self.num_cached, f"{num_cached} blocks are cached, not {self.num_cached}")
         hashed = {h: block_id for block_id, h in enumerate(self._hashes) if h is not None}
         require(hashed == self._blocks, "blocks and their hashes disagree")
+
+    def _set_aside(self, block_id: int) -> None:
+        """Its last holder has left."""
+        if self._keepers and block_id in self._keepers:
+            self.num_kept += 1
+        else:
+            self._append(block_id)
+
+    def _take_up(self, block_id: int) -> None:
+        """Its first holder has come."""
+        if self._keepers and block_id in self._keepers:
+            self.num_kept -= 1
+        else:
+            self._unlink(block_id)
 
     def _append(self, block_id: int) -> None:
         """An empty block goes to the head, where nothing is lost by taking it; a cached one to the tail."""

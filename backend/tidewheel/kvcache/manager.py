@@ -1,45 +1,62 @@
-"""The KV cache as requests see it: block tables, prefix hits, and blocks that come back."""
+"""The KV cache as requests see it: block tables, prefix hits, sessions, and blocks that come back."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.block_pool import BlockPool
+from tidewheel.kvcache.hits import NO_HIT as NO_HIT
+from tidewheel.kvcache.hits import PrefixHit as PrefixHit
+from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.invariants import require
 from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks
+from tidewheel.kvcache.session_store import SessionStore
+from tidewheel.kvcache.sessions import SessionLimits
+from tidewheel.kvcache.transfers import Arrival, TransferQueue, Transfers
 from tidewheel.request import Request
 
 
-class PrefixHit(NamedTuple):
-    """What the cache already holds of a request: whole blocks, from its first token on."""
-
-    block_ids: tuple[int, ...]
-    num_tokens: int
-
-
-NO_HIT = PrefixHit((), 0)
-
-
 class KVCacheManager:
-    """A block table for every row, on one `BlockPool`.
+    """A block table for every row, on one `BlockPool`, with a `HostTier` and sessions behind it.
 
-    A block is written by one row only: what rows share is full, computed and has a hash, and new tokens go to blocks
-    that a row took for itself. A row's blocks may be named by a batch in flight when the row ends; they are then
-    held until that step is done (`free` with `after_step`, `step_done`).
+    A block is written by one row only: what rows share is full and computed, and new tokens go to blocks that a row
+    took for itself. A row's blocks may be named by a batch in flight when the row ends; they are then held until that
+    step is done (`free` with `after_step`, `step_done`).
+
+    Copies that a batch must carry out are queued by `allocate`, `offload` and whatever gives up sessions; every batch
+    takes all of them (`take_transfers`).
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_host_blocks: int = 0,
+        session_limits: SessionLimits | None = None,
+    ) -> None:
         if block_size < 1:
             raise InternalError(f"block_size is {block_size}: it must be at least 1")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        # Tokens of rows that entered, and where they were found. They count again when a preempted request returns.
+        self.num_hit_queries = 0
+        self.num_device_hits = 0  # by sharing a block or copying a part of one
+        self.num_host_hits = 0  # by reading them back from the host tier
+        self.num_session_hits = 0  # in either, as part of the request's session
         self._pool = BlockPool(num_blocks)
+        self._host = HostTier(num_host_blocks)
+        self._transfers = TransferQueue(self._pool, self._host)
+        limits = session_limits or SessionLimits()
+        self._sessions = SessionStore(self._pool, self._host, self._transfers, limits, block_size)
         self._tables: dict[int, list[int]] = {}  # row → physical blocks, in logical order
-        self._num_hashed: dict[int, int] = {}  # row → leading blocks whose content is committed
+        self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and never written again
         self._held: dict[int, list[list[int]]] = {}  # step → tables to free when it is done
+
+    # --- figures ------------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -47,8 +64,8 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Empty or evictable."""
-        return self._pool.num_free
+        """Empty, evictable, or held by sessions alone, which give way."""
+        return self._pool.num_free + self._pool.num_kept
 
     @property
     def num_cached_blocks(self) -> int:
@@ -56,10 +73,42 @@ class KVCacheManager:
         return self._pool.num_cached
 
     @property
+    def num_session_blocks(self) -> int:
+        """Blocks that sessions alone hold."""
+        return self._pool.num_kept
+
+    @property
     def num_held_blocks(self) -> int:
         """Blocks that become free when the batches in flight are done. Costs O(held)."""
         held = Counter(block_id for tables in self._held.values() for table in tables for block_id in table)
+        held.update(self._transfers.carried_sources())
         return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self._host.num_slots
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Empty or evictable."""
+        return self._host.num_free_slots
+
+    @property
+    def num_swapped_out(self) -> int:
+        """Blocks that batches have copied to the host tier, since the start."""
+        return self._transfers.num_swapped_out
+
+    @property
+    def num_swapped_in(self) -> int:
+        return self._transfers.num_swapped_in
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def session_blocks(self, tenant: str) -> int:
+        """Blocks in the pool that the tenant's sessions keep, those that running requests share too."""
+        return self._sessions.num_blocks(tenant)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -67,10 +116,14 @@ class KVCacheManager:
     def block_table(self, row: int) -> Sequence[int]:
         return tuple(self._tables[row])
 
-    def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached prefix, block aligned, at least one token short of the request.
+    # --- what is there already ----------------------------------------------------------------------------------
 
-        Changes nothing but `request.block_hashes`, which remembers the digests.
+    def find_prefix(self, request: Request) -> PrefixHit:
+        """The longest cached prefix, at least one token short of the request: whole blocks of the pool, then of the
+        host tier, then the tail of its session.
+
+        Changes nothing but `request.block_hashes`, which remembers the digests. The hit is good until the manager
+        changes.
         """
         if not self.enable_prefix_caching:
             return NO_HIT
@@ -82,32 +135,126 @@ class KVCacheManager:
             if block_id is None:
                 break
             block_ids.append(block_id)
-        return PrefixHit(tuple(block_ids), len(block_ids) * self.block_size)
+        host_keys: tuple[bytes, ...] = ()
+        if self._host.num_contents:
+            host_keys = self._find_in_host(request.block_hashes[len(block_ids) : limit])
+        num_blocks = len(block_ids) + len(host_keys)
+        hit = PrefixHit(tuple(block_ids), num_blocks * self.block_size, host_keys)
+        return self._with_session(hit, request) if request.session_id else hit
+
+    def _find_in_host(self, keys: list[bytes]) -> tuple[bytes, ...]:
+        count = 0
+        while count < len(keys) and self._host.lookup(keys[count]) is not None:
+            count += 1
+        return tuple(keys[:count])
+
+    def _with_session(self, hit: PrefixHit, request: Request) -> PrefixHit:
+        session = self._sessions.get(request)
+        if session is None:
+            return hit
+        num_common = self._sessions.num_common_blocks(session, request, hit.num_blocks) * self.block_size
+        tail = self._sessions.find_tail(session, request, hit.num_blocks)
+        if tail is None:
+            return hit._replace(num_session_tokens=num_common)
+        return hit._replace(
+            num_tokens=hit.num_tokens + tail.num_tokens,
+            tail_block=tail.block,
+            tail_key=tail.key,
+            session=session,
+            num_session_tokens=num_common + tail.num_tokens,
+        )
+
+    def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
+        """The prompt of the request, of which one token is left to compute, in the row of another one that has the
+        same prompt, tenant and salt. The row must have computed as much of it."""
+        num_tokens = request.num_prompt_tokens - 1
+        num_full = num_tokens // self.block_size
+        self._seal(leader_row, request, num_full)
+        table = self._tables[leader_row]
+        tail_block = table[num_full] if num_tokens % self.block_size else -1
+        return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
+
+    # --- the life of a row --------------------------------------------------------------------------------------
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
         """Gives a new row the blocks of `hit` and as many more as `num_tokens` tokens need.
 
-        False, and nothing changed, unless `keep_free` blocks are still free afterwards.
+        False, and nothing changed, unless `keep_free` blocks are still free afterwards, those counted that only the
+        next batch copies from. That batch must take the transfers that fill the row's own blocks. Where no block is
+        left to copy a session's tail to, the row takes the tail over and the session goes on without it.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
+        pool = self._pool
         num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
-        num_revived = sum(self._pool.ref_count[block_id] == 0 for block_id in hit.block_ids)
-        if num_new + num_revived + keep_free > self._pool.num_free:
+        num_revived = sum(pool.ref_count[block_id] == 0 for block_id in hit.block_ids)
+        num_left = pool.num_free + pool.num_kept - num_new - num_revived
+        if num_left < keep_free:
             return False
-        self._pool.touch(hit.block_ids)
-        new_blocks = self._pool.allocate(num_new)
-        if new_blocks is None:
-            raise InternalError("the block pool has fewer blocks than it counted")
+        if hit.is_shared_only:
+            pool.touch(hit.block_ids)
+            new_blocks = self._take(num_new)
+        else:
+            slots = self._slots_of(hit)
+            if slots is None:
+                return False
+            new_blocks = self._take_and_fill(row, num_new, hit, slots, num_left)
         self._tables[row] = [*hit.block_ids, *new_blocks]
-        self._num_hashed[row] = len(hit.block_ids)
+        self._num_sealed[row] = len(hit.block_ids)
+        self._count_hits(num_tokens, hit)
         return True
+
+    def _slots_of(self, hit: PrefixHit) -> tuple[int, ...] | None:
+        """Where the host tier has the contents of the hit; None if it has lost one since."""
+        keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
+        slots = tuple(slot for key in keys if (slot := self._host.lookup(key)) is not None)
+        return slots if len(slots) == len(keys) else None
+
+    def _take_and_fill(
+        self, row: int, num_new: int, hit: PrefixHit, slots: tuple[int, ...], num_left: int
+    ) -> list[int]:
+        """The row's own blocks, of which the first are filled by transfers."""
+        pool, source = self._pool, hit.tail_block
+        takes_over = source >= 0 and num_left < 1 and pool.ref_count[source] == 0
+        if takes_over and hit.session is not None:
+            self._sessions.surrender_tail(hit.session)
+        pool.touch(hit.block_ids)
+        self._transfers.pin(slots, source)
+        if takes_over:
+            own = self._take(num_new - 1)
+            own.insert(len(hit.host_keys), source)  # the pin is the row's hold on it
+            source = target = -1
+        else:
+            own = self._take(num_new)
+            target = own[len(hit.host_keys)] if source >= 0 else -1
+        self._transfers.arrive(row, Arrival(hit.host_keys, slots, tuple(own[: len(slots)]), source, target))
+        return own
+
+    def _take(self, count: int) -> list[int]:
+        if self._pool.num_free < count:
+            self._sessions.reclaim(count)
+        blocks = self._pool.allocate(count)
+        if blocks is None:
+            raise InternalError("the block pool has fewer blocks than it counted")
+        return blocks
+
+    def _count_hits(self, num_tokens: int, hit: PrefixHit) -> None:
+        self.num_hit_queries += num_tokens
+        if hit.num_tokens:
+            num_host = len(hit.host_keys) * self.block_size
+            if hit.tail_key:
+                num_host += hit.num_tokens % self.block_size
+            self.num_host_hits += num_host
+            self.num_device_hits += hit.num_tokens - num_host
+            self.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
         """One more block at the end of each row's table; the new blocks, or None and nothing changed."""
         new_blocks = self._pool.allocate(len(rows))
         if new_blocks is None:
-            return None
+            if len(rows) > self.num_free_blocks:
+                return None
+            new_blocks = self._take(len(rows))
         tables = self._tables
         for row, block_id in zip(rows, new_blocks, strict=True):
             tables[row].append(block_id)
@@ -115,51 +262,111 @@ class KVCacheManager:
 
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
         """The KV of the row's first `num_computed_tokens` tokens is in the cache: its full blocks can be found."""
-        if not self.enable_prefix_caching:
+        if self.enable_prefix_caching and not self._transfers.is_arriving(row):
+            self._seal(row, request, num_computed_tokens // self.block_size)
+
+    def _seal(self, row: int, request: Request, num_full: int) -> None:
+        """The row's first `num_full` blocks are full and computed."""
+        first = self._num_sealed[row]
+        if first >= num_full:
             return
-        num_full = num_computed_tokens // self.block_size
-        extend_block_hashes(request, num_full, self.block_size)
-        table, hashes = self._tables[row], request.block_hashes
-        for index in range(self._num_hashed[row], num_full):
-            self._pool.register_hash(table[index], hashes[index])
-        self._num_hashed[row] = num_full
+        if self.enable_prefix_caching:
+            extend_block_hashes(request, num_full, self.block_size)
+            table, hashes = self._tables[row], request.block_hashes
+            for index in range(first, num_full):
+                self._pool.register_hash(table[index], hashes[index])
+        self._num_sealed[row] = num_full
+
+    def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
+        """Before `free`, of a row that will come back: its computed full blocks go to the host tier with the next
+        batch. Blocks that are there then, from the first on; 0: none fits."""
+        self.commit(row, request, num_computed_tokens)
+        table, sealed = self._tables[row], self._num_sealed[row]
+        for index, key in enumerate(request.block_hashes[:sealed]):
+            if not self._transfers.swap_out(table[index], key):
+                return index
+        return sealed
+
+    def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
+        """Before `free`, at the end of a request that names a session: what it has computed is the session now, for
+        `request.session_ttl` seconds from `now`. Not to be called where the content is not to be trusted."""
+        if self.enable_prefix_caching and request.session_id and not self._transfers.is_arriving(row):
+            self.commit(row, request, num_computed_tokens)
+            self._sessions.keep(request, self._tables[row], num_computed_tokens, now)
+
+    def expire_sessions(self, now: float) -> None:
+        """Ends the sessions whose time is over."""
+        self._sessions.expire(now)
+
+    def close_session(self, tenant: str, session_id: str) -> None:
+        """Raises `NotFound`. A request that uses it goes on, and keeps it anew when it ends."""
+        self._sessions.close(tenant, session_id)
 
     def forget(self, row: int) -> None:
         """Nothing that this row holds may be found any more: its content is not to be trusted."""
         for block_id in self._tables[row]:
+            block_hash = self._pool.hash_of(block_id)
+            if block_hash is not None:
+                self._host.drop(block_hash)
             self._pool.drop_hash(block_id)
 
     def free(self, row: int, *, after_step: int | None = None) -> None:
         """Ends the row's table. With `after_step`, its blocks stay as they are until that step is done."""
         table = self._tables.pop(row)
-        del self._num_hashed[row]
+        del self._num_sealed[row]
+        self._transfers.cancel(row)
         if after_step is not None:
             self._held.setdefault(after_step, []).append(table)
         else:
             self._free_table(table)
 
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def take_transfers(self, step_id: int) -> Transfers:
+        """What this step's batch must copy. What it reads and fills is held until `step_done(step_id)`."""
+        transfers, arrivals = self._transfers.take(step_id)
+        for row, arrival in arrivals.items():
+            self._seal_arrived(row, arrival)
+        return transfers
+
+    def _seal_arrived(self, row: int, arrival: Arrival) -> None:
+        """Full blocks from the host tier can be shared from this batch on: they are there before it computes."""
+        table, first = self._tables[row], self._num_sealed[row]
+        for index, key in enumerate(arrival.keys, first):
+            self._pool.register_hash(table[index], key)
+        self._num_sealed[row] = first + len(arrival.keys)
+
     def step_done(self, step_id: int) -> None:
         """The batch of this step is no longer in flight."""
+        self._transfers.done(step_id)
         for table in self._held.pop(step_id, ()):
             self._free_table(table)
 
     def all_steps_done(self) -> None:
+        """No batch is in flight any more, and those that were may never have run: their transfers count as failed.
+        The content of rows that they filled is not to be trusted (`forget`)."""
+        self._transfers.abandon()
         for step_id in list(self._held):
             self.step_done(step_id)
 
     def check_invariants(self) -> None:
-        """Raises `InternalError` naming what is broken. O(num_blocks)."""
+        """Raises `InternalError` naming what is broken. O(blocks)."""
         self._pool.check_invariants()
-        require(self._tables.keys() == self._num_hashed.keys(), "tables and commits name different rows")
+        self._host.check_invariants()
+        self._transfers.check_invariants()
+        self._sessions.check_invariants()
+        require(self._tables.keys() == self._num_sealed.keys(), "tables and commits name different rows")
         held = [table for tables in self._held.values() for table in tables]
-        references = Counter(block_id for table in (*self._tables.values(), *held) for block_id in table)
+        named = Counter(block_id for table in (*self._tables.values(), *held) for block_id in table)
+        references = named + Counter(self._transfers.held_sources())
         for block_id, count in enumerate(self._pool.ref_count):
             require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
         for row, table in self._tables.items():
             require(len(set(table)) == len(table), f"row {row} names a block twice")
-            for block_id in table[self._num_hashed[row] :]:
+            for block_id in table[self._num_sealed[row] :]:
                 require(self._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
-                require(references[block_id] == 1, f"writable block {block_id} is shared")
+                require(named[block_id] == 1, f"writable block {block_id} is shared")
+                require(self._pool.num_keepers(block_id) == 0, f"writable block {block_id} is a session's")
 
     def _free_table(self, table: list[int]) -> None:
         # The tail first: a prefix without its tail can be hit, a tail without its prefix cannot.

@@ -1,0 +1,112 @@
+"""The second level of the KV cache: slots in host memory, found by the content that they hold."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tidewheel.errors import InternalError
+from tidewheel.kvcache.invariants import require
+
+
+class HostTier:
+    """Gives slots ``0 … num_slots - 1`` to contents, named by the digests of `prefix`, and keeps those used last.
+
+    A slot is in one of three states:
+
+    * *empty*: it holds nothing.
+    * *idle*: it holds a content that `lookup` finds and `insert` may evict, least recently used first.
+    * *pinned*: a copy to or from it is queued or in flight. It is neither evicted nor given away until `unpin`.
+
+    A content is written once, by the copy for which `insert` gave the slot, and never changed.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 0:
+            raise InternalError(f"a host tier cannot have {num_slots} slots")
+        self.num_slots = num_slots
+        self._slots: dict[bytes, int] = {}
+        self._keys: list[bytes | None] = [None] * num_slots
+        self._pins = [0] * num_slots
+        self._empty = list(range(num_slots - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction
+
+    @property
+    def num_free_slots(self) -> int:
+        """Empty or evictable."""
+        return len(self._empty) + len(self._idle)
+
+    @property
+    def num_contents(self) -> int:
+        return len(self._slots)
+
+    def lookup(self, key: bytes) -> int | None:
+        """The slot that holds this content."""
+        return self._slots.get(key)
+
+    def key_of(self, slot: int) -> bytes | None:
+        return self._keys[slot]
+
+    def insert(self, key: bytes) -> int | None:
+        """A slot for a content that is in none, pinned once; None, and nothing changed, when all are pinned."""
+        if key in self._slots:
+            raise InternalError("a content would be in two slots of the host tier")
+        if self._empty:
+            slot = self._empty.pop()
+        elif self._idle:
+            slot, _ = self._idle.popitem(last=False)
+            self._forget(slot)
+        else:
+            return None
+        self._slots[key] = slot
+        self._keys[slot] = key
+        self._pins[slot] = 1
+        return slot
+
+    def pin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if self._pins[slot] == 0:
+                if self._keys[slot] is None:
+                    raise InternalError(f"host slot {slot} is empty: there is nothing to pin")
+                del self._idle[slot]
+            self._pins[slot] += 1
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """A slot that nobody pins any more counts as used now. Of several, the first given is evicted first."""
+        for slot in slots:
+            if self._pins[slot] == 0:
+                raise InternalError(f"host slot {slot} is unpinned more often than it was pinned")
+            self._pins[slot] -= 1
+            if self._pins[slot] > 0:
+                continue
+            if self._keys[slot] is None:
+                self._empty.append(slot)
+            else:
+                self._idle[slot] = None
+
+    def drop(self, key: bytes) -> None:
+        """This content, if it is here, must not be found any more. A pinned slot stays with its copy until then."""
+        slot = self._slots.get(key)
+        if slot is None:
+            return
+        self._forget(slot)
+        if self._pins[slot] == 0:
+            del self._idle[slot]
+            self._empty.append(slot)
+
+    def check_invariants(self) -> None:
+        """Raises `InternalError` naming what is broken. O(num_slots)."""
+        pinned = [slot for slot, count in enumerate(self._pins) if count > 0]
+        states = (*self._empty, *self._idle, *pinned)
+        require(len(set(states)) == len(states) == self.num_slots, "a host slot is in no state or in two")
+        require(all(self._keys[slot] is None for slot in self._empty), "an empty host slot has a content")
+        require(all(self._keys[slot] is not None for slot in self._idle), "an idle host slot has no content")
+        keyed = {key: slot for slot, key in enumerate(self._keys) if key is not None}
+        require(keyed == self._slots, "host slots and their contents disagree")
+
+    def _forget(self, slot: int) -> None:
+        key = self._keys[slot]
+        if key is None:
+            raise InternalError(f"host slot {slot} has no content to forget")
+        del self._slots[key]
+        self._keys[slot] = None

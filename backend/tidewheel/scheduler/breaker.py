@@ -12,7 +12,8 @@ PERIOD_S = 5.0  # the breaker stays as it is for so long, then judges
 MAX_PERIOD_S = 60.0
 NUM_PROBES = 5  # requests of the class on trial that a half-open breaker lets in
 MIN_ENDS = 20  # ended requests before their error rate opens a closed breaker
-MIN_STARTS = 5
+MIN_STARTS = 5  # started ones before their queue time does
+WINDOW = 50  # observations, about, that a mean covers
 
 _SHED_FROM = (Priority.LOW, Priority.NORMAL, Priority.HIGH)  # by level 1, 2, 3: this class and those below it
 _WORSE = 2.0  # over the limit by this factor sheds one class more at once; by its square, two
@@ -25,42 +26,31 @@ class BreakerState(enum.Enum):
 
 
 class Signal:
-    """Mean of what was observed in a period, against a limit; None: there is no limit."""
+    """Mean of the last observations, against a limit. None: there is no limit.
 
-    __slots__ = ("_count", "_last", "_sum", "limit", "min_count", "name", "unit")
+    Old ones fade by number, not by time: slow traffic that only fails is seen like fast traffic that does.
+    """
+
+    __slots__ = ("count", "limit", "mean", "min_count", "name", "unit")
 
     def __init__(self, name: str, unit: str, limit: float | None, min_count: int) -> None:
         self.name = name
         self.unit = unit
         self.limit = limit
-        self.min_count = min_count
-        self._sum = 0.0
-        self._count = 0.0
-        self._last = 0.0
+        self.min_count = min_count  # before it opens a closed breaker
+        self.mean = 0.0
+        self.count = 0
 
-    @property
-    def count(self) -> float:
-        return self._count
+    def observe(self, value: float) -> None:
+        self.count += 1
+        self.mean += (value - self.mean) / min(self.count, WINDOW)
 
-    @property
-    def mean(self) -> float:
-        return self._sum / self._count if self._count else 0.0
-
-    def observe(self, value: float, now: float) -> None:
-        """What is older than a period fades."""
-        fade = math.exp(-max(now - self._last, 0.0) / PERIOD_S)
-        self._sum = self._sum * fade + value
-        self._count = self._count * fade + 1.0
-        self._last = now
-
-    def excess(self, min_count: float) -> float:
+    def excess(self, min_count: int) -> float:
         """Mean over limit; 0 with fewer observations than that, or without a limit."""
-        if self.limit is None or self._count < min_count:
-            return 0.0
-        return self.mean / self.limit
+        return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
-    def reset(self) -> None:
-        self._sum = self._count = 0.0
+    def forget(self) -> None:
+        self.mean, self.count = 0.0, 0
 
 
 class Breaker:
@@ -110,13 +100,13 @@ class Breaker:
     def observe_end(self, failed: bool, now: float) -> None:
         """An admitted request ended; failed: by an error of ours."""
         if self._errors.limit is not None:
-            self._errors.observe(float(failed), now)
+            self._errors.observe(float(failed))
             self._advance(now)
 
     def observe_queue_time(self, seconds: float, now: float) -> None:
         """A request started, or has waited at the head, for so long."""
         if self._queue_time.limit is not None:
-            self._queue_time.observe(seconds, now)
+            self._queue_time.observe(seconds)
             self._advance(now)
 
     def _advance(self, now: float) -> None:
@@ -132,18 +122,20 @@ class Breaker:
     def _judge_open(self, now: float) -> None:
         if now < self._until:
             return
-        excess = self._excess(1.0, 1.0)
+        excess = self._excess(1, 1)
         if excess >= 1.0:
             self._open(now, self.level + 1, excess)
         else:
             self._half_open(now)
 
     def _judge_probes(self, now: float) -> None:
-        excess = self._excess(NUM_PROBES, NUM_PROBES)
+        is_over = now >= self._until
+        needed = 1 if is_over else NUM_PROBES
+        excess = self._excess(needed, needed)
         if excess >= 1.0:
             self._period = min(2.0 * self._period, MAX_PERIOD_S)
             self._open(now, self.level + 1, excess)
-        elif now >= self._until or self._has_verdict():
+        elif is_over or self._has_verdict():
             self._recover(now)
 
     def _has_verdict(self) -> bool:
@@ -153,7 +145,7 @@ class Breaker:
     def _open(self, now: float, level: int, excess: float) -> None:
         at_once = 1 + (excess >= _WORSE) + (excess >= _WORSE * _WORSE)
         self.level = min(max(level, at_once), len(_SHED_FROM))
-        signal = max(self._errors, self._queue_time, key=lambda signal: signal.excess(1.0))
+        signal = max(self._errors, self._queue_time, key=lambda signal: signal.excess(1))
         self._reason = (
             f"{signal.name} {signal.mean:.3g}{signal.unit} is over its limit of {signal.limit:g}{signal.unit}"
         )
@@ -174,8 +166,8 @@ class Breaker:
     def _enter(self, state: BreakerState, now: float) -> None:
         self.state = state
         self._until = now + self._period
-        self._errors.reset()
-        self._queue_time.reset()
+        self._errors.forget()
+        self._queue_time.forget()
 
-    def _excess(self, min_ends: float, min_starts: float) -> float:
+    def _excess(self, min_ends: int, min_starts: int) -> float:
         return max(self._errors.excess(min_ends), self._queue_time.excess(min_starts))

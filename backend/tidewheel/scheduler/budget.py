@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 _GAIN = 0.2  # of the integrator: part of the error that one step corrects
-_DEAD_BAND = 0.03  # of the target, within which nothing moves
+_AIM = 0.97  # of the target, so that the dead band ends at the target
+_DEAD_BAND = 0.03  # to both sides of the aim, within which nothing moves
 _MAX_CHANGE = 0.25  # of the logarithm, in one step
 _LIMITED = 0.9  # of the budget: a step that used less says nothing about a larger one
 
@@ -14,12 +15,16 @@ KV_GOAL = 0.85
 KV_LOW = 0.80
 BUSY_LOW = 0.85
 GOVERNOR_PERIOD_S = 0.5
+_LATENCY_LOW = 0.9  # of the target
+_NO_USE = 1e-6  # of the blocks: less counts as this
+_MOST_LOWERED = 0.75  # of what runs is left by one decision
+_SMOOTHING = 0.2  # weight of the newest step
 
 
 class TpotController:
     """Moves the token budget so that a step with decoding rows takes `target_s`, which then is their TPOT.
 
-    Integral control of the budget's logarithm:  ln B ← ln B + gain · ln(target / step time),  clamped.
+    Integral control of the budget's logarithm, clamped:  ln B ← ln B + gain · ln(0.97 · target / step time)
 
     In a step that fills its budget, the time's relative answer to the budget, d ln t / d ln B, is between 0 and 1
     whatever the device, so the loop gain is at most 0.2, and it settles without overshoot even when the answer is
@@ -44,7 +49,7 @@ class TpotController:
         """After a step: the budget of the next one, in tokens. A step without decoding rows has no TPOT."""
         if num_decodes < 1 or step_seconds <= 0.0:
             return self.budget
-        error = math.log(self.target_s / step_seconds)
+        error = math.log(_AIM * self.target_s / step_seconds)
         if abs(error) < _DEAD_BAND or (error > 0.0 and num_tokens < _LIMITED * self.budget):
             return self.budget
         change = min(max(_GAIN * error, -_MAX_CHANGE), _MAX_CHANGE)
@@ -60,9 +65,13 @@ class SeqsGovernor:
         raise    the device is under 85 % busy, or there is room in both; never where KV use would pass 85 %
         keep     in the band between (80 to 90 % of the blocks, 0.9 to 1 of the target)
 
-    Blocks follow the requests with a delay of a request's life, so a law that reacts to KV use alone would swing. The
-    governor computes where it wants to be instead: at the present blocks per request, as many as use 85 %. It moves
-    at most every half second: down at once but never by more than a quarter, up by 1/32 of `max_num_seqs`.
+    "Room in both" is why it raises a busy device too, if the limit is what holds requests back: under load a device
+    is always busy, and a limit that was lowered once would stay low.
+
+    Running requests leave only when they end, long after the limit was lowered, so a law that lowers as long as KV
+    use is high would swing. The governor computes where it wants to be from what runs now: at the present blocks per
+    request, as many as use 85 %; at the present step time per request, as many as meet the target. It decides every
+    half second: down to that, but by no more than a quarter at once; up by 1/32 of `max_num_seqs`.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:
@@ -81,7 +90,7 @@ class SeqsGovernor:
         """After a step: the limit of running requests. `kv_usage` and `busy` are fractions."""
         if self._latency is None:
             self._latency = step_seconds
-        self._latency += 0.1 * (step_seconds - self._latency)
+        self._latency += _SMOOTHING * (step_seconds - self._latency)
         if now >= self._next:
             self._next = now + GOVERNOR_PERIOD_S
             self._limit = self._review(kv_usage, self._latency, busy, num_running)
@@ -89,11 +98,14 @@ class SeqsGovernor:
 
     def _review(self, kv_usage: float, latency: float, busy: float, num_running: int) -> int:
         slowness = 0.0 if self._target_s is None else latency / self._target_s
-        present = min(self._limit, max(num_running, 1))
-        fitting = math.floor(present * KV_GOAL / kv_usage) if kv_usage > 0.0 else self._most
+        running = max(num_running, 1)
+        fitting = math.floor(running * KV_GOAL / max(kv_usage, _NO_USE))
         if kv_usage > KV_HIGH or slowness > 1.0:
-            wanted = min(fitting if kv_usage > KV_HIGH else present, math.floor(present / max(slowness, 1.0)))
-            return max(wanted, math.floor(0.75 * present), 1)
-        if (kv_usage < KV_LOW and slowness < 0.9) and (busy < BUSY_LOW or num_running >= self._limit):
-            return max(min(self._limit + self._stride, self._most, max(fitting, self._limit)), 1)
+            goal = math.floor(running / max(slowness, 1.0))
+            goal = min(goal, fitting) if kv_usage > KV_HIGH else goal
+            least = math.floor(_MOST_LOWERED * min(self._limit, running))
+            return max(min(goal, self._limit), least, 1)
+        has_room = kv_usage < KV_LOW and slowness < _LATENCY_LOW
+        if has_room and (busy < BUSY_LOW or num_running >= self._limit):
+            return max(min(self._limit + self._stride, self._most, fitting), self._limit)
         return self._limit

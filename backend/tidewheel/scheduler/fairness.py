@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 MAX_IDLE_TENANTS = 4096  # whose counters are remembered
 
+_MIN_STALE = 64  # heap entries of tenants that are not active any more, before they are cleared away
+
 
 class VirtualCounters:
     """Service that each tenant has received, in weighted tokens over its weight; the least served goes first.
@@ -52,6 +54,9 @@ class VirtualCounters:
         self._num_activations += 1
         self._active[tenant] = self._num_activations
         heapq.heappush(self._heap, (counter, self._num_activations, tenant))
+        if len(self._heap) > 2 * len(self._active) + _MIN_STALE:
+            self._heap = [entry for entry in self._heap if self._active.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
 
     def deactivate(self, tenant: str) -> None:
         """The last waiting request of the tenant is gone: started, or ended."""

@@ -50,12 +50,12 @@ class Histogram:
         self._total += self._scale
 
     def quantile(self, fraction: float) -> float:
-        """Length that so large a part of the outputs does not exceed. Within a bin the lengths are taken as even."""
+        """Length that a `fraction`, above 0, of the outputs does not exceed; lengths in a bin are taken as even."""
         sums = list(accumulate(self._weights))
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
         weight = self._weights[index]
-        inside = (wanted - (sums[index] - weight)) / weight if weight else 0.0
+        inside = (wanted - (sums[index] - weight)) / weight
         return _EDGES[index] + inside * (_EDGES[index + 1] - _EDGES[index])
 
 
@@ -91,7 +91,7 @@ class OutputPredictor:
         return self.quantile(QUANTILE, tenant, num_prompt_tokens, max_tokens)
 
     def quantile(self, fraction: float, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
-        """Length that so large a part of outputs like this one does not exceed; 1 to `max_tokens`."""
+        """Length that a `fraction`, above 0, of outputs like this one does not exceed; 1 to `max_tokens`."""
         histogram = self._believed(tenant, num_prompt_tokens.bit_length())
         length = self._prior if histogram is None else histogram.quantile(fraction)
         return min(length, float(max_tokens))

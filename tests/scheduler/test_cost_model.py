@@ -1,0 +1,129 @@
+"""What steps, preemptions and waiting cost, as learned from steps; and compute per byte."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidewheel.scheduler.density import density
+from tidewheel.scheduler.preemption_cost import PreemptionCost
+from tidewheel.scheduler.queue_time import ServiceEstimate
+from tidewheel.scheduler.step_time import StepTime
+
+
+def learned(overhead: float, per_token: float, noise: float = 0.0, num_steps: int = 200) -> StepTime:
+    chance, step_time = random.Random(5), StepTime()
+    for _ in range(num_steps):
+        tokens = chance.choice([0, 0, 0, 100, 700, 2048])
+        step_time.observe(tokens, overhead + per_token * tokens + noise * chance.random())
+    return step_time
+
+
+@given(overhead=st.floats(0.0, 1.0), per_token=st.floats(1e-6, 1e-2))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_overhead_and_slope_are_found(overhead: float, per_token: float) -> None:
+    step_time = learned(overhead, per_token)
+    assert step_time.seconds_per_token == pytest.approx(per_token, rel=1e-3)
+    assert step_time.seconds(1000) == pytest.approx(overhead + 1000 * per_token, rel=1e-3)
+
+
+def test_noise_does_not_hide_the_slope() -> None:
+    assert learned(0.01, 1e-4, noise=0.02).seconds_per_token == pytest.approx(1e-4, rel=0.1)
+
+
+def test_a_change_of_speed_is_followed() -> None:
+    step_time = learned(0.01, 1e-4, num_steps=5000)
+    for number in range(400):
+        step_time.observe(1000 * (number % 3), 0.02 + 3e-4 * 1000 * (number % 3))
+    assert step_time.seconds_per_token == pytest.approx(3e-4, rel=0.02)
+
+
+def test_steps_of_one_size_tell_no_slope() -> None:
+    step_time = StepTime()
+    assert step_time.seconds(100) == 0.0
+    for _ in range(100):
+        step_time.observe(64, 0.2)
+    assert not step_time.is_known
+    assert step_time.seconds_per_token == 0.0
+    assert step_time.seconds(1000) == pytest.approx(0.2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8192), st.floats(0.0, 10.0)), max_size=80), st.integers(0, 1 << 20))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_no_time_is_negative(steps: list[tuple[int, float]], tokens: int) -> None:
+    step_time = StepTime()
+    for num_tokens, seconds in steps:
+        step_time.observe(num_tokens, seconds)
+    assert step_time.seconds(tokens) >= 0.0
+    assert step_time.seconds_per_token >= 0.0
+
+
+def test_the_cheaper_way_back_is_taken() -> None:
+    step_time = learned(0.01, 1e-4)
+    cost = PreemptionCost(step_time, swap_seconds_per_block=2e-4)
+    assert cost.recompute_seconds(1000) == pytest.approx(0.1)
+    assert cost.swap_seconds(10) == pytest.approx(0.004)
+    assert cost.should_swap(160, 10)  # 16 ms against 4 ms
+    assert not cost.should_swap(16, 10)  # 1.6 ms against 4 ms
+
+
+def test_without_a_host_tier_or_knowledge_it_is_recompute() -> None:
+    assert not PreemptionCost(learned(0.01, 1e-4), None).should_swap(10_000, 1)
+    assert not PreemptionCost(StepTime(), 1e-9).should_swap(10_000, 1)
+
+
+def test_density_counts_what_is_computed_over_what_is_held() -> None:
+    assert density(100, 10) == pytest.approx(110 / 1050)
+    assert density(100, 10, num_cached_tokens=90) == pytest.approx(20 / 1050)
+
+
+@given(prompt=st.integers(1, 1 << 20), output=st.floats(0.0, 1e6))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_density_is_finite_and_falls_as_the_output_grows(prompt: int, output: float) -> None:
+    assert 0.0 < density(prompt, output) < 10.0
+    assert density(prompt, output + 2.0) < density(prompt, max(output, 1.0))
+
+
+def backlogged(tokens_per_step: int, step_s: float = 0.1, num_steps: int = 300) -> ServiceEstimate:
+    estimate = ServiceEstimate(learned(0.01, 1e-4), max_num_batched_tokens=1000)
+    for number in range(num_steps):
+        estimate.observe_step(number * step_s, tokens_per_step, 5)
+    return estimate
+
+
+def test_waiting_is_tokens_ahead_over_the_pace_under_backlog() -> None:
+    estimate = backlogged(tokens_per_step=50)
+    assert estimate.tokens_per_second == pytest.approx(500, rel=0.02)
+    assert estimate.queue_seconds(2000) == pytest.approx(4.0, rel=0.02)
+
+
+def test_prefill_is_whole_budgets_and_a_rest() -> None:
+    estimate = backlogged(50)
+    assert estimate.prefill_seconds(2500) == pytest.approx(2 * (0.01 + 0.1) + (0.01 + 0.05), rel=1e-3)
+    assert estimate.prefill_seconds(1000) == pytest.approx(0.11, rel=1e-3)
+    assert estimate.first_token_seconds(1000, 2000) == pytest.approx(4.11, rel=0.02)
+
+
+def test_an_engine_with_nobody_to_serve_is_not_slow() -> None:
+    estimate = ServiceEstimate(StepTime(), 1000)
+    for number in range(100):
+        estimate.observe_step(0.1 * number, 1, 0)
+    assert estimate.tokens_per_second is None
+    assert estimate.first_token_seconds(1000, 10_000) == 0.0
+
+
+def test_the_pace_follows_a_change() -> None:
+    estimate = backlogged(50)
+    for number in range(300):
+        estimate.observe_step(30.0 + 0.1 * number, 200, 5)
+    assert estimate.tokens_per_second == pytest.approx(2000, rel=0.1)
+
+
+def test_a_pause_between_backlogs_does_not_count() -> None:
+    estimate = backlogged(50)
+    estimate.observe_step(30.0, 50, 0)
+    estimate.observe_step(500.0, 50, 5)
+    assert estimate.tokens_per_second == pytest.approx(500, rel=0.05)

@@ -17,7 +17,9 @@ _NUM_BINS = 21 * _BINS_PER_OCTAVE  # outputs up to 2^21 tokens
 _MAX_SCALE = 1e12  # weights of a cell are made small again above it
 _ERROR_SMOOTHING = 0.01
 
-_EDGES = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]  # bin i covers [edge i, edge i + 1)
+_EDGES: list[float] = [
+    2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)
+]  # bin i covers [edge i, edge i + 1)
 
 _Cell = tuple[str | None, int | None]  # tenant and prompt bucket; None: all of them
 
@@ -99,10 +101,9 @@ class OutputPredictor:
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
         """A request ended by itself after so many tokens, for which `predicted` had been said."""
         bucket = num_prompt_tokens.bit_length()
-        for key in ((tenant, bucket), (tenant, None)):
-            self._tenant_cell(key).add(num_output_tokens)
-        for key in ((None, bucket), (None, None)):
-            self._shared.setdefault(key, Histogram()).add(num_output_tokens)
+        for prompts in (bucket, None):
+            self._tenant_cell((tenant, prompts)).add(num_output_tokens)
+            self._shared.setdefault((None, prompts), Histogram()).add(num_output_tokens)
         self.num_observed += 1
         smoothing = max(_ERROR_SMOOTHING, 1.0 / self.num_observed)
         self._error += smoothing * (abs(predicted - num_output_tokens) - self._error)

@@ -97,6 +97,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     enable_prefix_caching: bool
     load_seconds: float
+    num_host_blocks: int = 0  # of the host tier
+    swap_seconds_per_block: float | None = None  # of one copy in one direction; None: no host tier
 
     @property
     def num_cache_tokens(self) -> int:

@@ -47,7 +47,9 @@ def recover(
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """The same step with fewer rows. New rows and block tables stay as they are: they do no harm unused."""
+    """The same step with fewer rows. New rows and block tables stay as they are: they do no harm unused. Blocks were
+    copied the first time, and may hold something else by now."""
+    none = np.empty(0, dtype=np.int32)
     return dataclasses.replace(
         batch,
         rows=batch.rows[keep],
@@ -56,6 +58,12 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
         samples=batch.samples[keep],
         num_decodes=int(keep[: batch.num_decodes].sum()),
         num_tokens=int(batch.num_scheduled_tokens[keep].sum()),
+        copy_sources=none,
+        copy_targets=none,
+        swap_out_blocks=none,
+        swap_out_slots=none,
+        swap_in_slots=none,
+        swap_in_blocks=none,
     )
 
 

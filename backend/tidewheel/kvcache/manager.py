@@ -166,7 +166,10 @@ class KVCacheManager:
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
         """The prompt of the request, of which one token is left to compute, in the row of another one that has the
-        same prompt, tenant and salt. The row must have computed as much of it."""
+        same prompt, tenant and salt. The row must have computed as much of it; while its own content is still to
+        arrive with the next batch, there is nothing to fork."""
+        if self._transfers.is_arriving(leader_row):
+            return NO_HIT
         num_tokens = request.num_prompt_tokens - 1
         num_full = num_tokens // self.block_size
         self._seal(leader_row, request, num_full)

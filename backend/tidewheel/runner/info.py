@@ -23,3 +23,5 @@ class RunnerInfo:
     activation_bytes: int  # measured on a GPU, estimated from shapes on a CPU
     kv_cache_bytes: int
     load_seconds: float
+    num_host_blocks: int = 0  # of the host tier
+    swap_seconds_per_block: float | None = None  # of one copy in one direction, measured; None: no host tier

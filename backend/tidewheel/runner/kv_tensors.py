@@ -76,6 +76,15 @@ class KVTensors:
     def num_bytes(self) -> int:
         return self._tensor.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """[num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], a view; what one block has lies apart."""
+        return self._tensor.flatten(0, 1).transpose(0, 1)
+
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copies block ``sources[i]`` to ``targets[i]`` in every layer."""
         if len(sources):

@@ -16,7 +16,10 @@ from tidewheel.models.base import CausalLM, Progress
 from tidewheel.models.config_file import checkpoint_dtype, read_config
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.source import resolve_folder
+from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
+from tidewheel.runner.host_blocks import HostBlocks, num_staged_blocks
+from tidewheel.runner.host_memory import available_host_bytes, decide_num_host_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
 from tidewheel.runner.profiling import gpu_budget
@@ -71,21 +74,31 @@ def _draft_info(
     )
 
 
-def allocate_cache(parts: RunnerParts, config: EngineConfig, activation_bytes: int) -> tuple[KVTensors, RunnerInfo]:
+class Cache(NamedTuple):
+    kv: KVTensors
+    host: HostBlocks | None  # the tier behind it
+
+
+def allocate_cache(parts: RunnerParts, config: EngineConfig, activation_bytes: int) -> tuple[Cache, RunnerInfo]:
     """The cache that settings or free memory give, and the complete facts about the runner."""
     layout, device = parts.layout, parts.device
-    budget = _budget(config, activation_bytes, device)
+    num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
+    staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
+    budget = _budget(config, activation_bytes + staging_bytes, device)
     num_blocks = decide_num_blocks(config.num_blocks, budget, layout, parts.info.max_model_len)
     kv = _allocate(layout, num_blocks, device, budget)
+    host = _allocate_host(kv, num_host_blocks, config.swap_space)
     info = dataclasses.replace(
         parts.info,
         num_blocks=num_blocks,
         activation_bytes=activation_bytes,
         kv_cache_bytes=kv.num_bytes,
+        num_host_blocks=num_host_blocks,
+        swap_seconds_per_block=BlockTransfers(kv, host).seconds_per_block(),
         load_seconds=time.perf_counter() - parts.started,
     )
     _log(info, device)
-    return kv, info
+    return Cache(kv, host), info
 
 
 def _budget(config: EngineConfig, activation_bytes: int, device: torch.device) -> MemoryBudget:
@@ -104,6 +117,15 @@ def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget
         ) from error
 
 
+def _allocate_host(kv: KVTensors, num_host_blocks: int, swap_space: float) -> HostBlocks | None:
+    if num_host_blocks == 0:
+        return None
+    try:
+        return HostBlocks(kv, num_host_blocks)
+    except RuntimeError as error:
+        raise ConfigError(f"swap_space is {swap_space:g} GiB: so much host memory cannot be had; lower it") from error
+
+
 def _log(info: RunnerInfo, device: torch.device) -> None:
     tokens = info.num_blocks * info.block_size
     logger.info(
@@ -111,6 +133,10 @@ def _log(info: RunnerInfo, device: torch.device) -> None:
         info.weights_bytes // MIB, info.activation_bytes // MIB, info.kv_cache_bytes // MIB,
     )  # fmt: skip
     logger.info("%s KV cache size: %d tokens", "GPU" if device.type == "cuda" else "CPU", tokens)
+    if info.swap_seconds_per_block is not None:
+        logger.info(
+            "host tier: %d blocks, %.3f ms to copy one", info.num_host_blocks, 1e3 * info.swap_seconds_per_block
+        )
     logger.info(
         "Maximum concurrency for %d tokens per request: %.2fx", info.max_model_len, tokens / info.max_model_len
     )

@@ -7,10 +7,11 @@ import torch
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.models.base import CausalLM, Progress, no_progress
+from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.inputs import DeviceInputs, HostInputs, RowTable, metadata
 from tidewheel.runner.kv_tensors import KVTensors
-from tidewheel.runner.loading import RunnerParts, allocate_cache, load_parts
+from tidewheel.runner.loading import Cache, RunnerParts, allocate_cache, load_parts
 from tidewheel.runner.pending import PendingTokens
 from tidewheel.runner.profiling import (
     estimated_activation_bytes,
@@ -30,9 +31,10 @@ class ModelRunner:
     One thread only. Batches are launched in the order they were scheduled.
     """
 
-    def __init__(self, model: CausalLM, kv: KVTensors, info: RunnerInfo, device: torch.device) -> None:
+    def __init__(self, model: CausalLM, cache: Cache, info: RunnerInfo, device: torch.device) -> None:
         self.info = info
-        self.kv = kv
+        self.kv = cache.kv
+        self._transfers = BlockTransfers(cache.kv, cache.host)
         self._model = model
         self._device = device
         self._rows = RowTable(info.max_num_seqs, info.max_model_len, info.block_size, device)
@@ -47,9 +49,9 @@ class ModelRunner:
         parts = load_parts(config, report)
         report("profile", 0.0)
         activation_bytes = cls._activation_bytes(parts, config)
-        kv, info = allocate_cache(parts, config, activation_bytes)
+        cache, info = allocate_cache(parts, config, activation_bytes)
         report("profile", 1.0)
-        return cls(parts.model, kv, info, parts.device)
+        return cls(parts.model, cache, info, parts.device)
 
     @classmethod
     def _activation_bytes(cls, parts: RunnerParts, config: EngineConfig) -> int:
@@ -59,8 +61,8 @@ class ModelRunner:
         size = warm_up_step(parts.info.max_model_len) if device.type == "cpu" else largest
 
         def run() -> None:
-            kv = KVTensors(layout, size.num_blocks(layout.block_size), device)
-            cls(parts.model, kv, parts.info, device).run(profile_batch(size, layout.block_size))
+            cache = Cache(KVTensors(layout, size.num_blocks(layout.block_size), device), None)
+            cls(parts.model, cache, parts.info, device).run(profile_batch(size, layout.block_size))
 
         if device.type == "cpu":
             run()
@@ -73,9 +75,9 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
         """Starts one step. On a CPU it is done on return; on CUDA only `PendingTokens.wait` waits for it."""
         with torch.inference_mode():
+            self._transfers.start(batch)
             self._rows.update(batch)
             self._sampling.update(batch)
-            self.kv.copy(batch.copy_sources, batch.copy_targets)
             pending = self._launch(batch)
         if self._device.type == "cpu":
             pending.wait()

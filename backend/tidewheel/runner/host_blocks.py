@@ -1,0 +1,75 @@
+"""The host tier's memory, and the copies between it and the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from tidewheel.batch import Int32Array
+from tidewheel.runner.kv_tensors import MIB, KVTensors
+
+# torch rounds pinned memory up to a power of two, so that one large tensor may take twice what was asked for.
+SLAB_BYTES = 1024 * MIB
+STAGING_BYTES = 64 * MIB
+
+
+def num_staged_blocks(block_bytes: int, num_slots: int) -> int:
+    """Blocks of the staging buffer on the device."""
+    return min(max(1, STAGING_BYTES // block_bytes), num_slots)
+
+
+class HostBlocks:
+    """Slots of host memory, pinned on CUDA, each of which holds one block of all layers.
+
+    In the cache the parts of a block lie apart, one for keys and one for values of every layer; in a slot they lie
+    together. A block is gathered into a staging buffer on the device and crosses the bus in one piece. On CUDA the
+    copies are only queued, on the current stream, and all of them must be queued on the same one.
+    """
+
+    def __init__(self, kv: KVTensors, num_slots: int) -> None:
+        """Raises RuntimeError when there is no such memory."""
+        self.num_slots = num_slots
+        self._blocks = kv.blocks
+        shape, dtype = self._blocks.shape[1:], self._blocks.dtype
+        slot_bytes = shape.numel() * dtype.itemsize
+        num_staged = num_staged_blocks(slot_bytes, num_slots)
+        pinned = kv.device.type == "cuda"
+        self._slab_slots = max(1, SLAB_BYTES // slot_bytes)
+        self._slabs = [
+            torch.empty(min(self._slab_slots, num_slots - first), *shape, dtype=dtype, pin_memory=pinned)
+            for first in range(0, num_slots, self._slab_slots)
+        ]
+        self._staging = torch.empty(num_staged, *shape, dtype=dtype, device=kv.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """[2 * num_layers, block_size, num_kv_heads, head_dim]"""
+        return self._slabs[index // self._slab_slots][index % self._slab_slots]
+
+    def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
+        """Copies block ``block_ids[i]`` of the cache to slot ``slots[i]``."""
+        for index, chunk in self._chunks(block_ids, slots):
+            staged = self._staging[: len(chunk)]
+            torch.index_select(self._blocks, 0, index, out=staged)
+            for row, slot in enumerate(chunk):
+                self.slot(slot).copy_(staged[row], non_blocking=True)
+
+    def read_in(self, slots: Int32Array, block_ids: Int32Array) -> None:
+        """Copies slot ``slots[i]`` to block ``block_ids[i]`` of the cache."""
+        for index, chunk in self._chunks(block_ids, slots):
+            staged = self._staging[: len(chunk)]
+            for row, slot in enumerate(chunk):
+                staged[row].copy_(self.slot(slot), non_blocking=True)
+            self._blocks.index_copy_(0, index, staged)
+
+    def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """As many as the staging buffer holds: the blocks as a tensor on the device, and their slots."""
+        size = len(self._staging)
+        for first in range(0, len(slots), size):
+            index = torch.from_numpy(block_ids[first : first + size].astype(np.int64))
+            yield index.to(self._staging.device), slots[first : first + size].tolist()

@@ -127,7 +127,7 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
             break
         is_free[best] = True
         solution = _step_inside(matrix, target, solution, is_free)
-    return solution / scale
+    return np.asarray(solution / scale)
 
 
 def _step_inside(
@@ -140,7 +140,8 @@ def _step_inside(
         negative = is_free & (candidate <= 0.0)
         if not negative.any():
             return candidate
-        ratios = solution[negative] / (solution[negative] - candidate[negative])
+        distance = np.maximum(solution[negative] - candidate[negative], 1e-300)
+        ratios = solution[negative] / distance
         solution = solution + ratios.min() * (candidate - solution)
         is_free &= solution > 1e-15 * max(float(np.abs(solution).max()), 1e-300)
         solution[~is_free] = 0.0

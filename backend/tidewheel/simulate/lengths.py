@@ -70,9 +70,9 @@ class Lengths:
             case "geometric":
                 return rng.geometric(1 / self.mean, count).astype(np.float64)
             case "lognormal":
-                return self.mean * np.exp(rng.normal(-(self.shape**2) / 2, self.shape, count))
+                return np.asarray(self.mean * np.exp(rng.normal(-(self.shape**2) / 2, self.shape, count)))
             case _:
-                return self.mean * (self.shape - 1) / self.shape * (1 + rng.pareto(self.shape, count))
+                return np.asarray(self.mean * (self.shape - 1) / self.shape * (1 + rng.pareto(self.shape, count)))
 
     def _scale(self) -> float:
         """What makes up for the tail that is cut, found by bisection on a fixed sample of quantiles."""

@@ -57,7 +57,7 @@ class Outcomes:
 
     @property
     def finished(self) -> npt.NDArray[np.bool_]:
-        return self.ends == FINISHED
+        return np.asarray(self.ends == FINISHED)
 
     @property
     def ttft(self) -> FloatArray:

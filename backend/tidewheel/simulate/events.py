@@ -1,0 +1,115 @@
+"""The lines of a recording: one JSON array a line, its first element the name of the event.
+
+A recording holds no text and no token of a prompt or an answer. Decisions depend on tokens in two ways only: which
+requests share a prefix, and which token ends a request. So a token is written as a number drawn from the whole prefix
+that it ends (`names.PrefixNames`), equal where prefixes are equal and telling nothing else; tokens that stop a
+request are 0. Names of sessions, salts and tenants are drawn the same way, except tenants that the settings name.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidewheel.errors import ConfigError
+
+SCHEMA = 1
+STOP_TOKEN = 0
+ORDINARY_TOKEN = 1  # where prefixes are not looked up, all tokens but those that stop are alike
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+class Header(Event, frozen=True, tag="tidewheel-recording"):
+    schema: int
+    version: str  # of the program
+    settings: dict[str, object]  # `EngineConfig.to_settings`
+    info: dict[str, object]  # `EngineInfo`
+
+
+class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    request_id: str
+    num_prompt_tokens: int
+    prompt: bytes  # names of the prompt's tokens, int32; empty: prefixes are not looked up
+    max_tokens: int
+    min_tokens: int
+    can_stop: bool  # it has stop ids
+    arrival_time: float
+    priority: int
+    cache_salt: str
+    tenant: str
+    deadline: float | None
+    soft_deadline: float | None
+    session_id: str
+    session_ttl: float
+
+
+class Added(Event, frozen=True, tag="add"):
+    now: float
+    requests: list[RecordedRequest]  # several: a leader and those that share its prompt
+    refused: str  # tag of the error; empty: accepted
+    evicted: list[str]
+
+
+class Cancelled(Event, frozen=True, tag="cancel"):
+    request_id: str
+    reason: str
+    was_there: bool
+
+
+class Expired(Event, frozen=True, tag="expire"):
+    now: float
+    ended: list[str]
+
+
+class Failed(Event, frozen=True, tag="fail-all"):
+    ended: list[str]
+
+
+class SessionClosed(Event, frozen=True, tag="close-session"):
+    tenant: str
+    session_id: str
+    was_there: bool
+
+
+class Scheduled(Event, frozen=True, tag="schedule"):
+    now: float
+    expired: bool  # `expire` was called just before, at the same time, and nobody ended
+    step_id: int = -1  # and no more: nothing was scheduled
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
+    num_new_rows: int = 0
+    kv_tokens: int = 0
+    chunk_pairs: int = 0
+    digest: str = ""  # of all columns of the batch
+    new_requests: list[str] = []
+    freed_rows: list[int] = []
+
+
+class Applied(Event, frozen=True, tag="apply"):
+    now: float
+    step_id: int
+    tokens: bytes  # names of the sampled tokens, one for each row of the batch, int32; empty: all ORDINARY_TOKEN
+    num_delivered: int
+    ended: list[tuple[str, str]]  # request, finish reason
+
+
+class Full(Event, frozen=True, tag="full"):
+    """The recording reached its limit; nothing follows."""
+
+
+AnyEvent = Header | Added | Cancelled | Expired | Failed | SessionClosed | Scheduled | Applied | Full
+
+encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+def decode_line(line: bytes, number: int) -> AnyEvent:
+    """Raises `ConfigError` naming the line."""
+    try:
+        event: AnyEvent = _decoder.decode(line)
+        return event
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"line {number} of the recording cannot be read: {error}") from None

@@ -1,0 +1,252 @@
+"""Asks a scheduler what another one was asked in a recording, and compares every decision."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.calibration import MeasuredStep
+from tidewheel.simulate.cost_model import StepFeatures
+from tidewheel.simulate.events import (
+    ORDINARY_TOKEN,
+    SCHEMA,
+    STOP_TOKEN,
+    Added,
+    AnyEvent,
+    Applied,
+    Cancelled,
+    Expired,
+    Failed,
+    Full,
+    Header,
+    RecordedRequest,
+    Scheduled,
+    SessionClosed,
+    decode_line,
+)
+from tidewheel.simulate.recorder import describe_batch, describe_ended
+
+
+class Replayed(NamedTuple):
+    num_events: int
+    num_steps: int
+    num_requests: int
+    difference: str  # the first one; empty: every decision was the same
+    is_cut: bool  # the recording ends in the middle: the engine was killed, or the limit reached
+
+
+class Recording:
+    """A file of events. Raises `ConfigError` naming the file when it is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.is_cut = False
+        header = next(self._events(), None)
+        if not isinstance(header, Header):
+            raise ConfigError(f"{path} is no recording: its first line is not the header of one")
+        if header.schema != SCHEMA:
+            raise ConfigError(f"{path} has schema {header.schema}: this version reads {SCHEMA}")
+        self.header = header
+
+    def events(self) -> Iterator[AnyEvent]:
+        """All that follow the header. The last line may be torn: the engine was killed while it was written."""
+        events = self._events()
+        next(events)
+        for event in events:
+            if isinstance(event, Full):
+                self.is_cut = True
+                return
+            yield event
+
+    def _events(self) -> Iterator[AnyEvent]:
+        try:
+            with self._path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith(b"\n"):
+                        self.is_cut = True
+                        return
+                    yield decode_line(line, number)
+        except OSError as error:
+            raise ConfigError(f"cannot read the recording {self._path}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}: {error}") from None
+
+
+def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
+    """`scheduler` must be new and made from the header."""
+    player = _Player(scheduler)
+    num_events = 0
+    for event in recording.events():
+        num_events += 1
+        difference = player.play(event)
+        if difference:
+            difference = f"event {num_events}: {difference}"
+            return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
+    return Replayed(num_events, player.num_steps, player.num_requests, "", recording.is_cut)
+
+
+class _Player:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.num_steps = 0
+        self.num_requests = 0
+        self._scheduler = scheduler
+        self._in_flight: deque[ScheduledBatch] = deque()
+
+    def play(self, event: AnyEvent) -> str:
+        """What differs; empty: nothing."""
+        match event:
+            case Added():
+                return self._add(event)
+            case Cancelled():
+                request = self._scheduler.cancel(event.request_id, FinishReason(event.reason))
+                return _differs(f"cancel of {event.request_id}, was it there", event.was_there, request is not None)
+            case Expired():
+                ended = _ids(self._scheduler.expire(event.now))
+                return _differs("requests whose deadline passed", event.ended, ended)
+            case Failed():
+                self._in_flight.clear()
+                return _differs("requests that fail", event.ended, _ids(self._scheduler.fail_all(_FAILURE)))
+            case SessionClosed():
+                return self._close_session(event)
+            case Scheduled():
+                return self._schedule(event)
+            case Applied():
+                return self._apply(event)
+            case _:
+                return f"a second {type(event).__name__}"
+
+    def _add(self, event: Added) -> str:
+        requests = [to_request(recorded) for recorded in event.requests]
+        for follower in requests[1:]:
+            follower.leader = requests[0]
+        self.num_requests += len(requests)
+        refused, evicted = "", list[str]()
+        try:
+            if len(requests) == 1:
+                evicted = _ids(self._scheduler.add(requests[0], event.now))
+            else:
+                evicted = _ids(self._scheduler.add_group(requests, event.now))
+        except TidewheelError as error:
+            refused = error.tag
+        name = requests[0].request_id
+        return _differs(f"refusal of {name}", event.refused, refused) or _differs(
+            f"requests evicted for {name}", event.evicted, evicted
+        )
+
+    def _close_session(self, event: SessionClosed) -> str:
+        try:
+            self._scheduler.close_session(event.tenant, event.session_id)
+        except NotFound:
+            return _differs("close of a session, was it there", event.was_there, False)
+        return _differs("close of a session, was it there", event.was_there, True)
+
+    def _schedule(self, event: Scheduled) -> str:
+        if event.expired and (difference := self.play(Expired(event.now, []))):
+            return difference
+        batch = self._scheduler.schedule(event.now)
+        if batch is None:
+            return _differs("scheduled step", event.step_id, -1)
+        self._in_flight.append(batch)
+        self.num_steps += 1
+        decision = describe_batch(event.now, batch, expired=event.expired)
+        for name in (*_COMPARED_FIRST, *decision.__struct_fields__):
+            difference = _differs(f"step {event.step_id}, {name}", getattr(event, name), getattr(decision, name))
+            if difference:
+                return difference
+        return ""
+
+    def _apply(self, event: Applied) -> str:
+        if not self._in_flight:
+            return f"tokens of step {event.step_id}, which is not in flight"
+        batch = self._in_flight.popleft()
+        tokens = _tokens(event.tokens, len(batch.rows))
+        try:
+            outputs = self._scheduler.apply(batch, SampledTokens(event.step_id, tokens), event.now)
+        except InternalError as error:
+            return f"step {event.step_id} cannot be applied: {error}"
+        return _differs(
+            f"step {event.step_id}, tokens delivered", event.num_delivered, len(outputs.token_ids)
+        ) or _differs(f"step {event.step_id}, requests that end", event.ended, describe_ended(outputs))
+
+
+_COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "num_rows")  # what tells a reader most
+_FAILURE = EngineDead("replayed")
+
+
+def to_request(recorded: RecordedRequest) -> Request:
+    return Request(
+        recorded.request_id,
+        _tokens(recorded.prompt, recorded.num_prompt_tokens),
+        SamplingParams(min_tokens=recorded.min_tokens),
+        max_tokens=recorded.max_tokens,
+        arrival_time=recorded.arrival_time,
+        priority=Priority(recorded.priority),
+        stop_token_ids=(STOP_TOKEN,) if recorded.can_stop else (),
+        cache_salt=recorded.cache_salt,
+        tenant=recorded.tenant,
+        deadline=recorded.deadline,
+        soft_deadline=recorded.soft_deadline,
+        session_id=recorded.session_id,
+        session_ttl=recorded.session_ttl,
+    )
+
+
+def _tokens(names: bytes, count: int) -> Int32Array:
+    if not names:
+        return np.full(count, ORDINARY_TOKEN, dtype=np.int32)
+    return np.frombuffer(names, dtype="<i4").astype(np.int32)
+
+
+def _ids(requests: Iterable[Request]) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def _differs(what: str, recorded: object, replayed: object) -> str:
+    return "" if recorded == replayed else f"{what}: recorded {recorded!r}, replayed {replayed!r}"
+
+
+def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
+    """Steps with their times, for `calibration.fit`.
+
+    With two batches in flight a step starts when the one before it ends. The turn to the next step counts when the
+    engine went on without a pause: requests were left, and the next step began before anything else was awaited.
+    """
+    steps: list[MeasuredStep] = []
+    in_flight: deque[Scheduled] = deque()
+    last_end: float | None = None
+    idle = True
+    for event in events:
+        match event:
+            case Scheduled(step_id=-1):
+                idle = idle or not in_flight
+            case Scheduled():
+                if not idle and not in_flight and steps and last_end is not None:
+                    steps[-1] = steps[-1]._replace(turn_seconds=event.now - last_end)
+                idle = False
+                in_flight.append(event)
+            case Applied() if in_flight:
+                scheduled = in_flight.popleft()
+                start = scheduled.now if last_end is None else max(scheduled.now, last_end)
+                steps.append(MeasuredStep(_features(scheduled), event.now - start, None))
+                last_end = event.now
+            case Failed():
+                in_flight.clear()
+                idle = True
+            case _:
+                pass
+    return steps
+
+
+def _features(event: Scheduled) -> StepFeatures:
+    return StepFeatures(
+        event.num_rows, event.num_tokens, event.num_samples, event.num_new_rows, event.kv_tokens, event.chunk_pairs
+    )

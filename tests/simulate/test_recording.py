@@ -1,0 +1,291 @@
+"""What is recorded is decided again: the same commands give the same batches, and a changed one is found."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from support.simulation import make_scheduler
+from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.errors import ConfigError, InternalError, TidewheelError
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.sampling import SamplingParams
+from tidewheel.simulate.events import Applied, Scheduled
+from tidewheel.simulate.names import PrefixNames
+from tidewheel.simulate.recorder import Recorder
+from tidewheel.simulate.recording_scheduler import RecordingScheduler
+from tidewheel.simulate.replay import Recording, Replayed, measured_steps, replay
+
+EOS = 3
+VOCAB = 8  # so few that prompts share prefixes and answers stop
+
+
+class Session:
+    """A random client and a device that answers at random, on a scheduler that is recorded."""
+
+    def __init__(
+        self, seed: int, path: Path, *, max_inflight_steps: int = 1, max_bytes: int = 1 << 28, **settings: object
+    ) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.settings = {"max_inflight_steps": max_inflight_steps, **settings}
+        self.path = path
+        self.max_inflight_steps = max_inflight_steps
+        self.file = path.open("wb")
+        self.recorder = Recorder(
+            self.file,
+            settings={},
+            info={},
+            with_contents=bool(settings.get("enable_prefix_caching", True)),
+            max_bytes=max_bytes,
+        )
+        self.scheduler = RecordingScheduler(make_scheduler(**self.settings), self.recorder)
+        self.in_flight: deque[ScheduledBatch] = deque()
+        self.requests: list[Request] = []
+        self.now = 0.0
+
+    def add(self) -> None:
+        rng = self.rng
+        request = Request(
+            f"r{len(self.requests)}",
+            rng.integers(1, VOCAB, int(rng.integers(1, 30)), dtype=np.int32) % 3 + 4,
+            SamplingParams(min_tokens=int(rng.integers(0, 2))),
+            max_tokens=int(rng.integers(1, 20)),
+            arrival_time=self.now,
+            priority=Priority(int(rng.integers(1, 5))),
+            stop_token_ids=(EOS,) if rng.random() < 0.5 else (),
+            cache_salt=str(rng.integers(0, 2)),
+            tenant="acme",
+        )
+        self.requests.append(request)
+        try:
+            self.scheduler.add(request, self.now)
+        except TidewheelError:
+            request.state = None  # refused
+
+    def cancel(self) -> None:
+        if self.requests:
+            self.scheduler.cancel(self.rng.choice(self.requests).request_id)
+
+    def schedule(self) -> None:
+        self.scheduler.expire(self.now)
+        batch = self.scheduler.schedule(self.now)
+        if batch is not None:
+            self.in_flight.append(batch)
+
+    def apply(self) -> None:
+        if not self.in_flight:
+            return
+        batch = self.in_flight.popleft()
+        tokens = self.rng.integers(EOS, VOCAB, len(batch.rows), dtype=np.int32)
+        tokens[self.rng.random(len(tokens)) < 0.01] = SampledTokens.NOT_FINITE
+        tokens[~batch.samples] = SampledTokens.NOT_SAMPLED
+        self.scheduler.apply(batch, SampledTokens(batch.step_id, tokens), self.now)
+
+    def fail(self) -> None:
+        self.in_flight.clear()
+        self.scheduler.fail_all(InternalError("a test"))
+
+    def run(self, num_actions: int) -> Path:
+        actions = [self.add, self.cancel, self.schedule, self.apply, self.fail]
+        for index in self.rng.choice(len(actions), size=num_actions, p=[0.2, 0.05, 0.4, 0.347, 0.003]):
+            self.now += float(self.rng.exponential(0.01))
+            actions[index]()
+        self.scheduler.check_invariants()
+        self.recorder.flush()
+        self.file.close()
+        return self.path
+
+    def replay(self, **changes: object) -> Replayed:
+        return replay(Recording(self.path), make_scheduler(**(self.settings | changes)))
+
+
+CASES = [
+    {"max_inflight_steps": steps, "num_blocks": blocks, "enable_prefix_caching": caching}
+    for steps, blocks, caching in itertools.product((1, 2), (16, 64), (True, False))
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recording_is_replayed_to_the_same_decisions(tmp_path: Path, seed: int, settings: dict[str, int]) -> None:
+    session = Session(seed, tmp_path / "r.jsonl", **settings)
+    session.run(1500)
+    replayed = session.replay()
+    assert replayed.difference == ""
+    assert replayed.num_steps > 200 and replayed.num_requests == len(session.requests)
+    if settings["num_blocks"] == 16:
+        assert sum(request.num_preemptions for request in session.requests) > 0
+    if settings["enable_prefix_caching"]:
+        assert sum(request.num_cached_tokens for request in session.requests) > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_num_batched_tokens": 16}, {"num_blocks": 17}, {"policy": "fifo"}, {"enable_prefix_caching": False}],
+    ids=str,
+)
+def test_another_scheduler_is_told_apart_at_the_first_difference(tmp_path: Path, changes: dict[str, object]) -> None:
+    session = Session(0, tmp_path / "r.jsonl", num_blocks=16)
+    session.run(1500)
+    difference = session.replay(**changes).difference
+    assert "recorded" in difference and "replayed" in difference
+
+
+def edit(path: Path, kind: str, position: int, change: object) -> None:
+    """Changes one element of the first line of this kind that has something there."""
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines):
+        values = msgspec.json.decode(line)
+        if values[0] == kind and values[position]:
+            values[position] = change
+            lines[number] = msgspec.json.encode(values)
+            break
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "position", "change", "says"),
+    [
+        ("schedule", 10, "00", "digest: recorded '00'"),
+        ("schedule", 11, ["x"], r"new_requests: recorded \['x'\]"),
+        ("apply", 4, 1000, "tokens delivered: recorded 1000"),
+        ("cancel", 3, False, "was it there: recorded False, replayed True"),
+    ],
+)
+def test_every_kind_of_decision_is_compared(
+    tmp_path: Path, kind: str, position: int, change: object, says: str
+) -> None:
+    session = Session(1, tmp_path / "r.jsonl")
+    edit(session.run(600), kind, position, change)
+    assert re.search(says, session.replay().difference)
+
+
+def test_a_recording_holds_no_tokens_and_no_names(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    with path.open("wb") as file:
+        recorder = Recorder(file, settings={}, info={}, with_contents=True, named_tenants=("paying",))
+        scheduler = RecordingScheduler(make_scheduler(), recorder)
+        prompt = np.arange(1_000_000, 1_000_020, dtype=np.int32)
+        for tenant in ("secret tenant", "paying"):
+            request = Request(
+                tenant[0], prompt, SamplingParams(), max_tokens=2, arrival_time=0.0, tenant=tenant,
+                cache_salt="secret salt", session_id="secret session",
+            )  # fmt: skip
+            scheduler.add(request, 0.0)
+        recorder.flush()
+    content = path.read_bytes()
+    assert b"secret" not in content and b"paying" in content
+    added = [event for event in Recording(path).events() if type(event).__name__ == "Added"]
+    names = np.frombuffer(added[0].requests[0].prompt, dtype=np.int32)
+    assert len(names) == 20 and not np.isin(names, prompt).any()
+
+
+def test_names_are_equal_for_equal_prefixes_and_only_for_those() -> None:
+    names = PrefixNames()
+    _, one = names.extend(names.root, [5, 6, 7, 8])
+    state, head = names.extend(names.root, [5, 6])
+    _, tail = names.extend(state, [9, 8])
+    assert one[:2] == head
+    assert not set(one[2:]) & set(tail), "after another token, the same one has another name"
+    assert len(set(names.extend(names.root, [5] * 50)[1])) == 50, "a token has no name of its own"
+    assert PrefixNames().extend(b"", [5])[1] != PrefixNames(b"x" * 16).extend(names.root, [5])[1]
+
+
+def test_a_torn_last_line_ends_the_replay_there(tmp_path: Path) -> None:
+    session = Session(2, tmp_path / "r.jsonl")
+    path = session.run(600)
+    path.write_bytes(path.read_bytes()[:-7])
+    replayed = session.replay()
+    assert replayed.is_cut and replayed.difference == ""
+
+
+def test_a_recording_stops_at_its_limit_and_the_scheduler_goes_on(tmp_path: Path) -> None:
+    session = Session(2, tmp_path / "r.jsonl", max_bytes=20_000)
+    session.run(1500)
+    assert not session.recorder.is_open
+    assert (tmp_path / "r.jsonl").stat().st_size < 25_000
+    replayed = session.replay()
+    assert replayed.is_cut and replayed.difference == "" and replayed.num_steps > 10
+
+
+class FullDisk(io.BytesIO):
+    def write(self, data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_the_recording_not_the_scheduler() -> None:
+    recorder = Recorder(FullDisk(), settings={}, info={}, with_contents=False)
+    scheduler = RecordingScheduler(make_scheduler(), recorder)
+    scheduler.schedule(0.0)
+    assert not recorder.is_open
+    assert scheduler.schedule(1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "its first line is not the header"),
+        (b"{}\n", "line 1 of the recording cannot be read"),
+        (b'["tidewheel-recording", 99, "1", {}, {}]\n', "schema 99: this version reads 1"),
+        (b'["full"]\n', "its first line is not the header"),
+    ],
+)
+def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        Recording(path)
+
+
+def scheduled(now: float, step_id: int) -> Scheduled:
+    return Scheduled(now, False, step_id, 1, 1, 1, 0, 1, 0, "")
+
+
+def applied(now: float, step_id: int) -> Applied:
+    return Applied(now, step_id, b"", 1, [])
+
+
+def times(events: Sequence[Scheduled | Applied]) -> list[tuple[float, float | None]]:
+    return [(step.seconds, step.turn_seconds) for step in measured_steps(events)]
+
+
+def test_steps_are_measured_with_the_turns_between_them() -> None:
+    idle = Scheduled(4.0, False)
+    events = [
+        scheduled(1.0, 0),
+        applied(2.0, 0),
+        scheduled(2.5, 1),
+        applied(3.0, 1),
+        idle,
+        scheduled(9.0, 2),
+        applied(9.5, 2),
+    ]
+    assert times(events) == [(1.0, 0.5), (0.5, None), (0.5, None)]
+
+
+def test_with_two_in_flight_a_step_starts_when_the_one_before_it_ends() -> None:
+    events = [
+        scheduled(1.0, 0),
+        scheduled(1.1, 1),
+        applied(2.0, 0),
+        scheduled(2.1, 2),
+        applied(3.0, 1),
+        applied(4.0, 2),
+    ]
+    assert times(events) == [(1.0, None), (1.0, None), (1.0, None)]
+
+
+def test_a_cancel_names_its_reason(tmp_path: Path) -> None:
+    session = Session(0, tmp_path / "r.jsonl")
+    session.add()
+    session.scheduler.cancel("r0", FinishReason.STOP)
+    session.recorder.flush()
+    assert session.replay().difference == ""

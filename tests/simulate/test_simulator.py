@@ -1,0 +1,148 @@
+"""The event loop: every request ends once, one seed gives one result, and a single server obeys queueing theory."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from support.simulation import COST, make_trace, simulate, simulator
+from tidewheel.errors import InternalError
+from tidewheel.request import Priority
+from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.outcomes import FINISHED, REFUSED
+from tidewheel.simulate.queueing import mg1_mean_in_system, mm1_mean_in_system
+from tidewheel.simulate.traces import NOBODY, Prefixes, Trace
+
+CASES = [
+    {},
+    {"num_replicas": 3, "router": "least-loaded"},
+    {"max_inflight_steps": 2},
+    {"num_blocks": 12},  # preemptions
+    {"num_blocks": 12, "max_inflight_steps": 2},
+    {"enable_prefix_caching": False},
+    {"policy": "fifo", "num_replicas": 2},
+]
+
+
+def columns(trace: Trace, **settings: object) -> list[np.ndarray]:
+    outcomes = simulate(trace, **settings)
+    return [outcomes.ends, outcomes.replicas, outcomes.first_scheduled, outcomes.first_token, outcomes.last_token]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_one_seed_gives_one_result(settings: dict[str, object]) -> None:
+    first, second = columns(make_trace(), **settings), columns(make_trace(), **settings)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_every_request_ends_once_with_its_tokens(settings: dict[str, object]) -> None:
+    trace = make_trace(200, rate=100.0)
+    run = simulator(trace, **settings)
+    outcomes = run.run()
+    assert (outcomes.ends == FINISHED).all()
+    np.testing.assert_array_equal(outcomes.output_tokens, trace.output_tokens)
+    assert (outcomes.first_scheduled >= trace.arrivals).all()
+    assert (outcomes.first_token > outcomes.first_scheduled).all()
+    assert (outcomes.last_token >= outcomes.first_token).all()
+    if settings.get("num_blocks"):
+        assert outcomes.preemptions.sum() > 0
+
+
+def test_no_step_is_skipped() -> None:
+    """One request alone: one step for its prompt and one for each further token."""
+    trace = make_trace(1, prompt="constant:8", output="constant:5")
+    run = simulator(trace)
+    outcomes = run.run()
+    assert run.replicas[0].num_steps == 5
+    prefill = COST.overhead_s + 8 * 1e-4
+    assert outcomes.ttft[0] == pytest.approx(prefill)
+    assert outcomes.tpot[0] == pytest.approx(COST.overhead_s + 1e-4 + COST.turn_overhead_s)
+
+
+def test_two_batches_in_flight_hide_the_host() -> None:
+    trace = make_trace(1, prompt="constant:8", output="constant:50")
+    one, two = simulate(trace), simulate(trace, max_inflight_steps=2)
+    assert two.tpot[0] == pytest.approx(one.tpot[0] - COST.turn_overhead_s)
+
+
+def test_a_full_waiting_set_refuses_and_the_rest_ends() -> None:
+    trace = make_trace(100, rate=10_000.0)
+    outcomes = simulate(trace, max_waiting_requests=10)
+    assert {FINISHED, REFUSED} == set(outcomes.ends.tolist())
+    assert np.isnan(outcomes.first_token[outcomes.ends == REFUSED]).all()
+    assert (outcomes.output_tokens[outcomes.ends == FINISHED] == trace.output_tokens[outcomes.ends == FINISHED]).all()
+
+
+def test_a_shared_prefix_is_computed_once_on_each_replica() -> None:
+    trace = make_trace(40, rate=2.0, prefixes=Prefixes(1, 32))
+    outcomes = simulate(trace, num_replicas=2, router="round-robin")
+    assert (outcomes.cached_tokens[2:] >= 32).all()
+    assert (outcomes.cached_tokens[:2] == 0).all()
+
+
+def test_a_later_turn_of_a_session_finds_what_was_said() -> None:
+    single = make_trace(2, rate=0.1, prompt="constant:16", output="constant:9")
+    trace = dataclasses.replace(
+        single,
+        prompt_tokens=np.array([16, 40], dtype=np.int32),
+        sessions=np.zeros(2, dtype=np.int32),
+        session_names=("s",),
+    )
+    assert (single.sessions == NOBODY).all()
+    assert simulate(trace).cached_tokens[1] >= 24  # the full blocks of 16 + 9 tokens but the last one
+    assert simulate(single).cached_tokens[1] == 0
+
+
+def test_classes_are_served_in_order_under_load() -> None:
+    trace = make_trace(300, rate=1000.0)
+    priorities = np.where(np.arange(300) % 3 == 0, Priority.CRITICAL, Priority.LOW).astype(np.int32)
+    outcomes = simulate(dataclasses.replace(trace, priorities=priorities))
+    critical = priorities == Priority.CRITICAL
+    assert outcomes.ttft[critical].mean() < 0.7 * outcomes.ttft[~critical].mean()
+
+
+def single_server(load: float, output: str, mean: float, count: int) -> float:
+    """Mean number in the system of a server that takes 10 ms a token, by Little's law."""
+    cost = CostModel(name="server", overhead_s=0.010)
+    trace = make_trace(count, load / (mean * 0.010), prompt="constant:1", output=output, seed=5)
+    outcomes = simulate(
+        trace,
+        cost=cost,
+        max_num_seqs=1,
+        policy="fifo",
+        enable_prefix_caching=False,
+        num_blocks=200,
+        max_waiting_requests=10**6,
+    )
+    span = float(outcomes.last_token.max() - trace.arrivals[0])
+    return float(outcomes.latency.sum() / span)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.7])
+def test_one_row_and_geometric_lengths_are_nearly_an_mm1_queue(load: float) -> None:
+    """A geometric number of steps is the exponential of discrete time: squared coefficient of variation 1 - 1/mean.
+    5,000 requests of a fixed seed come within 12 % of Pollaczek and Khinchine's formula, and so of M/M/1."""
+    measured = single_server(load, "geometric:8", 8, 5_000)
+    assert measured == pytest.approx(mg1_mean_in_system(load, 1 - 1 / 8), rel=0.12)
+    assert measured == pytest.approx(mm1_mean_in_system(load), rel=0.2)
+
+
+def test_one_row_and_constant_lengths_are_an_md1_queue() -> None:
+    assert single_server(0.7, "constant:4", 4, 5_000) == pytest.approx(mg1_mean_in_system(0.7, 0.0), rel=0.08)
+
+
+def test_heavy_tails_make_longer_queues_at_the_same_load() -> None:
+    heavy = single_server(0.7, "lognormal:8:1.2:200", 8, 4000)
+    assert heavy > 1.5 * mm1_mean_in_system(0.7)
+
+
+def test_a_request_that_ends_twice_is_an_error() -> None:
+    run = simulator(make_trace(1))
+    outcomes = run.run()
+    with pytest.raises(InternalError, match="request 0 ended twice"):
+        run._ended(0, run._request(0, 0.0))
+    assert outcomes.ends[0] == FINISHED

@@ -1,0 +1,82 @@
+"""Factories for simulator tests: a short trace, a small engine, a plain cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.lengths import Lengths
+from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.router import make_router
+from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
+
+COST = CostModel(name="plain", overhead_s=0.010, seconds_per_token=(1e-4,), turn_overhead_s=1e-3)
+
+
+def lengths(text: str) -> Lengths:
+    return Lengths.parse(text, name="lengths")
+
+
+def make_trace(
+    count: int = 60,
+    rate: float = 20.0,
+    *,
+    prompt: str = "uniform:12",
+    output: str = "uniform:6",
+    seed: int = 0,
+    **extra: Any,
+) -> Trace:
+    rng = np.random.default_rng(seed)
+    return synthesise(count, poisson_arrivals(count, rate, rng), lengths(prompt), lengths(output), rng, **extra)
+
+
+def make_scheduler(
+    *, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True, **changes: Any
+) -> Scheduler:
+    settings: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 512,
+        "max_waiting_requests": 1000,
+        "max_waiting_tokens": 1 << 20,
+        "watermark": 0.0,
+    }
+    kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    return Scheduler(SchedulerConfig(**(settings | changes)), kv)
+
+
+def simulator(
+    trace: Trace,
+    *,
+    num_replicas: int = 1,
+    router: str = "round-robin",
+    cost: CostModel = COST,
+    max_inflight_steps: int = 1,
+    enable_prefix_caching: bool = True,
+    **changes: Any,
+) -> Simulator:
+    return Simulator(
+        trace,
+        lambda _: make_scheduler(
+            max_inflight_steps=max_inflight_steps, enable_prefix_caching=enable_prefix_caching, **changes
+        ),
+        cost,
+        ReplicaSettings(
+            num_rows=changes.get("max_num_seqs", 4),
+            max_model_len=512,
+            max_inflight_steps=max_inflight_steps,
+            enable_prefix_caching=enable_prefix_caching,
+        ),
+        num_replicas=num_replicas,
+        router=make_router(router, num_replicas),
+    )
+
+
+def simulate(trace: Trace, **settings: Any) -> Outcomes:
+    return simulator(trace, **settings).run()

@@ -122,7 +122,7 @@ def test_between_the_bands_nothing_moves(kv_usage: float) -> None:
 def test_an_idle_device_raises_the_limit_to_the_full_again() -> None:
     governor = SeqsGovernor(64)
     governor.observe(1.0, 0.01, 1.0, 64, 0.0)
-    limits = [governor.observe(0.01, 0.01, 0.3, 4, 1.0 + number) for number in range(10)]
+    limits = [governor.observe(0.01, 0.01, 0.3, 4, 30.0 + 30.0 * number) for number in range(10)]
     assert limits == [56, 58, 60, 62, 64, 64, 64, 64, 64, 64]
 
 
@@ -130,7 +130,8 @@ def test_the_limit_is_not_raised_to_where_the_blocks_would_not_reach() -> None:
     governor = SeqsGovernor(64)
     governor.observe(1.0, 0.01, 1.0, 40, 0.0)
     governor.observe(1.0, 0.01, 1.0, 20, 1.0)
-    assert [governor.observe(0.6, 0.01, 0.3, 14, 2.0 + number) for number in range(3)] == [19, 19, 19]
+    limits = [governor.observe(0.6, 0.01, 0.3, 14, 2.0 + 30.0 * number) for number in range(3)]
+    assert limits == [17, 19, 19]  # first as if each still held 5 % of the blocks, then 0.6 / 14
 
 
 def test_a_busy_device_that_the_limit_does_not_hold_back_keeps_it() -> None:

@@ -16,6 +16,7 @@ KV_LOW = 0.80
 BUSY_LOW = 0.85
 GOVERNOR_PERIOD_S = 0.5
 _LATENCY_LOW = 0.9  # of the target
+_MEMORY_S = 30.0  # in which the largest use of late fades to a third
 _NO_USE = 1e-6  # of the blocks: less counts as this
 _MOST_LOWERED = 0.75  # of what runs is left by one decision
 _SMOOTHING = 0.2  # weight of the newest step
@@ -71,15 +72,17 @@ class SeqsGovernor:
     Running requests leave only when they end, long after the limit was lowered, so a law that lowers as long as KV
     use is high would swing. The governor computes where it wants to be from what runs now: at the present blocks per
     request, as many as use 85 %; at the present step time per request, as many as meet the target. It decides every
-    half second: down to that, but by no more than a quarter at once; up by 1/32 of `max_num_seqs`.
+    half second: down to that, but by no more than a quarter at once; up by 1/32 of `max_num_seqs`, as far as the most
+    blocks per request of late (half a minute) allow, since young requests hold less than they will.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:
         self._most = max_num_seqs
-        self._target_s = target_latency_s
+        self.target_s = target_latency_s
         self._limit = max_num_seqs
         self._latency: float | None = None
-        self._next = -math.inf
+        self._usage_each = 0.0  # of the blocks, by one request: the largest of late, fading
+        self._last = -math.inf  # decision
         self._stride = max(max_num_seqs // 32, 1)
 
     @property
@@ -91,21 +94,24 @@ class SeqsGovernor:
         if self._latency is None:
             self._latency = step_seconds
         self._latency += _SMOOTHING * (step_seconds - self._latency)
-        if now >= self._next:
-            self._next = now + GOVERNOR_PERIOD_S
+        if now - self._last >= GOVERNOR_PERIOD_S:
+            self._usage_each *= math.exp((self._last - now) / _MEMORY_S)
+            self._last = now
             self._limit = self._review(kv_usage, self._latency, busy, num_running)
         return self._limit
 
     def _review(self, kv_usage: float, latency: float, busy: float, num_running: int) -> int:
-        slowness = 0.0 if self._target_s is None else latency / self._target_s
+        slowness = 0.0 if self.target_s is None else latency / self.target_s
         running = max(num_running, 1)
-        fitting = math.floor(running * KV_GOAL / max(kv_usage, _NO_USE))
+        usage_each = max(kv_usage, _NO_USE) / running
+        self._usage_each = max(self._usage_each, usage_each)
         if kv_usage > KV_HIGH or slowness > 1.0:
             goal = math.floor(running / max(slowness, 1.0))
-            goal = min(goal, fitting) if kv_usage > KV_HIGH else goal
+            goal = min(goal, math.floor(KV_GOAL / usage_each)) if kv_usage > KV_HIGH else goal
             least = math.floor(_MOST_LOWERED * min(self._limit, running))
             return max(min(goal, self._limit), least, 1)
         has_room = kv_usage < KV_LOW and slowness < _LATENCY_LOW
         if has_room and (busy < BUSY_LOW or num_running >= self._limit):
+            fitting = math.floor(KV_GOAL / self._usage_each)
             return max(min(self._limit + self._stride, self._most, fitting), self._limit)
         return self._limit

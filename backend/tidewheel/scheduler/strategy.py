@@ -14,7 +14,8 @@ MAX_WINDOW_S = 0.100
 BATCHES_PER_REVIEW = 10
 TOLERANCE = 1.2  # latency over target above which the window shrinks
 
-_SMOOTHING = 0.2  # weight of the newest batch
+_SMOOTHING = 0.1  # weight of the newest batch
+_GROWTH = 1.2
 _FIRST_STEP = 1.25  # factor by which a window changes at first
 _MIN_STEP = 1.02
 _MAX_GAP_S = 1.0  # between batches, for the prediction: an idle hour says nothing of the load
@@ -110,7 +111,7 @@ class Window:
     latency is over `TOLERANCE` times the target, longer otherwise.
 
     The change is a factor, at first 1.25. When the direction turns, its logarithm is halved, down to 2 %; while the
-    direction stays, it grows by half, back up to 1.25 (as in Rprop: Riedmiller and Braun, 1993). So the window
+    direction stays, it grows by a fifth, back up to 1.25 (as in Rprop: Riedmiller and Braun, 1993). So the window
     settles beside the point where it would otherwise swing by a quarter for ever.
     """
 
@@ -139,7 +140,7 @@ class Window:
 
     def _review(self, shorter: bool) -> None:
         if self._was_shorter is not None:
-            step = self._step * (1.5 if shorter == self._was_shorter else 0.5)
+            step = self._step * (_GROWTH if shorter == self._was_shorter else 0.5)
             self._step = min(max(step, math.log(_MIN_STEP)), math.log(_FIRST_STEP))
         self._was_shorter = shorter
         seconds = self.seconds * math.exp(-self._step if shorter else self._step)

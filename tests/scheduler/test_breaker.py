@@ -33,7 +33,7 @@ def opened(queue_time: float = 1.5) -> Breaker:
     """Open since time 0, with a limit of one second."""
     breaker = Breaker(None, 1.0)
     for _ in range(5):
-        breaker.observe_queue_time(queue_time, 0.0)
+        breaker.observe_queue_time(queue_time, HIGH, 0.0)
     assert breaker.state is BreakerState.OPEN
     return breaker
 
@@ -50,7 +50,7 @@ def test_without_limits_it_never_opens() -> None:
     breaker = Breaker(None, None)
     fail(breaker, 0.0, 100, of=100)
     for _ in range(100):
-        breaker.observe_queue_time(1e6, 0.0)
+        breaker.observe_queue_time(1e6, HIGH, 0.0)
     assert not breaker.is_enabled
     assert shed(breaker, 0.0) == []
 
@@ -89,10 +89,20 @@ def test_the_message_says_what_when_and_why() -> None:
 def test_as_it_lasts_more_classes_are_shed_but_never_critical() -> None:
     breaker, levels = opened(), []
     for period in range(1, 6):
-        breaker.observe_queue_time(1.5, (period - 0.5) * PERIOD_S)
+        breaker.observe_queue_time(1.5, CRITICAL, (period - 0.5) * PERIOD_S)
         levels.append(len(shed(breaker, period * PERIOD_S)))
     assert levels == [2, 3, 3, 3, 3]
     assert CRITICAL not in shed(breaker, 6 * PERIOD_S)
+
+
+def test_a_backlog_of_low_sheds_nobody_else() -> None:
+    breaker = Breaker(None, 1.0)
+    for number in range(1000):
+        breaker.observe_queue_time(99.0, LOW, 0.1 * number)
+        breaker.observe_queue_time(0.1, NORMAL, 0.1 * number)
+        assert shed(breaker, 0.1 * number)[:2] in ([LOW], [])
+    assert breaker.level == 1
+    assert breaker.num_shed[LOW] > 900
 
 
 def test_when_the_signal_is_gone_probes_may_in() -> None:
@@ -106,17 +116,17 @@ def test_when_the_signal_is_gone_probes_may_in() -> None:
 def test_good_probes_close_it() -> None:
     breaker = half_open()
     for _ in range(NUM_PROBES):
-        breaker.observe_queue_time(0.1, PERIOD_S + 1.0)
+        breaker.observe_queue_time(0.1, HIGH, PERIOD_S + 1.0)
     assert breaker.state is BreakerState.CLOSED
     assert shed(breaker, PERIOD_S + 1.0) == []
 
 
-def test_bad_probes_open_it_one_class_further_and_for_longer() -> None:
+def test_bad_probes_open_it_again_for_longer() -> None:
     breaker = half_open()
     for _ in range(NUM_PROBES):
-        breaker.observe_queue_time(1.5, PERIOD_S)
+        breaker.observe_queue_time(1.5, HIGH, PERIOD_S)
     assert breaker.state is BreakerState.OPEN
-    assert shed(breaker, 2.9 * PERIOD_S) == [NORMAL, LOW]
+    assert shed(breaker, 2.9 * PERIOD_S) == [LOW]
     assert breaker.state is BreakerState.OPEN
     breaker.check(CRITICAL, 3.0 * PERIOD_S)
     assert breaker.state is BreakerState.HALF_OPEN
@@ -127,13 +137,13 @@ def test_classes_come_back_one_by_one_best_first() -> None:
     while breaker.state is not BreakerState.CLOSED:
         levels.append(breaker.level)
         for _ in range(NUM_PROBES):
-            breaker.observe_queue_time(0.1, now)
+            breaker.observe_queue_time(0.1, HIGH, now)
     assert levels == [3, 2, 1]
 
 
 def test_a_period_without_verdict_counts_as_good_and_one_bad_probe_in_it_as_bad() -> None:
     quiet, slow = half_open(), half_open()
-    slow.observe_queue_time(1.5, PERIOD_S + 1.0)
+    slow.observe_queue_time(1.5, HIGH, PERIOD_S + 1.0)
     for breaker in (quiet, slow):
         breaker.check(CRITICAL, 2.0 * PERIOD_S)
     assert quiet.state is BreakerState.CLOSED
@@ -143,10 +153,10 @@ def test_a_period_without_verdict_counts_as_good_and_one_bad_probe_in_it_as_bad(
 def test_both_signals_must_speak_for_it() -> None:
     breaker = Breaker(0.5, 1.0)
     for _ in range(5):
-        breaker.observe_queue_time(1.5, 0.0)
+        breaker.observe_queue_time(1.5, HIGH, 0.0)
     breaker.check(CRITICAL, PERIOD_S)
     for _ in range(NUM_PROBES):
-        breaker.observe_queue_time(0.1, PERIOD_S)
+        breaker.observe_queue_time(0.1, HIGH, PERIOD_S)
     assert breaker.state is BreakerState.HALF_OPEN
     fail(breaker, PERIOD_S, 0, of=NUM_PROBES)
     assert breaker.state is BreakerState.CLOSED
@@ -179,7 +189,7 @@ def test_whatever_happens(events: list[tuple[float, object]]) -> None:
         elif "end" in str(event):
             breaker.observe_end(event == "failed end", now)
         else:
-            breaker.observe_queue_time({"start": 0.1, "slow start": 1.5}.get(str(event), 9.0), now)
+            breaker.observe_queue_time({"start": 0.1, "slow start": 1.5}.get(str(event), 9.0), HIGH, now)
         assert (breaker.level == 0) == (breaker.state is BreakerState.CLOSED)
         assert 0 <= breaker.level <= 3
         assert breaker.level >= level - 1

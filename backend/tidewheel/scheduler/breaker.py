@@ -15,7 +15,7 @@ MIN_ENDS = 20  # ended requests before their error rate opens a closed breaker
 MIN_STARTS = 5  # started ones before their queue time does
 WINDOW = 50  # observations, about, that a mean covers
 
-_SHED_FROM = (Priority.LOW, Priority.NORMAL, Priority.HIGH)  # by level 1, 2, 3: this class and those below it
+_MAX_LEVEL = 3  # all but CRITICAL
 _WORSE = 2.0  # over the limit by this factor sheds one class more at once; by its square, two
 
 
@@ -31,13 +31,12 @@ class Signal:
     Old ones fade by number, not by time: slow traffic that only fails is seen like fast traffic that does.
     """
 
-    __slots__ = ("count", "limit", "mean", "min_count", "name", "unit")
+    __slots__ = ("count", "limit", "mean", "name", "unit")
 
-    def __init__(self, name: str, unit: str, limit: float | None, min_count: int) -> None:
+    def __init__(self, name: str, unit: str, limit: float | None) -> None:
         self.name = name
         self.unit = unit
         self.limit = limit
-        self.min_count = min_count  # before it opens a closed breaker
         self.mean = 0.0
         self.count = 0
 
@@ -54,24 +53,27 @@ class Signal:
 
 
 class Breaker:
-    """Closed, open, half open (Nygard, "Release It!", 2007), with a level for each class that may be shed.
+    """Closed, open, half open (Nygard, "Release It!", 2007), with a level: the number of classes that are shed.
 
-        CLOSED     → OPEN        a signal is over its limit: LOW is shed (also NORMAL from twice the limit, also HIGH
-                                 from four times)
+        CLOSED     → OPEN        a signal is over its limit: LOW is shed (NORMAL too if it is over twice the limit,
+                                 HIGH too if it is over four times)
         OPEN       → OPEN        the period ends and what was seen in it is still over: one class more
         OPEN       → HALF_OPEN   the period ends and it is not: `NUM_PROBES` requests of the best shed class may in
-        HALF_OPEN  → OPEN        they are over the limit: one class more, for twice the time
+        HALF_OPEN  → OPEN        they are over the limit: the same classes, for twice the time
         HALF_OPEN  → CLOSED      they are not, or a period passes without a verdict: one class less; closed at none,
                                  else half open again, for the next class
 
-    CRITICAL is never shed. Every transition forgets what was seen before it. Time passes only in calls.
+    Whether a class is shed is judged by the queue time of that class and better ones, so a backlog of LOW behind
+    better classes sheds LOW and nobody else. CRITICAL is never shed. Every transition forgets what was seen before
+    it. Time passes only in calls.
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:
-        self._errors = Signal("error rate", "", error_rate, MIN_ENDS)
-        self._queue_time = Signal("queue time", " s", queue_time_s, MIN_STARTS)
+        self._errors = Signal("error rate", "", error_rate)
+        # By level: of the classes that are served at it.
+        self._queue_times = [Signal("queue time", " s", queue_time_s) for _ in Priority]
         self.state = BreakerState.CLOSED
-        self.level = 0  # classes that are shed
+        self.level = 0
         self.num_shed = dict.fromkeys(Priority, 0)
         self._period = PERIOD_S
         self._until = 0.0  # when the present state is judged, unless closed
@@ -80,15 +82,15 @@ class Breaker:
 
     @property
     def is_enabled(self) -> bool:
-        return self._errors.limit is not None or self._queue_time.limit is not None
+        return self._errors.limit is not None or self._queue_times[0].limit is not None
 
     def check(self, service_class: Priority, now: float) -> None:
         """Raises `Busy` for a request of a class that is shed. The last of all checks: a probe that passes counts."""
         self._advance(now)
-        if self.level == 0 or service_class < _SHED_FROM[self.level - 1]:
+        if service_class < _best_shed(self.level):
             return
-        on_trial = self.state is BreakerState.HALF_OPEN and service_class is _SHED_FROM[self.level - 1]
-        if on_trial and self._num_probes < NUM_PROBES:
+        is_on_trial = self.state is BreakerState.HALF_OPEN and service_class == _best_shed(self.level)
+        if is_on_trial and self._num_probes < NUM_PROBES:
             self._num_probes += 1
             return
         self.num_shed[service_class] += 1
@@ -103,17 +105,17 @@ class Breaker:
             self._errors.observe(float(failed))
             self._advance(now)
 
-    def observe_queue_time(self, seconds: float, now: float) -> None:
-        """A request started, or has waited at the head, for so long."""
-        if self._queue_time.limit is not None:
-            self._queue_time.observe(seconds)
+    def observe_queue_time(self, seconds: float, service_class: Priority, now: float) -> None:
+        """A request that came in this class started after so long, or has waited for so long and has not."""
+        if self._queue_times[0].limit is not None:
+            for signal in self._queue_times[: _best_shed(0) - service_class]:
+                signal.observe(seconds)
             self._advance(now)
 
     def _advance(self, now: float) -> None:
         if self.state is BreakerState.CLOSED:
-            excess = self._excess(self._errors.min_count, self._queue_time.min_count)
-            if excess >= 1.0:
-                self._open(now, 1, excess)
+            if self._excess(0, MIN_ENDS, MIN_STARTS) >= 1.0:
+                self._open(now, 1)
         elif self.state is BreakerState.OPEN:
             self._judge_open(now)
         else:
@@ -122,33 +124,33 @@ class Breaker:
     def _judge_open(self, now: float) -> None:
         if now < self._until:
             return
-        excess = self._excess(1, 1)
-        if excess >= 1.0:
-            self._open(now, self.level + 1, excess)
+        if self._excess(self.level, 1, 1) >= 1.0:
+            self._open(now, self.level + 1)
         else:
             self._half_open(now)
 
     def _judge_probes(self, now: float) -> None:
         is_over = now >= self._until
         needed = 1 if is_over else NUM_PROBES
-        excess = self._excess(needed, needed)
-        if excess >= 1.0:
+        if self._excess(self.level - 1, needed, needed) >= 1.0:
             self._period = min(2.0 * self._period, MAX_PERIOD_S)
-            self._open(now, self.level + 1, excess)
+            self._open(now, self.level)
         elif is_over or self._has_verdict():
             self._recover(now)
 
     def _has_verdict(self) -> bool:
-        signals = (self._errors, self._queue_time)
+        signals = (self._errors, self._queue_times[self.level - 1])
         return all(signal.limit is None or signal.count >= NUM_PROBES for signal in signals)
 
-    def _open(self, now: float, level: int, excess: float) -> None:
-        at_once = 1 + (excess >= _WORSE) + (excess >= _WORSE * _WORSE)
-        self.level = min(max(level, at_once), len(_SHED_FROM))
-        signal = max(self._errors, self._queue_time, key=lambda signal: signal.excess(1))
+    def _open(self, now: float, level: int) -> None:
+        signal = max(self._errors, *self._queue_times, key=lambda signal: signal.excess(1))
         self._reason = (
             f"{signal.name} {signal.mean:.3g}{signal.unit} is over its limit of {signal.limit:g}{signal.unit}"
         )
+        if self.state is BreakerState.CLOSED:
+            while level < _MAX_LEVEL and self._excess(level, MIN_ENDS, MIN_STARTS) >= _WORSE**level:
+                level += 1
+        self.level = min(level, _MAX_LEVEL)
         self._enter(BreakerState.OPEN, now)
 
     def _half_open(self, now: float) -> None:
@@ -166,8 +168,14 @@ class Breaker:
     def _enter(self, state: BreakerState, now: float) -> None:
         self.state = state
         self._until = now + self._period
-        self._errors.forget()
-        self._queue_time.forget()
+        for signal in (self._errors, *self._queue_times):
+            signal.forget()
 
-    def _excess(self, min_ends: int, min_starts: int) -> float:
-        return max(self._errors.excess(min_ends), self._queue_time.excess(min_starts))
+    def _excess(self, level: int, min_ends: int, min_starts: int) -> float:
+        """How far the signals that count at a level are over their limits; 1 is at the limit."""
+        return max(self._errors.excess(min_ends), self._queue_times[level].excess(min_starts))
+
+
+def _best_shed(level: int) -> int:
+    """The best class that is shed at a level, of which each sheds that class and those below; 5 at none."""
+    return Priority.LOW + 1 - level

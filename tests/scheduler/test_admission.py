@@ -8,7 +8,7 @@ from support.scheduling import Driver, make_config, make_request, make_scheduler
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import Admission
-from tidewheel.scheduler.policy import fifo, rank
+from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler import Scheduler
 
@@ -109,10 +109,9 @@ def admission_with_pace(seconds: float, count: int = 200) -> Admission:
 
 
 def waiting_since(arrival_time: float, count: int) -> WaitingSet:
-    waiting = WaitingSet()
+    waiting = WaitingSet(POLICIES["fifo"])
     for number in range(count):
-        request = make_request(f"r{number}", arrival_time=arrival_time)
-        waiting.push(rank(fifo, request, number), request)
+        waiting.push(make_request(f"r{number}", arrival_time=arrival_time), number)
     return waiting
 
 

@@ -1,4 +1,4 @@
-"""Policies, ranks, victims and the waiting set."""
+"""Policies, ranks and the waiting set."""
 
 from __future__ import annotations
 
@@ -6,34 +6,60 @@ import pytest
 
 from support.scheduling import Driver, make_config, make_request
 from tidewheel.errors import ConfigError, InternalError
-from tidewheel.request import Priority
-from tidewheel.scheduler.policy import POLICIES, choose_victim, fifo, priority, rank
+from tidewheel.request import Priority, Request
+from tidewheel.scheduler.policy import POLICIES, rank
 from tidewheel.scheduler.queue import WaitingSet
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
 
+def order(policy: str, *requests: Request) -> list[str]:
+    """Ids of requests that arrived in this order, as they are served."""
+    ranks = {rank(POLICIES[policy], request, number): request.request_id for number, request in enumerate(requests)}
+    return [ranks[key] for key in sorted(ranks)]
+
+
 def test_fifo_goes_by_arrival() -> None:
     early = make_request("early", priority=LOW, arrival_time=1.0)
     late = make_request("late", priority=CRITICAL, arrival_time=2.0)
-    assert fifo(early) < fifo(late)
+    assert order("fifo", late, early) == ["early", "late"]
 
 
-def test_priority_goes_by_class_then_by_arrival() -> None:
+@pytest.mark.parametrize("policy", ["priority", "sjf", "deadline", "density", "fair"])
+def test_other_policies_go_by_class_first_and_by_arrival_last(policy: str) -> None:
     requests = [
         make_request(f"{level}{time}", priority=level, arrival_time=time) for level in Priority for time in (1.0, 2.0)
     ]
     shuffled = [requests[index] for index in (5, 2, 7, 0, 3, 6, 1, 4)]
-    assert sorted(shuffled, key=priority) == requests
+    assert order(policy, *shuffled) == [request.request_id for request in requests]
+
+
+def test_sjf_goes_by_what_is_left_of_the_predicted_output() -> None:
+    short, long, nearly_done = (make_request(name) for name in ("short", "long", "nearly done"))
+    for request, predicted in ((short, 10.0), (long, 50.0), (nearly_done, 50.0)):
+        request.predicted_output_tokens = predicted
+    nearly_done.output_token_ids += [1] * 45
+    assert order("sjf", long, short, nearly_done) == ["nearly done", "short", "long"]
+
+
+def test_deadline_goes_by_the_earliest_and_takes_the_soft_one_where_there_is_no_other() -> None:
+    requests = [
+        make_request("none", arrival_time=0.0),
+        make_request("late", arrival_time=1.0, deadline=9.0, soft_deadline=1.0),
+        make_request("soft", arrival_time=2.0, soft_deadline=5.0),
+        make_request("soon", arrival_time=3.0, deadline=4.0),
+    ]
+    assert order("deadline", *requests) == ["soon", "soft", "late", "none"]
+
+
+def test_density_goes_by_compute_per_byte() -> None:
+    prefill, decode = make_request("prefill", prompt=200), make_request("decode", prompt=4)
+    prefill.predicted_output_tokens, decode.predicted_output_tokens = 2.0, 200.0
+    assert order("density", decode, prefill) == ["prefill", "decode"]
 
 
 def test_ranks_are_total() -> None:
-    twins = [make_request(name) for name in "ab"]
-    assert rank(priority, twins[0], 0) < rank(priority, twins[1], 1)
-
-
-def test_the_victim_is_served_last() -> None:
-    assert choose_victim({0: (2, 5.0, 1), 1: (4, 1.0, 0), 2: (4, 3.0, 2), 3: (1, 9.0, 3)}) == 2
+    assert order("priority", make_request("a"), make_request("b")) == ["a", "b"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -46,7 +72,7 @@ def test_requests_start_in_the_order_of_the_policy(policy: str) -> None:
     while (batch := driver.schedule()) is not None:
         started += [new.request_id for new in batch.new_rows]
         driver.apply()
-    assert started == {"fifo": ["r0", "r1", "r2", "r3", "r4"], "priority": ["r2", "r4", "r3", "r0", "r1"]}[policy]
+    assert started == (["r0", "r1", "r2", "r3", "r4"] if policy == "fifo" else ["r2", "r4", "r3", "r0", "r1"])
 
 
 def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
@@ -89,18 +115,18 @@ def test_a_better_request_that_cannot_enter_does_not_stop_the_prompts_under_way(
 
 
 def test_the_waiting_set_counts_by_class() -> None:
-    waiting = WaitingSet()
+    waiting = WaitingSet(POLICIES["priority"])
     requests = [
         make_request(f"r{number}", prompt=number + 1, priority=level)
         for number, level in enumerate([LOW, CRITICAL, LOW, NORMAL])
     ]
     for number, request in enumerate(requests):
-        waiting.push(rank(priority, request, number), request)
+        waiting.push(request, number)
         waiting.check_invariants()
     assert waiting.by_class == (1, 0, 1, 2)
     assert [request.request_id for request in waiting] == ["r1", "r3", "r0", "r2"]
     assert waiting.head() is requests[1]
-    assert waiting.remove(requests[0]) == rank(priority, requests[0], 0)
+    assert waiting.remove(requests[0]) == rank(POLICIES["priority"], requests[0], 0)
     waiting.check_invariants()
     assert (len(waiting), waiting.num_tokens, waiting.num_new, waiting.by_class) == (3, 9, 3, (1, 0, 1, 1))
     waiting.num_tokens += 1

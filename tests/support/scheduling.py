@@ -10,7 +10,7 @@ import numpy as np
 
 from support.fake_runner import FakeRunner, PendingTokens, naive_output
 from tidewheel.batch import ScheduledBatch, StepOutputs
-from tidewheel.errors import TidewheelError
+from tidewheel.errors import Busy, TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.sampling import SamplingParams
@@ -28,6 +28,7 @@ def make_request(
     arrival_time: float = 0.0,
     stop_token_ids: tuple[int, ...] = (),
     cache_salt: str = "",
+    **fields: Any,
 ) -> Request:
     """A number as `prompt` is a length: tokens 0, 1, 2, …"""
     token_ids = range(prompt) if isinstance(prompt, int) else prompt
@@ -40,6 +41,7 @@ def make_request(
         priority=priority,
         stop_token_ids=stop_token_ids,
         cache_salt=cache_salt,
+        **fields,
     )
 
 
@@ -89,10 +91,27 @@ class Driver:
         )
 
     def add(self, request: Request) -> Request:
-        self.scheduler.add(request, self.now)
-        self.requests[request.request_id] = request
-        self.delivered[request.request_id] = []
+        self.add_group([request])
         return request
+
+    def add_group(self, requests: list[Request]) -> list[Request]:
+        """Those that were evicted."""
+        evicted = self.scheduler.add_group(requests, self.now)
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.delivered[request.request_id] = []
+        for request in evicted:
+            assert isinstance(request.error, Busy) and request.error.retry_after_ms
+            assert request.finish_reason is FinishReason.ERROR and request.first_scheduled_time is None
+            self.end(request)
+        return evicted
+
+    def expire(self) -> list[Request]:
+        expired = self.scheduler.expire(self.now)
+        for request in expired:
+            assert request.deadline is not None and request.deadline <= self.now
+            self.end(request)
+        return expired
 
     def schedule(self) -> ScheduledBatch | None:
         self.now += 1.0

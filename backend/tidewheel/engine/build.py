@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.runner import Runner
+from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.strategy import StrategyConfig
+from tidewheel.tenants import TenantLimits, parse_tenants
 
 Progress = Callable[[str, float], None]  # name of the stage, fraction of it that is done
 
@@ -39,13 +43,56 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=config.enable_prefix_caching)
-    limits = SchedulerConfig(
+    """Raises `ConfigError` for settings that do not fit the model or the cache."""
+    tenants = parse_tenants(config.tenants)
+    _check_quotas(config, tenants, info.num_blocks)
+    settings = SchedulerConfig(
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=info.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         max_waiting_requests=config.max_waiting_requests,
         max_waiting_tokens=config.max_waiting_tokens,
         policy=config.scheduling_policy,
+        ageing_s=config.ageing_s,
+        tenants=tenants,
+        predictor_prior_tokens=config.predictor_prior_tokens,
+        breaker_error_rate=config.breaker_error_rate,
+        breaker_queue_time_s=config.breaker_queue_time_s,
+        preemption_mode=config.preemption_mode,
+        max_preemptions=config.max_preemptions,
+        swap_seconds_per_block=info.swap_seconds_per_block,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        strategy=StrategyConfig(
+            name=config.scheduling_strategy,
+            batch_size=config.batch_size or info.max_num_seqs,
+            batch_timeout_s=1e-3 * config.batch_timeout_ms,
+            target_latency_s=1e-3 * config.batch_target_latency_ms,
+            hybrid_threshold=config.hybrid_threshold,
+            hybrid_backlog=config.hybrid_backlog,
+        ),
+        target_tpot_s=_seconds(config.target_tpot_ms),
+        enable_seqs_governor=config.enable_seqs_governor,
+        governor_target_latency_s=_seconds(config.governor_target_latency_ms),
     )
-    return Scheduler(limits, kv)
+    kv = KVCacheManager(
+        info.num_blocks,
+        info.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=info.num_host_blocks,
+        session_limits=SessionLimits(
+            config.max_sessions, config.session_max_blocks, lambda tenant: settings.limits_of(tenant).max_blocks
+        ),
+    )
+    return Scheduler(settings, kv)
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else 1e-3 * milliseconds
+
+
+def _check_quotas(config: EngineConfig, tenants: Mapping[str, TenantLimits], num_blocks: int) -> None:
+    quotas = {f"tenants.{name}: max_blocks": limits.max_blocks for name, limits in tenants.items()}
+    quotas["session_max_blocks"] = config.session_max_blocks
+    for name, quota in quotas.items():
+        if quota is not None and quota > num_blocks:
+            raise ConfigError(f"{name} is {quota}: the KV cache has {num_blocks} blocks; lower it or remove it")

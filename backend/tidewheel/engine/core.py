@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
@@ -29,7 +29,8 @@ class EngineCore:
 
     `receive` is called twice a step: before it is planned, and before its tokens are applied, so that a request
     cancelled while the device was busy gets no further token. It calls `add` and `cancel`. `deliver` learns of every
-    new token and of the one end of every request that `add` accepted; it may call `cancel` too.
+    new token and of the one end of every request that `add` accepted; it may call `cancel` too. Deadlines are
+    looked at before every step.
     """
 
     def __init__(
@@ -59,7 +60,15 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Raises what the scheduler refuses with; nothing is delivered then."""
-        self._scheduler.add(request, self._clock())
+        self._deliver_ended(self._scheduler.add(request, self._clock()))
+
+    def add_group(self, requests: Sequence[Request]) -> None:
+        """Requests that share a prompt: all of them, or none."""
+        self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
+
+    def close_session(self, tenant: str, session_id: str) -> None:
+        """Raises `NotFound`."""
+        self._scheduler.close_session(tenant, session_id)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends the request at once, in whatever state it is. Unknown and ended ones are none of our business."""
@@ -76,6 +85,7 @@ class EngineCore:
         """One turn of the loop. False when nothing could be done."""
         self._receive()
         started = self._clock()
+        self._deliver_ended(self._scheduler.expire(started))
         batch = self._scheduler.schedule(started)
         if batch is not None:
             self._in_flight.append(self._launch(batch))

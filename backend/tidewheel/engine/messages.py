@@ -16,6 +16,7 @@ import msgspec
 from tidewheel.sampling import SamplingParams
 
 PROTOCOL = 2
+WHOLE_REQUEST = -1  # as the index of a delta: the answer to a request of which no sequence came to be
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -50,6 +51,7 @@ class AddRequest(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     keys: list[int]
+    sequences: list[tuple[int, int]] = []  # (key, index): one sequence of a request, the others go on
 
 
 class CloseSession(Message, frozen=True):
@@ -126,6 +128,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tag: str
     message: str
     retry_after_ms: int | None = None
+    is_waiting_set_full: bool = False  # it can be sent again as soon as another request has started
 
 
 class Dropped(Message, frozen=True):
@@ -163,11 +166,15 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: ErrorInfo | None = None  # with finish_reason "error"
     logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
-    index: int = 0  # of the sequence, with `n` over 1; each of them has a last delta
+    index: int = 0  # of the sequence, with `n` over 1; each has a last delta, unless one is of the `WHOLE_REQUEST`
 
 
 class Deltas(Message, frozen=True):
     deltas: list[Delta]
+
+
+ByClass = tuple[int, int, int, int]  # CRITICAL … LOW, as asked for
+NO_CLASS: ByClass = (0, 0, 0, 0)
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -186,7 +193,36 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_preemptions: int = 0
     step_seconds: float = 0.0  # sum over steps
     busy_fraction: float = 0.0  # step time over wall time since the last snapshot
-    waiting_by_class: tuple[int, int, int, int] = (0, 0, 0, 0)  # CRITICAL … LOW
+    waiting_by_class: ByClass = NO_CLASS
+    num_swap_preemptions: int = 0  # those that kept what they had computed in the host tier
+    num_evicted: int = 0  # waiting requests refused because one of a higher class took their place
+    num_expired: int = 0  # requests whose deadline passed
+    num_hopeless: int = 0  # refused because their deadline could not be met
+    num_rate_limited: int = 0  # refused because their tenant is over its rates
+    num_aged: int = 0  # lifts by one class
+    num_downgraded_quota: int = 0
+    num_downgraded_deadline: int = 0
+    started_by_class: ByClass = NO_CLASS
+    evicted_by_class: ByClass = NO_CLASS
+    max_wait_by_class: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # seconds, of those that started
+    num_shed_by_class: ByClass = NO_CLASS  # refused by the breaker
+    breaker_state: str = "closed"  # or open, half_open
+    token_budget: int = 0  # of a step, as it is now
+    max_num_seqs: int = 0  # as it is now
+    num_predictions: int = 0  # of output lengths, that came to an end
+    prediction_error: float = 0.0  # tokens, mean absolute, smoothed
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0  # empty or evictable
+    num_swapped_out: int = 0  # blocks
+    num_swapped_in: int = 0  # blocks
+    num_sessions: int = 0
+    num_session_blocks: int = 0  # that sessions alone hold
+    num_hit_queries: int = 0  # tokens of rows that entered; a preempted request counts again when it returns
+    num_device_hits: int = 0  # of these, found in the pool
+    num_host_hits: int = 0  # of these, found in the host tier
+    num_session_hits: int = 0  # in either, as part of the request's session
+    num_used_slots: int = 0  # tokens that running rows hold
+    num_taken_slots: int = 0  # tokens that their blocks can hold: the difference is wasted
 
 
 class Stats(Message, frozen=True):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
-from tidewheel.request import Request
+from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFull
+from tidewheel.request import Priority, Request
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import WaitingSet
 
@@ -20,15 +20,46 @@ class Admission:
         self._config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
-        self.headroom = int(config.watermark * num_blocks)  # blocks that an admission leaves free
         self._last_start: float | None = None
         self._start_interval: float | None = None  # seconds between starts, smoothed
 
-    def check(self, request: Request, waiting: WaitingSet, now: float) -> None:
-        """Raises `InvalidRequest` if the request can never run, `Busy` if it cannot wait now."""
+    def check_limits(self, request: Request, count: int) -> None:
+        """Raises `InvalidRequest` if `count` requests like this can never wait together, or never run."""
         self._check_lengths(request)
+        self._check_count(request, count)
         self._check_pool(request)
-        self._check_room(request, waiting, now)
+
+    def find_room(
+        self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
+    ) -> list[Request]:
+        """The waiting requests that `count` newcomers of a class take the place of; raises `Busy` if that is not
+        enough. The lowest class goes first, in it the newest; nobody of the newcomer's class or a better one."""
+        limits = self._config
+        num_requests = waiting.num_new + count - limits.max_waiting_requests  # too many
+        num_tokens = waiting.num_new_tokens + count * request.num_prompt_tokens - limits.max_waiting_tokens
+        victims: list[Request] = []
+        candidates = waiting.evictable(service_class)
+        while num_requests > 0 or num_tokens > 0:
+            victim = next(candidates, None)
+            if victim is None:
+                raise WaitingSetFull(
+                    f"waiting set is full: {self._what_is_full(request, count, waiting)}",
+                    retry_after_ms=self.retry_after_ms(waiting, now),
+                )
+            victims.append(victim)
+            num_requests -= 1
+            num_tokens -= victim.num_tokens
+        return victims
+
+    def eviction(self, victim: Request, service_class: Priority, waiting: WaitingSet, now: float) -> Busy:
+        """What the request is told that a newcomer of the class takes the place of."""
+        limits = self._config
+        return Busy(
+            f"waiting set is full: {waiting.num_new} of {limits.max_waiting_requests} requests, "
+            f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens; a request of class "
+            f"{service_class.name} took the place of this one, of class {victim.service_class.name}",
+            retry_after_ms=self.retry_after_ms(waiting, now),
+        )
 
     def record_start(self, now: float) -> None:
         """A waiting request was scheduled for the first time."""
@@ -43,7 +74,7 @@ class Admission:
         clients do not all come back for that one. A head that waits longer than usual counts as a slower pace."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
-        silence = now - max(self._last_start, waiting.head().arrival_time)
+        silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)
         estimate = 1e3 * max(self._start_interval, silence) * waiting.num_new / 2
         return round(min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS))
 
@@ -61,9 +92,15 @@ class Admission:
                 f"prompt of {num_prompt_tokens} tokens and max_tokens {request.max_tokens} make "
                 f"{request.max_num_tokens}: the context has {limit} tokens"
             )
-        if num_prompt_tokens > self._config.max_waiting_tokens:
+
+    def _check_count(self, request: Request, count: int) -> None:
+        limits, num_prompt_tokens = self._config, request.num_prompt_tokens
+        if count > limits.max_waiting_requests:
+            raise InvalidRequest(f"n is {count}: at most {limits.max_waiting_requests} requests may wait")
+        if count * num_prompt_tokens > limits.max_waiting_tokens:
+            times = "" if count == 1 else f", {count} times"
             raise PromptTooLarge(
-                f"prompt of {num_prompt_tokens} tokens: at most {self._config.max_waiting_tokens} tokens may wait"
+                f"prompt of {num_prompt_tokens} tokens{times}: at most {limits.max_waiting_tokens} tokens may wait"
             )
 
     def _check_pool(self, request: Request) -> None:
@@ -76,15 +113,13 @@ class Admission:
                 f"enough for {self._num_blocks * self._block_size + 1} tokens in all"
             )
 
-    def _check_room(self, request: Request, waiting: WaitingSet, now: float) -> None:
+    def _what_is_full(self, request: Request, count: int, waiting: WaitingSet) -> str:
         limits = self._config
-        if waiting.num_new >= limits.max_waiting_requests:
-            reason = f"{waiting.num_new} of {limits.max_waiting_requests} requests"
-        elif waiting.num_new_tokens + request.num_prompt_tokens > limits.max_waiting_tokens:
-            reason = (
-                f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens, "
-                f"and this prompt has {request.num_prompt_tokens}"
-            )
-        else:
-            return
-        raise Busy(f"waiting set is full: {reason}", retry_after_ms=self.retry_after_ms(waiting, now))
+        if waiting.num_new + count > limits.max_waiting_requests:
+            several = "" if count == 1 else f", and this one asks for {count} sequences"
+            return f"{waiting.num_new} of {limits.max_waiting_requests} requests{several}"
+        times = "" if count == 1 else f" {count} times"
+        return (
+            f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens, "
+            f"and this prompt has {request.num_prompt_tokens}{times}"
+        )

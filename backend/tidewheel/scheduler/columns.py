@@ -28,6 +28,42 @@ class Gaps(NamedTuple):
     chunk_rows: RowArray  # more than one
 
 
+class TenantIds:
+    """Small numbers for the tenants of running rows, so that sums by tenant are vector operations."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+        self._num_rows: list[int] = []  # by id
+        self._names: list[str] = []  # by id
+        self._free: list[int] = []
+
+    def find(self, tenant: str) -> int | None:
+        return self._ids.get(tenant)
+
+    def name(self, tenant_id: int) -> str:
+        return self._names[tenant_id]
+
+    def acquire(self, tenant: str) -> int:
+        tenant_id = self._ids.get(tenant)
+        if tenant_id is None:
+            tenant_id = self._ids[tenant] = self._free.pop() if self._free else self._grow()
+            self._names[tenant_id] = tenant
+        self._num_rows[tenant_id] += 1
+        return tenant_id
+
+    def release(self, tenant: str) -> None:
+        tenant_id = self._ids[tenant]
+        self._num_rows[tenant_id] -= 1
+        if self._num_rows[tenant_id] == 0:
+            del self._ids[tenant]
+            self._free.append(tenant_id)
+
+    def _grow(self) -> int:
+        self._num_rows.append(0)
+        self._names.append("")
+        return len(self._names) - 1
+
+
 class Columns:
     """Struct of arrays, so that a step costs a few vector operations and not a loop over attributes.
 
@@ -56,6 +92,12 @@ class Columns:
         self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)  # newest step that names the row
         self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # counts the requests that left the row
         self.stop_token_ids: Int32Array = np.full((1, num_rows), NO_STOP, dtype=np.int32)  # [most ids, num_rows]
+        self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # of service; 0 if they do not count
+        self.arrival_times: npt.NDArray[np.float64] = np.zeros(num_rows)
+        self.sequences: Int64Array = np.zeros(num_rows, dtype=np.int64)  # numbers of the arrivals
+        self.num_preemptions = _int32(num_rows)
+        self.tenant_ids = _int32(num_rows)  # of `tenants`
+        self.tenants = TenantIds()
         self.ranks: dict[int, Rank] = {}  # of running rows
         self._requests = np.full(num_rows, None, dtype=object)
         self._outputs = np.full(num_rows, None, dtype=object)  # the requests' `output_token_ids`
@@ -63,8 +105,8 @@ class Columns:
         self._left_rows: list[int] = []
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     def request(self, row: int) -> Request:
         return cast(Request, self._requests[row])
@@ -75,7 +117,9 @@ class Columns:
     def next_free_row(self) -> int:
         return self._free_rows[0]
 
-    def enter(self, request: Request, rank: Rank, *, num_cached_tokens: int, num_slots: int) -> int:
+    def enter(
+        self, request: Request, rank: Rank, *, service_class: int, num_cached_tokens: int, num_slots: int
+    ) -> int:
         """The request takes `next_free_row()`; the row."""
         row = heapq.heappop(self._free_rows)
         num_prompt_tokens = request.num_prompt_tokens
@@ -93,11 +137,20 @@ class Columns:
         self._set_stop_ids(row, request.stop_token_ids)
         self._requests[row] = request
         self._outputs[row] = request.output_token_ids
+        self.classes[row] = service_class
+        self.arrival_times[row] = request.arrival_time
+        self.sequences[row] = int(rank[-1])
+        self.num_preemptions[row] = request.num_preemptions
+        self.tenant_ids[row] = self.tenants.acquire(request.tenant)
         self.ranks[row] = rank
         self.running[row] = True
         self.num_running += 1
         request.row = row
         return row
+
+    def reclassify(self, request: Request, service_class: int, rank: Rank) -> None:
+        self.classes[request.row] = service_class
+        self.ranks[request.row] = rank
 
     def leave(self, row: int) -> Rank:
         """The row is free and the request has what the row kept for it. What is in flight is of a past epoch."""
@@ -112,6 +165,7 @@ class Columns:
         self.epochs[row] += 1
         heapq.heappush(self._free_rows, row)
         self._left_rows.append(row)
+        self.tenants.release(request.tenant)
         return self.ranks.pop(row)
 
     def take_left_rows(self) -> Int32Array:
@@ -119,6 +173,22 @@ class Columns:
         left = np.array(self._left_rows, dtype=np.int32)
         self._left_rows.clear()
         return left
+
+    @property
+    def num_taken_slots(self) -> int:
+        """Of all running rows."""
+        return int(self.num_slots[self.running].sum())
+
+    @property
+    def num_used_slots(self) -> int:
+        return int(self.num_computed_tokens[self.running].sum())
+
+    def num_slots_of(self, tenant: str) -> int:
+        """Of the tenant's running rows. O(rows)."""
+        tenant_id = self.tenants.find(tenant)
+        if tenant_id is None:
+            return 0
+        return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
     def gaps(self) -> Gaps:
         starts = self.num_computed_tokens + self.num_inflight_tokens

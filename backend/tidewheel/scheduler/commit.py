@@ -10,6 +10,7 @@ from tidewheel.batch import BoolArray, Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.columns import Columns, Int64Array, RowArray
+from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.state import State
 
 # The blocks of a prompt can be found as soon as they are computed. Nobody waits for those that decoding fills: they
@@ -23,6 +24,9 @@ class InFlight(NamedTuple):
     step_id: int
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] of these rows when the batch was scheduled
+    scheduled_at: float  # seconds
+    num_started_tokens: int  # prompt tokens of the requests that started with it
+    oldest_start: float | None  # first arrival of those; None: nobody started
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
@@ -41,22 +45,24 @@ def commit_step(
     state: State, batch: ScheduledBatch, step: InFlight, sampled: SampledTokens, now: float
 ) -> StepOutputs:
     """Rows that changed hands since the batch was scheduled are skipped."""
-    ended = _fail_not_finite(state, step, sampled)
+    ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
     _commit_computed(state, batch, step.rows, live)
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     token_ids: list[int] = tokens.tolist()
     requests = state.columns.append_tokens(rows, token_ids, now)
+    if state.virtual_counters is not None:
+        _charge_outputs(state.virtual_counters, state.columns, rows)
     for index, reason in find_endings(state.columns, rows, tokens):
         request = requests[index]
         request.stop_reason = token_ids[index] if reason is FinishReason.STOP else None
-        state.end(request, reason)
+        state.end(request, reason, now)
         ended.append(request)
     return StepOutputs(requests, token_ids, _select(sampled.logprobs, sampling), ended)
 
 
-def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens) -> list[Request]:
+def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: float) -> list[Request]:
     """Ends the requests whose logits were not finite; what they hold in the cache is not to be trusted."""
     failed = []
     for index in (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0].tolist():
@@ -67,7 +73,7 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens) -> li
         request.error = NumericError(
             f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"
         )
-        state.end(request, FinishReason.ERROR, keep_cached=False)
+        state.end(request, FinishReason.ERROR, now, keep_cached=False)
         failed.append(request)
     return failed
 
@@ -83,6 +89,13 @@ def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: 
     rows, ends = rows[due], ends[due]
     for row, request, end in zip(rows.tolist(), columns.requests(rows), ends.tolist(), strict=True):
         state.kv.commit(row, request, end)
+
+
+def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray) -> None:
+    """One token for each row, summed by tenant."""
+    num_tokens = np.bincount(columns.tenant_ids.take(rows))
+    for tenant_id in num_tokens.nonzero()[0].tolist():
+        counters.charge(columns.tenants.name(tenant_id), 0, int(num_tokens[tenant_id]))
 
 
 def find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:

@@ -2,39 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from tidewheel.errors import ConfigError
 from tidewheel.scheduler.policy import POLICIES
+from tidewheel.scheduler.strategy import StrategyConfig
+from tidewheel.tenants import EVERYBODY, NO_LIMITS, TenantLimits
+
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits in sequences, tokens and requests. Raises `ConfigError` naming the setting and the value."""
+    """Limits in sequences, tokens, requests and seconds. Raises `ConfigError` naming the setting and the value."""
 
     max_num_seqs: int
     max_num_batched_tokens: int  # token budget of a step
     max_model_len: int
     max_waiting_requests: int
     max_waiting_tokens: int
-    policy: str = "priority"
     max_inflight_steps: int = 1  # batches scheduled and not yet applied: 1, or 2 to overlap host and device
     watermark: float = 0.01  # share of the pool that an admission leaves free, so that running requests can grow
+
+    # order of service
+    policy: str = "priority"
+    ageing_s: float = 10.0  # a waiting request is lifted one class each time this passes, to HIGH at most
+    tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
+
+    # the breaker opens above these; None: never
+    breaker_error_rate: float | None = None
+    breaker_queue_time_s: float | None = None
+
+    # who leaves when blocks run out
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    max_preemptions: int = 4  # of one request, while another victim can be found
+    swap_seconds_per_block: float | None = None  # of one copy to or from the host tier; None: there is none
+    long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; None: the budget
+
+    # when waiting requests may join
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+
+    # control
+    target_tpot_s: float | None = None  # the token budget is moved to hold it; None: it is fixed
+    enable_seqs_governor: bool = False  # moves the number of running requests between 1 and max_num_seqs
+    governor_target_latency_s: float | None = None  # of a step, for the governor; None: it looks at memory alone
 
     def __post_init__(self) -> None:
         for name in (
             "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting_requests", "max_waiting_tokens",
+            "predictor_prior_tokens",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy is {self.policy!r}: choose one of {', '.join(POLICIES)}")
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise ConfigError(
+                f"preemption_mode is {self.preemption_mode!r}: choose one of {', '.join(PREEMPTION_MODES)}"
+            )
         if self.max_inflight_steps not in (1, 2):
             raise ConfigError(f"max_inflight_steps is {self.max_inflight_steps}: it must be 1 or 2")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}: it must be at least 0 and less than 1")
+        if self.ageing_s <= 0.0:
+            raise ConfigError(f"ageing_s is {self.ageing_s}: it must be above 0")
+        if self.max_preemptions < 0:
+            raise ConfigError(f"max_preemptions is {self.max_preemptions}: it must be at least 0")
+        if self.long_prefill_token_threshold is not None and self.long_prefill_token_threshold < 1:
+            raise ConfigError(
+                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}: it must be at least 1"
+            )
 
     @property
     def num_rows(self) -> int:
         """Running requests at most. Not more than the budget: every row must get a token in every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Of one request in a step."""
+        return self.long_prefill_token_threshold or self.max_num_batched_tokens
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        limits = self.tenants.get(tenant)
+        return self.tenants.get(EVERYBODY, NO_LIMITS) if limits is None else limits

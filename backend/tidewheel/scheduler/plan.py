@@ -8,8 +8,19 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
+from tidewheel.kvcache.transfers import Transfers
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowArray
+
+
+class StepLimits(NamedTuple):
+    """What one step may spend."""
+
+    token_budget: int
+    max_chunk_tokens: int  # of one request
+    max_running: int  # nobody enters beyond; those that run stay
+    max_joins: int  # of requests that never started
+    keep_free: int  # blocks that an admission leaves free while others run
 
 
 class Chunk(NamedTuple):
@@ -22,8 +33,10 @@ class Chunk(NamedTuple):
 class StepPlan:
     """Rows and block-table entries of the next batch, within a token budget."""
 
-    def __init__(self, token_budget: int) -> None:
-        self.token_budget = token_budget
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
+        self.token_budget = limits.token_budget  # what is left of it
+        self.started: list[Request] = []  # for the first time
         self.is_scarce = False  # blocks ran out for running rows: nobody is admitted in this step
         self._decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self._decode_starts = _ids([])
@@ -34,6 +47,10 @@ class StepPlan:
         self._block_ids: list[int] = []
 
     @property
+    def joins_left(self) -> int:
+        return self.limits.max_joins - len(self.started)
+
+    @property
     def is_empty(self) -> bool:
         return not len(self._decode_rows) and not self._chunks
 
@@ -42,8 +59,8 @@ class StepPlan:
         self.token_budget -= len(rows)
 
     def add_chunk(self, row: int, start: int, end: int) -> None:
-        """As much of ``[start, end)`` as the budget allows."""
-        num_tokens = min(end - start, self.token_budget)
+        """As much of ``[start, end)`` as the budget and the limit of one request allow."""
+        num_tokens = min(end - start, self.token_budget, self.limits.max_chunk_tokens)
         self._chunks.append(Chunk(row, start, num_tokens, start + num_tokens == end))
         self.token_budget -= num_tokens
 
@@ -56,7 +73,7 @@ class StepPlan:
         self._block_indices += indices
         self._block_ids += block_ids
 
-    def to_batch(self, step_id: int, freed_rows: Int32Array) -> ScheduledBatch:
+    def to_batch(self, step_id: int, freed_rows: Int32Array, transfers: Transfers) -> ScheduledBatch:
         chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
         num_decodes = len(self._decode_rows)
         n = num_decodes + len(chunks)
@@ -78,6 +95,12 @@ class StepPlan:
             block_rows=_ids(self._block_rows),
             block_indices=_ids(self._block_indices),
             block_ids=_ids(self._block_ids),
+            copy_sources=transfers.copy_sources,
+            copy_targets=transfers.copy_targets,
+            swap_out_blocks=transfers.swap_out_blocks,
+            swap_out_slots=transfers.swap_out_slots,
+            swap_in_slots=transfers.swap_in_slots,
+            swap_in_blocks=transfers.swap_in_blocks,
         )
 
 

@@ -1,40 +1,73 @@
-"""Orders of service. A policy is a pure function from a request to a key; the smallest key is served first.
+"""Orders of service. A policy is a pure function from a request's present state to a key; the smallest is first.
 
-The same order decides who waits, who gets the rest of the token budget and who has to leave when blocks run out, so
-the best request in the running set is never a victim and always progresses.
+The key is taken when a request begins to wait and whenever its service class changes, not at every step. One order
+decides who enters, who gets the rest of the token budget, and whose blocks are found first when they run out.
+
+    fifo        arrival
+    priority    service class, arrival
+    sjf         service class, output that is still expected, arrival
+    deadline    service class, deadline (none: last), arrival
+    density     service class, compute per byte of KV (most first), arrival
+    fair        the tenant that was served least; its requests by service class, arrival
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from tidewheel.request import Request
+from tidewheel.scheduler.density import density as compute_density
 
 OrderKey = tuple[float, ...]
-Policy = Callable[[Request], OrderKey]
-
-Rank = tuple[float, ...]  # an order key and the number of the arrival: total, no two requests compare equal
+Rank = tuple[float, ...]  # an order key, the arrival and its number: total, no two requests compare equal
 
 
-def fifo(request: Request) -> OrderKey:
-    """First come, first served; the youngest is the victim."""
-    return (request.arrival_time,)
+class Policy(NamedTuple):
+    key: Callable[[Request], OrderKey]
+    by_class: bool = True  # classes count: for victims too, and a waiting CRITICAL makes room for itself
+    by_tenant: bool = False  # tenants take turns, and the key orders the requests of one
+    by_arrival: bool = False  # inside a class
+
+
+def fifo(request: Request) -> OrderKey:  # noqa: ARG001
+    """First come, first served, whatever the class."""
+    return ()
 
 
 def priority(request: Request) -> OrderKey:
-    """By class, then by arrival; the victim is the youngest of the lowest class."""
-    return (int(request.priority), request.arrival_time)
+    return (request.service_class,)
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType({"fifo": fifo, "priority": priority})
+def sjf(request: Request) -> OrderKey:
+    """Shortest job first, by the predicted output; of a preempted request, by what is left of it."""
+    return (request.service_class, max(request.predicted_output_tokens - request.num_output_tokens, 0.0))
+
+
+def deadline(request: Request) -> OrderKey:
+    """Earliest deadline first; the soft one counts where there is no other."""
+    due = request.soft_deadline if request.deadline is None else request.deadline
+    return (request.service_class, math.inf if due is None else due)
+
+
+def density(request: Request) -> OrderKey:
+    return (request.service_class, -compute_density(request.num_prompt_tokens, request.predicted_output_tokens))
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        "fifo": Policy(fifo, by_class=False, by_arrival=True),
+        "priority": Policy(priority, by_arrival=True),
+        "sjf": Policy(sjf),
+        "deadline": Policy(deadline),
+        "fair": Policy(priority, by_tenant=True, by_arrival=True),
+        "density": Policy(density),
+    }
+)
 
 
 def rank(policy: Policy, request: Request, sequence: int) -> Rank:
-    """Place in every order: a request that is preempted keeps it, so it returns ahead of its class."""
-    return (*policy(request), sequence)
-
-
-def choose_victim(ranks: Mapping[int, Rank]) -> int:
-    """The row, of the running rows given with their ranks, that is served last."""
-    return max(ranks, key=ranks.__getitem__)
+    """A preempted request keeps arrival and number, so it returns ahead of its class."""
+    return (*policy.key(request), request.arrival_time, sequence)

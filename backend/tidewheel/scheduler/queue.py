@@ -7,68 +7,179 @@ from collections.abc import Iterator
 
 from tidewheel.kvcache.invariants import require
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler.policy import Rank
+from tidewheel.scheduler.fairness import VirtualCounters
+from tidewheel.scheduler.order import Order, SortedQueue, TenantQueues
+from tidewheel.scheduler.policy import Policy, Rank, rank
 
 
 class WaitingSet:
-    """Waiting and preempted requests by rank.
+    """Waiting, preempted and parked requests.
 
-    A sorted list: the head is read every step, an insert or a removal is a binary search and one `memmove` of
-    pointers, which for the thousands of entries that admission allows is cheaper than a heap's lazy deletion.
+    *Parked* are those whose leader is still to compute the prompt that they share: they have a rank and count like
+    the others, and stand in the queue only once their leader lets them.
     """
 
-    def __init__(self) -> None:
-        self._entries: list[tuple[Rank, Request]] = []
+    def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
+        """`counters`: of a policy that lets tenants take turns."""
+        self._policy = policy
+        self._order: Order = SortedQueue() if counters is None else TenantQueues(counters)
         self._ranks: dict[str, Rank] = {}
+        self._parked: dict[str, dict[str, Request]] = {}  # by leader
+        self._new: dict[Priority, list[tuple[float, float, Request]]] = {p: [] for p in Priority}  # by service class
+        self._new_tokens = dict.fromkeys(Priority, 0)
         self._by_class = dict.fromkeys(Priority, 0)
         self.num_tokens = 0  # prompt, and output of preempted requests
         self.num_new = 0  # never started: what admission bounds
-        self.num_new_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._ranks)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, request in self._entries)
+        yield from self._order
+        for children in self._parked.values():
+            yield from children.values()
+
+    @property
+    def has_head(self) -> bool:
+        return len(self._order) > 0
 
     @property
     def by_class(self) -> tuple[int, int, int, int]:
+        """By the class that was asked for."""
         critical, high, normal, low = self._by_class.values()
         return critical, high, normal, low
 
-    def push(self, rank: Rank, request: Request) -> None:
-        insort(self._entries, (rank, request))  # ranks are unique: requests are never compared
-        self._ranks[request.request_id] = rank
-        self._count(request, 1)
+    @property
+    def num_new_tokens(self) -> int:
+        return sum(self._new_tokens.values())
+
+    @property
+    def oldest_arrival(self) -> float | None:
+        """Of those that never started."""
+        return min((entries[0][0] for entries in self._new.values() if entries), default=None)
+
+    def oldest(self, service_class: Priority) -> Request | None:
+        """First arrival of those in the class that never started."""
+        entries = self._new[service_class]
+        return entries[0][2] if entries else None
+
+    def push(self, request: Request, sequence: int) -> None:
+        """`sequence`: number of the arrival, the same whenever the request comes back."""
+        place = self._enlist(request, sequence)
+        self._order.push(place, request)
+
+    def park(self, request: Request, sequence: int, leader: Request) -> None:
+        self._enlist(request, sequence)
+        self._parked.setdefault(leader.request_id, {})[request.request_id] = request
+
+    def release(self, leader: Request) -> None:
+        """Who was parked behind the leader stands in the queue from now on."""
+        for request in self._parked.pop(leader.request_id, {}).values():
+            self._order.push(self._ranks[request.request_id], request)
+
+    def has_parked(self, leader: Request) -> bool:
+        return leader.request_id in self._parked
 
     def head(self) -> Request:
-        return self._entries[0][1]
+        """The next one to enter; only if `has_head`."""
+        return self._order.head()
 
-    def head_rank(self) -> Rank:
-        return self._entries[0][0]
+    def leading(self, service_class: Priority) -> Iterator[Request]:
+        return self._order.leading(service_class)
+
+    def rank_of(self, request: Request) -> Rank:
+        return self._ranks[request.request_id]
+
+    def head_key(self) -> Rank:
+        head = self._order.head()
+        return self.key(self._ranks[head.request_id], head.tenant)
+
+    def key(self, rank: Rank, tenant: str) -> Rank:
+        """Makes ranks of running and waiting requests comparable at this moment."""
+        return self._order.key(rank, tenant)
 
     def remove(self, request: Request) -> Rank:
         """Takes the request out, wherever it stands; its rank."""
-        rank = self._ranks.pop(request.request_id)
-        del self._entries[bisect_left(self._entries, (rank,))]
-        self._count(request, -1)
-        return rank
+        place = self._ranks.pop(request.request_id)
+        self._by_class[request.priority] -= 1
+        self.num_tokens -= request.num_tokens
+        if request.state is RequestState.WAITING:
+            self._forget_new(place, request)
+        siblings = self._siblings(request)
+        if siblings is None:
+            self._order.remove(place, request)
+        else:
+            del siblings[request.request_id]
+            if not siblings and request.leader is not None:
+                del self._parked[request.leader.request_id]
+        return place
+
+    def reclassify(self, request: Request, service_class: Priority) -> None:
+        """The request waits in this class from now on."""
+        old = self._ranks[request.request_id]
+        is_new = request.state is RequestState.WAITING
+        if is_new:
+            self._forget_new(old, request)
+        request.service_class = service_class
+        new = self._ranks[request.request_id] = rank(self._policy, request, int(old[-1]))
+        if is_new:
+            self._enlist_new(new, request)
+        if self._siblings(request) is None:
+            self._order.move(old, new, request)
+
+    def evictable(self, better_class: Priority) -> Iterator[Request]:
+        """Those that never started, for the sake of a class: the lowest class first, in it the newest."""
+        for service_class in sorted(Priority, reverse=True):
+            if service_class <= better_class:
+                return
+            for _, _, request in reversed(self._new[service_class]):
+                yield request
+
+    def num_tokens_ahead(self, service_class: Priority) -> int:
+        """Of requests that never started, in this class and better ones."""
+        return sum(count for p, count in self._new_tokens.items() if p <= service_class)
 
     def check_invariants(self) -> None:
-        require(all(a < b for (a, _), (b, _) in zip(self._entries, self._entries[1:], strict=False)), "order")
-        require(len(self._entries) == len(self._ranks), "entries and ranks of the waiting set disagree")
-        for rank, request in self._entries:
-            require(self._ranks[request.request_id] == rank, f"{request} waits under another rank")
-        new = [request for request in self if request.state is RequestState.WAITING]
-        require(self.num_tokens == sum(request.num_tokens for request in self), "waiting tokens are miscounted")
+        self._order.check_invariants()
+        everybody = list(self)
+        require({r.request_id for r in everybody} == self._ranks.keys(), "queue and ranks disagree")
+        require(len(everybody) == len(self._ranks), "a request waits twice")
+        new = [request for request in everybody if request.state is RequestState.WAITING]
+        require(self.num_tokens == sum(request.num_tokens for request in everybody), "waiting tokens are miscounted")
         require(self.num_new == len(new), "new requests are miscounted")
         require(self.num_new_tokens == sum(request.num_tokens for request in new), "new tokens are miscounted")
-        require(sum(self.by_class) == len(self._entries), "classes are miscounted")
+        require(sum(self.by_class) == len(everybody), "classes are miscounted")
+        for service_class, entries in self._new.items():
+            require(entries == sorted(entries), f"class {service_class.name} is out of order")
+            for *_, request in entries:
+                require(request.service_class is service_class, f"{request} is in another class")
+            num_tokens = sum(request.num_tokens for *_, request in entries)
+            require(self._new_tokens[service_class] == num_tokens, f"tokens of {service_class.name} are miscounted")
+        listed = {request.request_id for entries in self._new.values() for *_, request in entries}
+        require(listed == {request.request_id for request in new}, "new requests and their classes disagree")
 
-    def _count(self, request: Request, sign: int) -> None:
-        num_tokens = sign * request.num_tokens
-        self._by_class[request.priority] += sign
-        self.num_tokens += num_tokens
+    def _siblings(self, request: Request) -> dict[str, Request] | None:
+        """Those that it is parked with; None if it stands in the queue."""
+        if request.leader is None:
+            return None
+        siblings = self._parked.get(request.leader.request_id)
+        return siblings if siblings is not None and request.request_id in siblings else None
+
+    def _enlist(self, request: Request, sequence: int) -> Rank:
+        place = self._ranks[request.request_id] = rank(self._policy, request, sequence)
+        self._by_class[request.priority] += 1
+        self.num_tokens += request.num_tokens
         if request.state is RequestState.WAITING:
-            self.num_new += sign
-            self.num_new_tokens += num_tokens
+            self._enlist_new(place, request)
+        return place
+
+    def _enlist_new(self, place: Rank, request: Request) -> None:
+        insort(self._new[request.service_class], (request.arrival_time, place[-1], request))
+        self._new_tokens[request.service_class] += request.num_tokens
+        self.num_new += 1
+
+    def _forget_new(self, place: Rank, request: Request) -> None:
+        entries = self._new[request.service_class]
+        del entries[bisect_left(entries, (request.arrival_time, place[-1]))]
+        self._new_tokens[request.service_class] -= request.num_tokens
+        self.num_new -= 1

@@ -1,4 +1,10 @@
-"""The decisions of one step: who gets how many tokens and blocks, who has to leave, who may enter."""
+"""The decisions of one step: who gets how many tokens and blocks, who has to leave, who may enter.
+
+Requests enter in the order of the policy, and a head that cannot enter is not overtaken: it would starve while
+smaller ones slip past it. It waits for a row, for blocks (all that its tokens need, and the watermark), for the
+strategy, or for the budget of the next step; running requests free all of these, and what they free goes to the head
+first. Only a CRITICAL one does not wait for that: it takes row and blocks from lower classes.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +12,36 @@ import numpy as np
 
 from tidewheel.batch import Int32Array
 from tidewheel.request import Request
-from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.columns import RowArray
-from tidewheel.scheduler.plan import StepPlan, new_row
-from tidewheel.scheduler.policy import Rank, choose_victim
+from tidewheel.scheduler.plan import StepLimits, StepPlan, new_row
+from tidewheel.scheduler.policy import Rank
+from tidewheel.scheduler.room import make_room_to_grow, make_way_for_critical, may_enter, service_key
+from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
 
 
-def plan_step(state: State, admission: Admission, token_budget: int, now: float) -> StepPlan:
+def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
     """Rows that miss one token come first, so that a long prompt never holds up a decode. What is left of the budget
     goes to prompts in the order of the policy, those that are under way and those that wait alike."""
-    plan = StepPlan(token_budget)
+    make_way_for_critical(state, limits, now)
+    plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
-    _plan_decodes(state, plan, decode_rows, decode_starts)
-    _plan_prompts(state, plan, admission, chunk_rows, now)
+    _plan_decodes(state, plan, decode_rows, decode_starts, now)
+    _plan_prompts(state, plan, chunk_rows, now)
     return plan
 
 
-def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Array) -> None:
+def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Array, now: float) -> None:
     full = starts >= state.columns.num_slots.take(rows)
     if np.count_nonzero(full):
         needy = rows[full]
         if not _grow(state, plan, needy):
             plan.is_scarce = True
-            sitting_out = _grow_by_rank(state, plan, needy)
+            sitting_out = make_room_to_grow(state, needy.tolist(), now)
             keep = state.columns.running[rows] & ~np.isin(rows, sitting_out)
-            rows, starts = rows[keep], starts[keep]
+            rows, starts, full = rows[keep], starts[keep], full[keep]
+            if np.count_nonzero(full):
+                _grow(state, plan, rows[full])
     plan.set_decodes(rows, starts)
 
 
@@ -49,62 +59,50 @@ def _grow(state: State, plan: StepPlan, rows: RowArray) -> bool:
     return True
 
 
-def _grow_by_rank(state: State, plan: StepPlan, needy: RowArray) -> list[int]:
-    """Blocks ran out: best row first, at the cost of the worst. Returns the rows that must sit out this step.
-
-    A victim in flight gives its blocks back only when its step is applied; a row that can count on them waits for
-    that, and takes no further victim.
-    """
+def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> None:
     columns = state.columns
-    sitting_out: list[int] = []
-    for row in sorted(needy.tolist(), key=columns.ranks.__getitem__):
-        while columns.running[row] and not _grow(state, plan, np.array([row])):
-            if state.kv.num_held_blocks > len(sitting_out):
-                sitting_out.append(row)
-                break
-            state.preempt(choose_victim(columns.ranks))
-    return sitting_out
-
-
-def _plan_prompts(state: State, plan: StepPlan, admission: Admission, rows: RowArray, now: float) -> None:
-    columns = state.columns
-    may_enter = not plan.is_scarce
-    for row in sorted(rows[columns.running[rows]].tolist(), key=columns.ranks.__getitem__):
-        may_enter = may_enter and _admit(state, plan, admission, now, before=columns.ranks[row])
+    is_open = not plan.is_scarce
+    running = rows[columns.running[rows]].tolist()
+    for key, row in sorted((service_key(state, row), row) for row in running):
+        is_open = is_open and _admit(state, plan, now, before=key)
         if plan.token_budget < 1:
             return
         start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
         plan.add_chunk(row, start, int(columns.num_tokens[row]))
-    if may_enter:
-        _admit(state, plan, admission, now)
+    if is_open:
+        _admit(state, plan, now)
 
 
-def _admit(state: State, plan: StepPlan, admission: Admission, now: float, before: Rank | None = None) -> bool:
-    """Lets waiting requests enter, in order, while rows, budget and blocks last; those with a rank `before` this one.
+def _admit(state: State, plan: StepPlan, now: float, before: Rank | None = None) -> bool:
+    """Lets waiting requests enter, in order, while rows, budget and blocks last; those that are served `before` this
+    key. False once the head cannot enter.
 
-    False once the head cannot enter: it is not overtaken. A request takes the blocks of all its tokens when it
-    enters, so a prompt that is under way never runs out of them.
+    A request takes the blocks of all its tokens when it enters, so a prompt that is under way never runs out of them.
     """
-    while state.waiting and (before is None or state.waiting.head_rank() < before):
-        if not state.columns.has_free_row or plan.token_budget < 1:
-            return False
+    while state.waiting.has_head and (before is None or state.waiting.head_key() < before):
         request = state.waiting.head()
-        hit = state.kv.find_prefix(request)
-        blocks = state.enter(request, hit, keep_free=admission.headroom if state.columns.num_running else 0)
+        if plan.token_budget < 1 or not may_enter(state, plan.limits, request, plan.joins_left):
+            return False
+        if drop_over_quota(state, request, now):
+            continue
+        hit = state.find_hit(request)
+        blocks = state.enter(request, hit, keep_free=plan.limits.keep_free if state.columns.num_running else 0)
         if blocks is None:
             return False
         if request.first_scheduled_time is None:
-            _record_first_start(state, request, hit.num_tokens, now)
-            admission.record_start(now)
+            _start(state, plan, request, hit.num_tokens, now)
         plan.add_row(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens)
     return True
 
 
-def _record_first_start(state: State, request: Request, num_cached_tokens: int, now: float) -> None:
+def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: int, now: float) -> None:
     request.first_scheduled_time = now
     request.num_cached_tokens = num_cached_tokens
+    plan.started.append(request)
+    if state.virtual_counters is not None:
+        state.virtual_counters.charge(request.tenant, request.num_prompt_tokens, 0)
     if state.kv.enable_prefix_caching:
         state.counters.num_prefix_queries += request.num_prompt_tokens
         state.counters.num_prefix_hits += num_cached_tokens

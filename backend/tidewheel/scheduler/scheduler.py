@@ -12,19 +12,24 @@ known ahead, other ends are found when the batch is applied, and the row's extra
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.errors import InternalError, InvalidRequest, TidewheelError
+from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.kvcache.invariants import require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.policy import POLICIES, rank
+from tidewheel.scheduler.control import Control
+from tidewheel.scheduler.deadlines import expire
+from tidewheel.scheduler.entrance import Entrance
+from tidewheel.scheduler.plan import StepPlan
+from tidewheel.scheduler.report import snapshot
 from tidewheel.scheduler.reserve import plan_step
+from tidewheel.scheduler.service_class import reclassify_due
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.stats import SchedulerStats
 
@@ -34,11 +39,11 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
-        self._policy = POLICIES[config.policy]
-        self._admission = Admission(config, kv.num_blocks, kv.block_size)
-        self._state = State(kv, config.num_rows)
+        self._control = Control(config, keep_free=int(config.watermark * kv.num_blocks))
+        self._state = State(kv, config, self._control.preemption_cost)
+        self._entrance = Entrance(config, self._state, self._control.estimate)
         self._in_flight: deque[InFlight] = deque()
-        self._num_added = 0
+        self._now = 0.0  # of the newest call
 
     @property
     def has_unfinished(self) -> bool:
@@ -53,14 +58,20 @@ class Scheduler:
         """Never started, and preempted."""
         return len(self._state.waiting)
 
-    def add(self, request: Request, now: float) -> None:
-        """Accepts the request, or changes nothing and raises `InvalidRequest` (it can never run) or `Busy`."""
-        state = self._state
-        if request.request_id in state.requests:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use by a request that has not ended")
-        self._admission.check(request, state.waiting, now)
-        state.wait(request, rank(self._policy, request, self._num_added))
-        self._num_added += 1
+    def add(self, request: Request, now: float) -> list[Request]:
+        """Accepts the request; the waiting requests that it took the place of, which have ended.
+
+        Or changes nothing and raises `InvalidRequest` (it can never run), `Busy` (not now) or `DeadlineExceeded`.
+        """
+        return self.add_group([request], now)
+
+    def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
+        """Accepts all of them or none, as `add` does. They differ in id and seed alone; all but the first name it as
+        their `leader`, and wait until it has computed the prompt that they share."""
+        self._now = now
+        evicted = self._entrance.admit(requests, now)
+        self._entrance.observe_ends(evicted, now)
+        return evicted
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
         """Ends the request in whatever state it is, also in flight; None if it is unknown or has ended.
@@ -69,8 +80,22 @@ class Scheduler:
         """
         request = self._state.requests.get(request_id)
         if request is not None:
-            self._state.end(request, reason)
+            self._state.end(request, reason, self._now)
+            self._entrance.observe_ends([request], self._now)
         return request
+
+    def expire(self, now: float) -> list[Request]:
+        """Ends the requests whose deadline has passed: an error for those that never started, `FinishReason.DEADLINE`
+        and what they have for the others."""
+        self._now = now
+        self._state.kv.expire_sessions(now)
+        expired = expire(self._state, now)
+        self._entrance.observe_ends(expired, now)
+        return expired
+
+    def close_session(self, tenant: str, session_id: str) -> None:
+        """Gives up what is kept for the session. Raises `NotFound`."""
+        self._state.kv.close_session(tenant, session_id)
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
         """Ends every unfinished request with the error. Batches in flight are forgotten: they can't be applied."""
@@ -81,22 +106,41 @@ class Scheduler:
         failed = list(state.requests.values())
         for request in failed:
             request.error = error
-            state.end(request, FinishReason.ERROR)
+            state.end(request, FinishReason.ERROR, self._now, keep_cached=False)
+        self._entrance.observe_ends(failed, self._now)
         return failed
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         """The next step; None if nothing can run, or `max_inflight_steps` batches are in flight."""
         if len(self._in_flight) >= self._config.max_inflight_steps:
             return None
+        self._now = now
         state = self._state
-        plan = plan_step(state, self._admission, self._config.max_num_batched_tokens, now)
-        if plan.is_empty:
-            return None
+        reclassify_due(state, now)
+        state.release_parked()
+        plan = plan_step(state, self._control.limits(state.waiting, self.num_running, now), now)
+        if plan.started:
+            self._control.strategy.joined(len(plan.started))
+            self._entrance.observe_starts(plan.started, now)
+        return None if plan.is_empty else self._reserve(plan, now)
+
+    def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
+        state = self._state
         step_id = state.counters.num_steps
-        batch = plan.to_batch(step_id, state.columns.take_left_rows())
+        batch = plan.to_batch(step_id, state.columns.take_left_rows(), state.kv.take_transfers(step_id))
         rows = batch.rows.astype(np.intp)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
-        self._in_flight.append(InFlight(step_id, rows, state.columns.epochs.take(rows)))
+        started = plan.started
+        self._in_flight.append(
+            InFlight(
+                step_id,
+                rows,
+                state.columns.epochs.take(rows),
+                now,
+                sum([request.num_prompt_tokens for request in started]),
+                min([request.arrival_time for request in started], default=None),
+            )
+        )
         state.counters.num_steps += 1
         state.counters.num_scheduled_tokens += batch.num_tokens
         return batch
@@ -109,27 +153,19 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].step_id != batch.step_id:
             raise InternalError(f"step {batch.step_id} is not the oldest one in flight")
         check_answer(batch, sampled)
+        self._now = now
+        state = self._state
         step = self._in_flight.popleft()
-        self._state.last_applied = batch.step_id
-        self._state.kv.step_done(batch.step_id)
-        return commit_step(self._state, batch, step, sampled, now)
+        state.last_applied = batch.step_id
+        state.kv.step_done(batch.step_id)
+        outputs = commit_step(state, batch, step, sampled, now)
+        if outputs.finished:
+            self._entrance.observe_ends(outputs.finished, now)
+        self._control.observe_step(step, batch, state, now)
+        return outputs
 
     def stats(self) -> SchedulerStats:
-        state, kv, counters = self._state, self._state.kv, self._state.counters
-        return SchedulerStats(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_waiting_tokens=state.waiting.num_tokens,
-            waiting_by_class=state.waiting.by_class,
-            num_blocks=kv.num_blocks,
-            num_free_blocks=kv.num_free_blocks,
-            num_cached_blocks=kv.num_cached_blocks,
-            num_steps=counters.num_steps,
-            num_scheduled_tokens=counters.num_scheduled_tokens,
-            num_prefix_queries=counters.num_prefix_queries,
-            num_prefix_hits=counters.num_prefix_hits,
-            num_preemptions=counters.num_preemptions,
-        )
+        return snapshot(self._state, self._control, self._entrance)
 
     def check_invariants(self) -> None:
         """Raises `InternalError` naming what is broken. O(blocks + requests): for tests and idle moments."""

@@ -1,0 +1,120 @@
+"""The way in: every check that a newcomer has to pass, and what is learned from those that start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.scheduler.admission import Admission
+from tidewheel.scheduler.breaker import Breaker
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.deadlines import check_deadline
+from tidewheel.scheduler.predictor import OutputPredictor
+from tidewheel.scheduler.queue_time import ServiceEstimate
+from tidewheel.scheduler.service_class import dropped, is_over_quota
+from tidewheel.scheduler.state import State
+from tidewheel.scheduler.tenancy import TenantTable
+
+
+class Entrance:
+    """Owns what admission goes by: pace, rates of tenants, breaker, predicted lengths."""
+
+    def __init__(self, config: SchedulerConfig, state: State, estimate: ServiceEstimate) -> None:
+        self._config = config
+        self._state = state
+        self._estimate = estimate
+        self._admission = Admission(config, state.kv.num_blocks, state.kv.block_size)
+        self._tenants = TenantTable(config.tenants)
+        self.breaker = Breaker(config.breaker_error_rate, config.breaker_queue_time_s)
+        self.predictor = OutputPredictor(config.predictor_prior_tokens)
+
+    def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
+        """All of the requests wait, or none does and an error is raised; those that lost their place to them.
+
+        They share prompt and limits. `InvalidRequest` comes first: what can never work is not told to come back.
+        """
+        state, request, count = self._state, requests[0], len(requests)
+        self._check_ids(requests)
+        self._admission.check_limits(request, count)
+        over_quota = is_over_quota(state, request)
+        service_class = dropped(request.priority) if over_quota else request.priority
+        victims = self._admission.find_room(request, count, service_class, state.waiting, now)
+        self._check_load(request, count, service_class, now)
+        for victim in victims:
+            self._evict(victim, service_class, now)
+        predicted = self.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
+        for newcomer in requests:
+            newcomer.predicted_output_tokens = predicted
+            newcomer.service_class = service_class
+            state.wait(newcomer)
+            if over_quota:
+                state.over_quota.add(newcomer.request_id)
+                state.counters.num_downgraded_quota += service_class is not newcomer.priority
+        return victims
+
+    def observe_starts(self, requests: list[Request], now: float) -> None:
+        """They were scheduled for the first time."""
+        counters = self._state.counters
+        for request in requests:
+            seconds = max(now - request.arrival_time, 0.0)
+            index = request.priority - 1
+            counters.started_by_class[index] += 1
+            counters.max_wait_by_class[index] = max(counters.max_wait_by_class[index], seconds)
+            self._admission.record_start(now)
+            self.breaker.observe_queue_time(seconds, request.priority, now)
+
+    def observe_ends(self, requests: list[Request], now: float) -> None:
+        """Whatever the reason. Only outputs that ended by themselves teach how long outputs are; who was refused
+        after all, or cancelled, says nothing about the health of the engine."""
+        for request in requests:
+            reason = request.finish_reason
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self.predictor.observe(
+                    request.tenant,
+                    request.num_prompt_tokens,
+                    request.num_output_tokens,
+                    request.predicted_output_tokens,
+                )
+                self.breaker.observe_end(False, now)
+            elif reason is FinishReason.ERROR and not isinstance(request.error, Busy | DeadlineExceeded):
+                self.breaker.observe_end(True, now)
+
+    def _check_ids(self, requests: Sequence[Request]) -> None:
+        seen = set()
+        for request in requests:
+            if request.request_id in self._state.requests or request.request_id in seen:
+                raise InvalidRequest(f"request id {request.request_id!r} is in use by a request that has not ended")
+            seen.add(request.request_id)
+
+    def _check_load(self, request: Request, count: int, service_class: Priority, now: float) -> None:
+        try:
+            check_deadline(self._state, self._estimate, request, service_class, now)
+        except DeadlineExceeded:
+            self._state.counters.num_hopeless += 1
+            raise
+        num_tokens = count * request.max_num_tokens
+        try:
+            self._tenants.check(request.tenant, count, num_tokens, now)
+        except Busy:
+            self._state.counters.num_rate_limited += 1
+            raise
+        self._observe_oldest(now)
+        self.breaker.check(service_class, now)
+        self._tenants.charge(request.tenant, count, num_tokens, now)
+
+    def _observe_oldest(self, now: float) -> None:
+        """Who waits longer than the breaker allows is told to it before it starts: it may never start."""
+        limit = self._config.breaker_queue_time_s
+        for service_class in Priority if limit is not None else ():
+            oldest = self._state.waiting.oldest(service_class)
+            seconds = 0.0 if oldest is None else now - oldest.arrival_time
+            if oldest is not None and limit is not None and seconds > limit:
+                self.breaker.observe_queue_time(seconds, oldest.priority, now)
+
+    def _evict(self, victim: Request, service_class: Priority, now: float) -> None:
+        state = self._state
+        victim.error = self._admission.eviction(victim, service_class, state.waiting, now)
+        state.end(victim, FinishReason.ERROR, now)
+        state.counters.num_evicted += 1
+        state.counters.evicted_by_class[victim.priority - 1] += 1

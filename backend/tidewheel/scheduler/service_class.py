@@ -1,0 +1,53 @@
+"""How the class that a request is served in moves away from the one that it asked for.
+
+* Ageing: each time a request has waited `ageing_s`, it is lifted one class, to HIGH at most: after two of them LOW
+  stands among HIGH with an older arrival than anybody who came later, and only CRITICAL may still overtake it.
+* Its tenant is over its quota of blocks when the request arrives or is about to enter: it drops one class, once.
+* Its soft deadline passes: it drops one class.
+
+A class that was dropped can be aged back, except CRITICAL.
+"""
+
+from __future__ import annotations
+
+from tidewheel.request import Priority, Request, RequestState
+from tidewheel.scheduler.state import State
+
+
+def lifted(service_class: Priority) -> Priority:
+    return service_class if service_class <= Priority.HIGH else Priority(service_class - 1)
+
+
+def dropped(service_class: Priority) -> Priority:
+    return min(Priority.LOW, Priority(service_class + 1)) if service_class < Priority.LOW else service_class
+
+
+def reclassify_due(state: State, now: float) -> None:
+    """Lifts and drops whose time has come."""
+    for time, _, request in state.lifts.pop_due(now):
+        state.reclassify(request, lifted(request.service_class), since=time)
+        state.counters.num_aged += 1
+    for _, _, request in state.soft_deadlines.pop_due(now):
+        if request.service_class < Priority.LOW:
+            state.reclassify(request, dropped(request.service_class), since=now)
+            state.counters.num_downgraded_deadline += 1
+
+
+def is_over_quota(state: State, request: Request) -> bool:
+    """Would the request take its tenant over its quota? The blocks of running requests and of sessions count."""
+    limit = state.limits_of(request.tenant).max_blocks
+    if limit is None or request.request_id in state.over_quota:
+        return False
+    return state.num_blocks_of(request.tenant) + state.kv.num_blocks_for(request.num_tokens) > limit
+
+
+def drop_over_quota(state: State, request: Request, now: float) -> bool:
+    """A waiting request whose tenant is over its quota drops a class; whether its place changed."""
+    if not is_over_quota(state, request):
+        return False
+    state.over_quota.add(request.request_id)
+    if request.service_class is Priority.LOW:
+        return False
+    state.counters.num_downgraded_quota += 1
+    state.reclassify(request, dropped(request.service_class), since=now)
+    return request.state is not RequestState.RUNNING

@@ -49,6 +49,7 @@ class EngineConfig:
     num_threads: int | None = None  # CPU threads of the engine; None: all cores, one for small models
     max_prompt_bytes: int = 1 << 22
     engine_start_timeout_s: float = 600.0
+    record: str = ""  # a folder: every decision is recorded there, for `tidewheel simulate`; empty: none is
 
     # order of service
     scheduling_policy: PolicyName = "priority"

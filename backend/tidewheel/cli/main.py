@@ -17,6 +17,7 @@ COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
     "generate": "send one prompt and stream the answer",
     "chat": "talk to a model",
+    "simulate": "try a deployment under a load, with the real scheduler under a modelled clock",
     "demo": "start a server with the demo model, let it write, and end it",
 }
 

@@ -98,6 +98,7 @@ class Recorder:
     def failed(self, ended: Sequence[Request]) -> None:
         self._in_flight.clear()
         self._write(Failed(self._ended(ended)))
+        self.flush()
 
     def session_closed(self, tenant: str, session_id: str, *, was_there: bool) -> None:
         self._write(SessionClosed(self._tenant(tenant), self._names.word(session_id), was_there))

@@ -1,0 +1,32 @@
+"""An engine without a model: the facts that a scheduler is built from, for the simulator and for a replay."""
+
+from __future__ import annotations
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.simulate.cost_model import CostModel
+
+
+def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int) -> EngineInfo:
+    """What an engine on the device of the cost model would resolve; settings that are given go first."""
+    block_size = config.block_size or cost.block_size
+    num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
+    cache_bytes = round(num_blocks * block_size * cost.kv_bytes_per_token)
+    return EngineInfo(
+        pid=0,
+        model=config.model,
+        architecture="simulated",
+        device=cost.device or cost.name,
+        dtype="",
+        vocab_size=2**31 - 1,
+        max_model_len=config.max_model_len or max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        weights_bytes=round(cost.weights_bytes),
+        activation_bytes=0,
+        kv_cache_bytes=cache_bytes,
+        enable_prefix_caching=config.enable_prefix_caching,
+        load_seconds=0.0,
+    )

@@ -1,0 +1,140 @@
+"""`tidewheel simulate` as a person runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tidewheel.cli.main import main
+
+SMALL = [
+    "--requests",
+    "40",
+    "--set",
+    "max_num_seqs=4",
+    "--set",
+    "max_num_batched_tokens=256",
+    "--prompt",
+    "uniform:16",
+    "--output",
+    "uniform:8",
+]
+
+
+def simulate(*arguments: str) -> int:
+    return main(["simulate", *SMALL, *arguments])
+
+
+def test_a_table_for_each_policy_and_load(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--policy", "fifo,priority", "--load", "0.5,0.9", "--tenants", "acme:9:4,zed:1:1") == 0
+    out = capsys.readouterr().out
+    for name in (
+        "fifo 50%",
+        "fifo 90%",
+        "priority 50%",
+        "priority 90%",
+        "class CRITICAL",
+        "class LOW",
+        "tenant acme",
+    ):
+        assert name in out
+
+
+def test_the_same_seed_prints_the_same_json(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for seed in ("1", "1", "2"):
+        assert (
+            simulate(
+                "--seed", seed, "--json", "-", "--replicas", "2", "--router", "prefix-aware", "--prefixes", "3:128"
+            )
+            == 0
+        )
+        outputs.append(json.loads(capsys.readouterr().out))
+    assert outputs[0] == outputs[1] != {**outputs[2], "seed": 1}
+    (result,) = outputs[0]["results"]
+    assert result["finished"] == 40 and result["cached_share"] > 0.2
+
+
+def test_plots_are_written(tmp_path: Path) -> None:
+    assert simulate("--load", "0.4,0.8", "--tenants", "a:1:1,b:1:4", "--plots", str(tmp_path / "plots")) == 0
+    for name in ("throughput_ttft", "classes", "fairness", "queue"):
+        assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_in_a_file_runs_at_its_own_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    rows = [{"arrival": index / 2, "prompt_tokens": 10, "output_tokens": 3, "session": "s"} for index in range(20)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert main(["simulate", "--trace", str(path), "--json", "-"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["load"] is None and result["offered_per_s"] == pytest.approx(2.0)
+    assert main(["simulate", "--trace", str(path), "--rate", "20", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["offered_per_s"] == pytest.approx(20.0)
+
+
+def test_a_recorded_simulation_replays_and_calibrates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--record", str(tmp_path), "--rate", "300") == 0
+    (recording,) = tmp_path.glob("*.jsonl")
+    assert recording.stat().st_mode & 0o077 == 0
+    assert main(["simulate", "--replay", str(recording)]) == 0
+    assert "every decision is the same" in capsys.readouterr().out
+    cost = tmp_path / "cost.json"
+    assert main(["simulate", "--calibrate", str(recording), "--save-cost", str(cost)]) == 0
+    capsys.readouterr()
+    assert simulate("--cost", str(cost), "--json", "-") == 0
+
+
+def test_a_decision_that_differs_is_told_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--record", str(tmp_path), "--rate", "300") == 0
+    (recording,) = tmp_path.glob("*.jsonl")
+    recording.write_text(recording.read_text().replace('"max_num_seqs":4', '"max_num_seqs":3'))
+    capsys.readouterr()
+    assert main(["simulate", "--replay", str(recording)]) == 1
+    out = capsys.readouterr().out
+    assert "event " in out and "recorded" in out and "replayed" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--trace", "weird"], "--trace is 'weird': choose one of poisson, bursty, switching, or a .jsonl"),
+        (["--trace", "absent.jsonl"], "cannot read the trace absent.jsonl"),
+        (["--requests", "0"], "--requests is 0: it must be at least 1"),
+        (["--rate", "-3"], "--rate is -3: it must be above 0"),
+        (["--load", "0.5,x"], "--load has 'x'"),
+        (["--load", "99"], "--load has '99'"),
+        (["--policy", "lifo"], "scheduling_policy is 'lifo': choose one of"),
+        (["--router", "random"], "router is 'random': choose one of"),
+        (["--replicas", "0"], "--replicas is 0"),
+        (["--prompt", "normal:3"], "--prompt is 'normal:3'"),
+        (["--output", "constant:0"], "--output: the mean is 0"),
+        (["--cost", "absent.json"], "--cost is 'absent.json': no such file, and none of h200-8b"),
+        (["--tenants", "a"], "--tenants has 'a': write NAME:SHARE"),
+        (["--tenants", "a:1:9"], "--tenants has 'a:1:9'"),
+        (["--tenants", "a:0"], "--tenants is 0"),
+        (["--tenants", "a:1,a:2"], "--tenants names one of them twice"),
+        (["--prefixes", "3"], "--prefixes is '3': write N:TOKENS"),
+        (["--set", "max_num_seq=3"], "did you mean 'max_num_seqs'"),
+        (["--set", "max_num_seqs=0"], "max_num_seqs is 0"),
+        (["--set", "scheduling_policy=fifo"], "use --policy"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--record", "absent"], "record is 'absent': there is no folder"),
+        (["--replay", "absent.jsonl"], "cannot read the recording absent.jsonl"),
+        (["--calibrate", "absent.jsonl"], "cannot read the recording absent.jsonl"),
+        (["--replay", "a", "--calibrate", "b"], "--replay and --calibrate exclude each other"),
+        (["--save-cost", "x.json"], "--save-cost goes with --calibrate"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_that_names_it(
+    arguments: list[str],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["simulate", "--requests", "5", *arguments]) in (1, 2)
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1

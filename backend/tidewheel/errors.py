@@ -6,6 +6,7 @@
     ├── Unsupported         TW-UNSUPPORTED   known, and not offered
     ├── NotFound            TW-NOT-FOUND
     ├── Busy                TW-BUSY          overload: try again after `retry_after_ms`
+    │   └── WaitingSetFull                   a Busy that ends as soon as another request starts
     ├── Draining            TW-DRAINING      shutting down: try another server
     ├── DeadlineExceeded    TW-DEADLINE
     ├── Cancelled           TW-CANCELLED
@@ -75,6 +76,10 @@ class NotFound(TidewheelError):
 class Busy(TidewheelError):
     tag = "TW-BUSY"
     code = Code.UNAVAILABLE
+
+
+class WaitingSetFull(Busy):
+    pass
 
 
 class Draining(TidewheelError):

@@ -18,4 +18,4 @@ USER tidewheel
 EXPOSE 8000 8001 8002
 # Inside a container the ports must be reachable from outside it; compose publishes them on the host's loopback.
 ENTRYPOINT ["tidewheel", "serve", "--host", "0.0.0.0"]
-CMD ["--model-repository", "model_repository"]
+CMD ["--model-repository", "model_repository", "--models", "demo,demo_infer"]

@@ -21,7 +21,7 @@ demo: venv
 	$(BIN)/tidewheel demo
 
 serve: venv
-	$(BIN)/tidewheel serve --model-repository model_repository
+	$(BIN)/tidewheel serve --model-repository model_repository --models demo,demo_infer
 
 test: lint test-unit test-kernels test-e2e
 

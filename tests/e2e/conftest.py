@@ -12,7 +12,7 @@ from support.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_serv
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "serve.log"
-    running = wait_ready(start_server("--model-repository", str(REPOSITORY), log=log))
+    running = wait_ready(start_server("--model-repository", str(REPOSITORY), "--models", "demo,demo_infer", log=log))
     yield running
     assert stop_server(running) == 0, log.read_text()
 

@@ -38,6 +38,7 @@ LAYERS = {
     "tidewheel.llm": 5,
     "tidewheel.model": 5,
     "tidewheel.adapter": 5,
+    "tidewheel.baseline": 5,
     "tidewheel.server": 6,
     "tidewheel.cli": 6,
     "tidewheel_client": 0,

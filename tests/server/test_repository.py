@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from tidewheel.errors import ConfigError
-from tidewheel.server.repository import check_name, entries, parse_settings, served_name, write_entry
+from tidewheel.server.repository import check_name, entries, parse_settings, select, served_name, write_entry
 
 
 @pytest.fixture
@@ -92,3 +92,15 @@ def test_repositories_with_nothing_to_serve(tmp_path: Path) -> None:
     (tmp_path / "no_config").mkdir()
     with pytest.raises(ConfigError, match="no entry"):
         entries(tmp_path)
+
+
+def test_a_selection_of_entries(tmp_path: Path, model: Path) -> None:
+    repository = tmp_path / "repository"
+    for name in ("one", "two", "three"):
+        write_entry(repository, str(model), name, {})
+    chosen = select(repository, ["two", "one", "two"], tmp_path / "chosen")
+    assert entries(chosen) == ["one", "two"]
+    assert (chosen / "two").resolve() == (repository / "two").resolve()
+    with pytest.raises(ConfigError, match=r"'four'.*one, one_infer, three"):
+        select(repository, ["four"], tmp_path / "other")
+    assert not (tmp_path / "other").exists()

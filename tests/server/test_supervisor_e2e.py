@@ -261,6 +261,8 @@ def test_port_in_use_is_one_line(server: Server, folder: Path) -> None:
         (["--model-repository", "/no/such/folder"], 1, "no such folder"),
         (["--model", "a/b", "--set", "max_num_seq=3"], 1, "max_num_seqs"),
         (["--model", "a/b", "--model-repository", "x"], 2, "exclude"),
+        (["--model", "a/b", "--models", "x"], 2, "--models"),
+        (["--model-repository", "model_repository", "--models", "x"], 1, "baseline_dynamic"),
         (["--set", "dtype=float32"], 2, "--set"),
         (["--model", "a/b", "--log-file", "/no/such/folder/log"], 1, "--log-file"),
         (["--model", "a/b", "--tritonserver", "/no/such/program"], 1, "/no/such/program"),

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     session = _Session(args.max_tokens)
     options = ServeOptions(
         model_repository=args.model_repository,
+        models=(MODEL,),  # the others of the repository would take their time to load
         settings={},
         ports=Ports(http=0, grpc=0, metrics=0),
         drain_s=0.0,

@@ -18,6 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to serve", "without either: the folder model_repository, if it is there")
     what.add_argument("--model", metavar="PATH_OR_HF_ID", help="a Hugging Face folder or id, served at once")
     what.add_argument("--model-repository", type=Path, metavar="DIR", help="a Triton model repository")
+    what.add_argument(
+        "--models",
+        type=_names,
+        default=(),
+        metavar="NAME[,NAME...]",
+        help="serve only these entries of the repository (default: all)",
+    )
     what.add_argument("--model-name", default="", metavar="NAME", help="serve --model as NAME (default: its own)")
     what.add_argument(
         "--set",
@@ -65,6 +72,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
     model_repository = args.model_repository
     if args.model is not None and model_repository is not None:
         raise UsageError("--model and --model-repository exclude each other")
+    if args.model is not None and args.models:
+        raise UsageError("--models chooses entries of a model repository: it does not go with --model")
     if args.model is None and (args.set or args.model_name):
         raise UsageError("--set and --model-name go with --model; settings of a repository stand in its config.pbtxt")
     if args.model is None and model_repository is None:
@@ -73,6 +82,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         model_repository = DEFAULT_REPOSITORY
     return ServeOptions(
         model_repository=model_repository,
+        models=args.models,
         model=args.model,
         model_name=args.model_name,
         settings=parse_settings(args.set),
@@ -84,6 +94,13 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         log_file=args.log_file,
         verbose=args.verbose,
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write NAME,NAME")
+    return names
 
 
 def _port(text: str) -> int:

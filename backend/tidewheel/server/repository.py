@@ -77,6 +77,23 @@ def entries(repository: Path) -> list[str]:
     return names
 
 
+def select(repository: Path, names: Iterable[str], target: Path) -> Path:
+    """A repository of some entries of another, as links to them; made in `target`, which is returned.
+
+    Triton's own selection (`--model-control-mode=explicit`) would let every client load models, with files that it
+    brings along. Raises `ConfigError` when an entry is not there.
+    """
+    there = entries(repository)
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in there:
+            raise ConfigError(f"--models has {name!r}: {str(repository)!r} has {', '.join(there)}")
+    target.mkdir(parents=True)
+    for name in wanted:
+        (target / name).symlink_to((repository / name).resolve())
+    return target
+
+
 def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
     (folder / "1").mkdir(parents=True)
     lines = [

@@ -32,6 +32,7 @@ class ServeOptions:
     """Exactly one of `model_repository` and `model` is set."""
 
     model_repository: Path | None = None
+    models: tuple[str, ...] = ()  # entries of the repository to serve; empty: all
     model: str | None = None  # a folder or a Hugging Face id
     model_name: str = ""  # to serve `model` under; empty: the last part of its folder or id
     settings: Mapping[str, str]  # engine settings for `model`
@@ -97,14 +98,16 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         command=tuple(command),
         environment=environment,
         endpoints=endpoints,
-        engines={name: engine_dir(models, name) for name in names},
+        # Front ends know their repository by where an entry really lies.
+        engines={name: engine_dir((models / name).resolve().parent, name) for name in names},
     )
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
-    """The folder to serve; written now if a single model is."""
+    """The folder to serve; written now if a single model is, or some entries of a repository are."""
     if options.model_repository is not None:
-        return options.model_repository.expanduser().resolve()
+        folder = options.model_repository.expanduser().resolve()
+        return repository.select(folder, options.models, work.repository) if options.models else folder
     model = options.model or ""
     name = options.model_name or repository.served_name(model)
     repository.write_entry(work.repository, model, repository.check_name(name), options.settings)

@@ -1,0 +1,116 @@
+"""The baselines as Triton loads them: each `execute` is one batch, put together by Triton's own dynamic batcher.
+
+`model_repository/baseline_dynamic` and `baseline_static` differ in their `config.pbtxt` alone. Settings are those
+of an engine that mean something here: `model`, `dtype`, `device`, `num_threads`.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+
+from tidewheel.adapter.logs import route_logging
+from tidewheel.adapter.responder import error_response
+from tidewheel.baseline.generator import Generator, Row, RowOutput
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError
+from tidewheel.frontend.coercion import to_text
+
+SETTINGS = ("model", "dtype", "device", "num_threads")
+
+
+class TritonPythonModel:
+    def initialize(self, args: Mapping[str, str]) -> None:
+        route_logging()
+        if args["model_instance_kind"] == "GPU":
+            torch.cuda.set_device(int(args["model_instance_device_id"]))
+        try:
+            self._generator = Generator.load(_settings(args))
+        except (ConfigError, TidewheelError) as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """A response per request, all at the end of the batch; a bad request gets an error and costs nobody else."""
+        items = [self._read(request) for request in requests]
+        outputs = iter(self._generate([item for item in items if isinstance(item, Row)]))
+        return [_response(next(outputs) if isinstance(item, Row) else item) for item in items]
+
+    def _read(self, request: Any) -> Row | TidewheelError:
+        try:
+            row = self._row(request)
+            self._generator.check(row)
+        except TidewheelError as error:
+            return error
+        return row
+
+    def _row(self, request: Any) -> Row:
+        parameters = json.loads(request.parameters() or "{}")
+        unknown = sorted(parameters.keys() - {"id"})  # the request id of a `/generate` body
+        if unknown:
+            raise InvalidRequest(f"{unknown[0]} is unknown here: a baseline takes max_tokens and ignore_eos")
+        inputs = {tensor.name(): _only_row(tensor) for tensor in request.inputs()}
+        prompts = inputs.keys() & {"text_input", "input_ids"}
+        if len(prompts) != 1:
+            raise InvalidRequest("the prompt must be just one of text_input and input_ids")
+        if "input_ids" in prompts:
+            token_ids = inputs["input_ids"].tolist()
+        else:
+            token_ids = self._generator.encode(to_text("text_input", _scalar(inputs, "text_input")))
+        return Row(
+            token_ids=token_ids,
+            max_tokens=_scalar(inputs, "max_tokens"),
+            ignore_eos=_scalar(inputs, "ignore_eos") if "ignore_eos" in inputs else False,
+        )
+
+    def _generate(self, rows: list[Row]) -> Sequence[RowOutput | TidewheelError]:
+        try:
+            return self._generator.generate(rows)
+        except Exception:
+            pb_utils.Logger.log_error(f"a batch of {len(rows)} failed: {traceback.format_exc()}")
+            return [InternalError("the batch of this request failed; the server's log says why")] * len(rows)
+
+
+def _settings(args: Mapping[str, str]) -> EngineConfig:
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    # Those of Triton's Python backend are written in capitals.
+    settings = {key: value.get("string_value", "") for key, value in parameters.items() if not key.isupper()}
+    unknown = sorted(settings.keys() - set(SETTINGS))
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no setting of a baseline: it has {', '.join(SETTINGS)}")
+    return EngineConfig.from_settings(settings, base_dir=Path(args["model_repository"]) / args["model_version"])
+
+
+def _only_row(tensor: Any) -> np.ndarray[Any, Any]:
+    """A tensor without its batch dimension. Triton makes the batches: a request is one row of them."""
+    array: np.ndarray[Any, Any] = tensor.as_numpy()
+    if array.shape[0] != 1:
+        raise InvalidRequest(f"{tensor.name()} has {array.shape[0]} rows: send a request for each prompt")
+    row: np.ndarray[Any, Any] = array[0]
+    return row
+
+
+def _scalar(inputs: Mapping[str, np.ndarray[Any, Any]], name: str) -> Any:
+    array = inputs[name]
+    if array.size != 1:
+        raise InvalidRequest(f"{name} has {array.size} elements: it must have one")
+    return array.reshape(-1)[0] if array.dtype == np.object_ else array.item()
+
+
+def _response(output: RowOutput | TidewheelError) -> Any:
+    if isinstance(output, TidewheelError):
+        return error_response(output)
+    tensors = {
+        "text_output": np.array([[output.text.encode()]], dtype=np.object_),
+        "finish_reason": np.array([[output.finish_reason.encode()]], dtype=np.object_),
+        "num_input_tokens": np.array([[output.num_input_tokens]], dtype=np.uint32),
+        "num_output_tokens": np.array([[len(output.token_ids)]], dtype=np.uint32),
+        "token_ids": np.array([output.token_ids], dtype=np.int32),
+    }
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in tensors.items()])

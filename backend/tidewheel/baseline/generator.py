@@ -1,0 +1,156 @@
+"""transformers `generate` over a batch, written with care: the baseline that the engine is measured against.
+
+Rows are padded on the left under an attention mask, share one forward pass a token on a KV cache, and end each at its
+own length. What remains is what this way of batching cannot avoid: every row is computed until the last one ends,
+and nobody joins before that. Decoding is greedy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from tidewheel.config import EngineConfig
+from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.frontend.defaults import GenerationDefaults
+from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.models.config_file import checkpoint_dtype, read_config
+from tidewheel.models.source import resolve_folder
+from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+_PAD = 0  # any id of the vocabulary: the mask hides it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One request of a batch."""
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOutput:
+    token_ids: list[int]  # with the token that ended it, if one did
+    finish_reason: str  # stop or length
+    text: str
+    num_input_tokens: int
+
+
+class Generator:
+    """A model of transformers and its tokenizer. Not thread safe."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call] # the folder's may sample, or penalise
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos = torch.tensor(sorted(eos_token_ids), device=model.device)
+        self._max_model_len = int(getattr(model.config, "max_position_embeddings", 0)) or None
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Generator:
+        """The model that an engine with the same settings would run. Raises `ConfigError` in one line."""
+        device = resolve_device(config)
+        folder = resolve_folder(config.model)
+        dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)
+        model = _load_model(folder, dtype, device)
+        weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        if device.type == "cpu" and config.num_threads is None:
+            limit_threads(weights_bytes)
+        logger.info("transformers %s, %d MiB of weights, %s, %s",
+                    type(model).__name__, weights_bytes >> 20, dtype, device_name(device))  # fmt: skip
+        tokenizer = Tokenizer.load(folder, vocab_size=model.config.vocab_size)
+        eos = GenerationDefaults.load(folder).eos_token_ids | tokenizer.eos_token_ids
+        return cls(model, tokenizer, eos)
+
+    def encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text).tolist()
+        return token_ids
+
+    def check(self, row: Row) -> None:
+        """Raises `InvalidRequest` unless the row can be computed."""
+        vocab_size, length = self._tokenizer.vocab_size, len(row.token_ids)
+        if length == 0:
+            raise InvalidRequest("the prompt has no tokens: it must have at least one")
+        if row.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {row.max_tokens}: it must be at least 1")
+        wrong = next((token for token in row.token_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"input_ids has the token id {wrong}: ids are 0 to {vocab_size - 1}")
+        if self._max_model_len is not None and length + row.max_tokens > self._max_model_len:
+            raise PromptTooLarge(
+                f"the prompt has {length} tokens and max_tokens is {row.max_tokens}: "
+                f"together at most {self._max_model_len} fit"
+            )
+
+    def generate(self, rows: Sequence[Row]) -> list[RowOutput]:
+        """Outputs in the order of the rows, each of which must have passed `check`."""
+        if not rows:
+            return []
+        width = max(len(row.token_ids) for row in rows)
+        tokens = self._generate(rows, width)[:, width:].tolist()
+        return [self._output(row, new) for row, new in zip(rows, tokens, strict=True)]
+
+    @torch.inference_mode()
+    def _generate(self, rows: Sequence[Row], width: int) -> torch.Tensor:
+        device = self._model.device
+        padding = [width - len(row.token_ids) for row in rows]
+        ids = [[_PAD] * pad + list(row.token_ids) for pad, row in zip(padding, rows, strict=True)]
+        mask = [[0] * pad + [1] * (width - pad) for pad in padding]
+        output: torch.Tensor = self._model.generate(
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            do_sample=False,
+            max_new_tokens=max(row.max_tokens for row in rows),
+            eos_token_id=None,  # `RowEnds` knows which rows end with one
+            pad_token_id=_PAD,
+            use_cache=True,
+            stopping_criteria=StoppingCriteriaList([RowEnds(rows, width, self._eos)]),
+        )
+        return output
+
+    def _output(self, row: Row, tokens: list[int]) -> RowOutput:
+        """Cuts off what a row went on to say while others were not done."""
+        tokens = tokens[: row.max_tokens]
+        stops = () if row.ignore_eos else self._eos.tolist()
+        end = next((index for index, token in enumerate(tokens) if token in stops), None)
+        if end is not None:
+            tokens = tokens[: end + 1]
+        return RowOutput(
+            token_ids=tokens,
+            finish_reason="length" if end is None else "stop",
+            text=self._tokenizer.decode(tokens),
+            num_input_tokens=len(row.token_ids),
+        )
+
+
+class RowEnds(StoppingCriteria):
+    """Each row's own end: its number of tokens, or an end-of-sequence token unless it ignores them."""
+
+    def __init__(self, rows: Sequence[Row], width: int, eos: torch.Tensor) -> None:
+        """`width` is that of the padded prompts; `eos` holds token ids, [num_eos]."""
+        self._eos = eos
+        self._ends = torch.tensor([width + row.max_tokens for row in rows], device=eos.device)
+        self._heeds_eos = torch.tensor([not row.ignore_eos for row in rows], device=eos.device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+        """Which rows are done, [num_rows] bool; `generate` remembers those that were."""
+        del scores, kwargs
+        is_eos = torch.isin(input_ids[:, -1], self._eos) & self._heeds_eos
+        return is_eos | (input_ids.shape[1] >= self._ends)
+
+
+def _load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, local_files_only=True
+    )
+    return model.to(device).eval()

@@ -1,0 +1,106 @@
+"""Batches of transformers `generate`: what a row gets does not depend on who shares its batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tidewheel.baseline.generator import Generator, Row, RowEnds
+from tidewheel.errors import InvalidRequest, PromptTooLarge
+
+CONTEXT, VOCAB = 1024, 4096
+
+
+def some_rows(count: int, *, ignore_eos: bool = True) -> list[Row]:
+    rng = random.Random(7)
+    return [
+        Row(
+            token_ids=[rng.randrange(4, VOCAB) for _ in range(rng.randint(1, 40))],
+            max_tokens=rng.randint(1, 24),
+            ignore_eos=ignore_eos,
+        )
+        for _ in range(count)
+    ]
+
+
+def with_eos(generator: Generator, *eos: int) -> Generator:
+    return Generator(generator._model, generator._tokenizer, frozenset(eos))
+
+
+def count_forwards(generator: Generator, rows: list[Row]) -> int:
+    calls: list[int] = []
+    hook = generator._model.register_forward_hook(lambda *args: calls.append(1))
+    try:
+        generator.generate(rows)
+    finally:
+        hook.remove()
+    return len(calls)
+
+
+def test_a_batch_equals_its_rows_one_by_one(generator: Generator) -> None:
+    rows = some_rows(12)
+    together = generator.generate(rows)
+    assert together == [generator.generate([row])[0] for row in rows]
+    assert [len(output.token_ids) for output in together] == [row.max_tokens for row in rows]
+    assert {output.finish_reason for output in together} == {"length"}
+    assert [output.num_input_tokens for output in together] == [len(row.token_ids) for row in rows]
+
+
+def test_each_row_ends_at_its_own_end_of_sequence(generator: Generator) -> None:
+    free = some_rows(6)
+    texts = [output.token_ids for output in generator.generate(free)]
+    row = max(range(len(texts)), key=lambda i: len(set(texts[i])))
+    eos = texts[row][len(texts[row]) // 2]
+    heeding = [Row(token_ids=r.token_ids, max_tokens=r.max_tokens) for r in free]
+    for tokens, output in zip(texts, with_eos(generator, eos).generate(heeding), strict=True):
+        end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
+        assert output.token_ids == tokens[:end]
+        assert output.finish_reason == ("stop" if eos in tokens else "length")
+    ignoring = with_eos(generator, eos).generate(free)
+    assert [output.token_ids for output in ignoring] == texts
+
+
+def test_a_batch_is_over_with_its_last_row(generator: Generator) -> None:
+    row = max(some_rows(6), key=lambda r: r.max_tokens)
+    tokens = generator.generate([row])[0].token_ids
+    heeding = Row(token_ids=row.token_ids, max_tokens=100)
+    short = Row(token_ids=[5, 6, 7], max_tokens=2, ignore_eos=True)
+    stop = next(i for i, token in enumerate(tokens) if i >= 2 and token not in tokens[:i])
+    assert count_forwards(with_eos(generator, tokens[stop]), [heeding, short]) == stop + 1
+
+
+def test_nothing_to_do(generator: Generator) -> None:
+    assert generator.generate([]) == []
+
+
+def test_row_ends() -> None:
+    rows = [
+        Row(token_ids=[1], max_tokens=2),
+        Row(token_ids=[1], max_tokens=5),
+        Row(token_ids=[1], max_tokens=5, ignore_eos=True),
+    ]
+    ends = RowEnds(rows, 1, torch.tensor([9]))
+    assert ends(torch.tensor([[1, 4], [1, 9], [1, 9]]), ()).tolist() == [False, True, False]
+    assert ends(torch.tensor([[1, 4, 4], [1, 9, 4], [1, 9, 4]]), ()).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (Row(token_ids=[], max_tokens=1), "no tokens"),
+        (Row(token_ids=[4], max_tokens=0), "max_tokens is 0"),
+        (Row(token_ids=[4, VOCAB], max_tokens=1), f"{VOCAB}: ids are 0 to {VOCAB - 1}"),
+        (Row(token_ids=[-1], max_tokens=1), "-1"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(generator: Generator, row: Row, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        generator.check(row)
+
+
+def test_the_context_is_the_limit(generator: Generator) -> None:
+    generator.check(Row(token_ids=[4] * (CONTEXT - 8), max_tokens=8))
+    with pytest.raises(PromptTooLarge, match=f"1017 tokens.*max_tokens is 8.*{CONTEXT}"):
+        generator.check(Row(token_ids=[4] * (CONTEXT - 7), max_tokens=8))

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -25,9 +25,10 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
 from tidewheel.engine.messages import AddRequest, EngineInfo, EngineStats
-from tidewheel.engine.requests import to_request
-from tidewheel.errors import Busy, Cancelled, InvalidRequest, TidewheelError
+from tidewheel.engine.requests import SessionTtl, to_requests
+from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
 from tidewheel.frontend.defaults import GenerationDefaults
+from tidewheel.frontend.options import RequestOptions
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import SamplingParams
 
@@ -36,21 +37,23 @@ if TYPE_CHECKING:
 
     from tidewheel.frontend.tokenizer import Tokenizer
 
+T = TypeVar("T", SamplingParams, RequestOptions)
 Prompt = str | Mapping[str, Sequence[int] | Int32Array]  # text, or {"input_ids": token ids}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """What became of one prompt."""
+    """What became of one prompt, or of one of its `n` sequences."""
 
     text: str  # empty without a tokenizer
     token_ids: list[int]  # with the stop token, if one ended it
-    finish_reason: str  # stop, length or error
+    finish_reason: str  # stop, length, deadline or error
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompt, found in the prefix cache
     logprobs: list[TopLogprobs] | None  # aligned with token_ids, when asked for
     cumulative_logprob: float | None
     error: TidewheelError | None  # with finish_reason error
+    index: int = 0  # of the sequence
 
 
 class LLM:
@@ -70,7 +73,7 @@ class LLM:
         if self._tokenizer is not None:
             self._eos_ids |= self._tokenizer.eos_token_ids
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
-        self._waiting: deque[Request] = deque()  # not yet accepted by the scheduler
+        self._waiting: deque[list[Request]] = deque()  # groups not yet accepted by the scheduler
         self._outputs: dict[str, _Output] = {}  # unfinished, by request id
         self._core: EngineCore | None = EngineCore(
             build_scheduler(self.config, self.info), runner, self._deliver, receive=self._feed
@@ -80,20 +83,25 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[GenerationResult]:
-        """Results in the order of the prompts. `params`: one for all, one each, or the model's own defaults.
+        """Results in the order of the prompts, with `n` over 1 those of its sequences one after the other.
 
-        Raises `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
+        `params` and `options`: one for all, or one each; without them the model's own defaults. Deadlines count from
+        this call. Raises `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
         """
-        core = self._open_core()
+        core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        outputs = [
-            self._prepare(str(index), prompt, sampling)
-            for index, (prompt, sampling) in enumerate(zip(prompts, self._params(params, len(prompts)), strict=True))
-        ]
-        self._waiting.extend(output.request for output in outputs)
+        sampling = self._params(params, len(prompts))
+        served = _each("options", options or RequestOptions(), len(prompts))
+        given = zip(prompts, sampling, served, strict=True)
+        groups = [self._prepare(number, *one, now_ns) for number, one in enumerate(given)]
+        outputs = [output for group in groups for output in group]
+        self._waiting.extend(
+            sorted(([output.request for output in group] for group in groups), key=lambda group: group[0].priority)
+        )
         self._outputs = {output.request.request_id: output for output in outputs}
         try:
             with _progress(len(outputs), use_tqdm) as bar:
@@ -102,6 +110,10 @@ class LLM:
             self._waiting.clear()
             core.fail_all(Cancelled("generate was interrupted"))
         return [output.result() for output in outputs]
+
+    def close_session(self, session_id: str, *, tenant: str = "") -> None:
+        """Gives the blocks of a session back. Raises `NotFound`."""
+        self._open_core().close_session(tenant, session_id)
 
     def stats(self) -> EngineStats:
         return self._open_core().stats()
@@ -140,13 +152,11 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if params is None:
             params = SamplingParams(**self._defaults.sampling)  # type: ignore[arg-type]
-        if isinstance(params, SamplingParams):
-            return [params] * num_prompts
-        if len(params) != num_prompts:
-            raise InvalidRequest(f"{len(params)} params for {num_prompts} prompts: give one, or one for each")
-        return params
+        return _each("params", params, num_prompts)
 
-    def _prepare(self, request_id: str, prompt: Prompt, sampling: SamplingParams) -> _Output:
+    def _prepare(
+        self, number: int, prompt: Prompt, sampling: SamplingParams, options: RequestOptions, now_ns: int
+    ) -> list[_Output]:
         tokenizer = self._tokenizer
         if tokenizer is None and (isinstance(prompt, str) or sampling.stop or sampling.bad_words):
             raise InvalidRequest("text prompts, stop and bad_words need a tokenizer: leave skip_tokenizer_init out")
@@ -160,15 +170,22 @@ class LLM:
         )
         eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
         message = AddRequest(
-            key=0,
+            key=number,
             prompt=prompt_ids.astype("<i4").tobytes(),
             sampling=sampling,
             stop_token_ids=tuple(sorted({*eos_ids, *sampling.stop_token_ids})),
             bad_words_ids=bad_words,
+            **options.to_wire(now_ns),
         )
-        seed = self._seeds.getrandbits(64)
-        request = to_request(message, self.info, request_id=request_id, seed=seed, now=time.monotonic())
-        return _Output(request, tokenizer)
+        requests = to_requests(
+            message,
+            self.info,
+            SessionTtl(self.config.session_ttl_s, self.config.max_session_ttl_s),
+            request_ids=[f"{number}.{index}" for index in range(options.n)],
+            seed=self._seeds.getrandbits(64),
+            now=now_ns * 1e-9,
+        )
+        return [_Output(request, tokenizer, index) for index, request in enumerate(requests)]
 
     # --- steps ------------------------------------------------------------------------------------------------
 
@@ -183,12 +200,16 @@ class LLM:
         """As many as the scheduler lets wait; the others follow."""
         core = self._open_core()
         while self._waiting:
+            group = self._waiting[0]
             try:
-                core.add(self._waiting[0])
-            except Busy:
-                if not core.has_unfinished:
-                    raise
-                return
+                core.add_group(group)
+            except WaitingSetFull:
+                return  # somebody waits, so there is a step to come
+            except InvalidRequest:
+                raise
+            except TidewheelError as error:
+                for request in group:
+                    self._outputs.pop(request.request_id).error = error
             self._waiting.popleft()
 
     def _deliver(self, outputs: StepOutputs) -> None:
@@ -203,13 +224,15 @@ class LLM:
 
 
 class _Output:
-    """What one request has generated so far."""
+    """What one sequence has generated so far."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, index: int) -> None:
         from tidewheel.frontend.detokenizer import Detokenizer
         from tidewheel.frontend.stop import StopChecker
 
         self.request = request
+        self.error: TidewheelError | None = None  # why it was never accepted
+        self._index = index
         sampling = request.sampling
         self._text = ""
         self._logprobs: list[TopLogprobs] = []
@@ -242,13 +265,23 @@ class _Output:
         return GenerationResult(
             text=self._text,
             token_ids=request.output_token_ids,
-            finish_reason=FinishReason.STOP if self.is_stopped else str(request.finish_reason),
+            finish_reason=FinishReason.STOP if self.is_stopped else str(request.finish_reason or FinishReason.ERROR),
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
             logprobs=self._logprobs if with_logprobs else None,
             cumulative_logprob=sum(entry.logprob for entry in self._logprobs) if with_logprobs else None,
-            error=request.error,
+            error=self.error or request.error,
+            index=self._index,
         )
+
+
+def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
+    """One for each prompt."""
+    if not isinstance(given, Sequence):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest(f"{len(given)} {name} for {num_prompts} prompts: give one, or one for each")
+    return given
 
 
 def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:

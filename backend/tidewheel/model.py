@@ -32,9 +32,14 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Hands the requests on and returns; every answer goes through its request's response sender."""
+        """Hands the requests on; every answer goes through its request's response sender.
+
+        Returns at once, or, with a native queue, when one more request may come: until then Triton keeps the others
+        in its queue, in the order and under the bounds and time limits of `config.pbtxt`.
+        """
         for request in requests:
             self._instance.submit(request)
+            self._instance.wait_for_room()
 
     def finalize(self) -> None:
         self._instance.close()

@@ -53,6 +53,7 @@ class FakeFrontend:
             raise ConfigError("tokenizer.json is not one")
         self.model_dir, self.engine, self.options = model_dir, engine, options
         self.held: list[Sink] = []
+        self.num_waits = 0
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         match request.text:
@@ -63,7 +64,10 @@ class FakeFrontend:
             case b"hold":
                 self.held.append(sink)
             case _:
-                sink.send(Chunk(text="done", finish_reason="stop"))
+                sink.send([Chunk(text="done", finish_reason="stop")])
+
+    def wait_for_room(self) -> None:
+        self.num_waits += 1
 
     def on_stats(self, stats: EngineStats) -> None:
         pass
@@ -88,8 +92,11 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     logger.handlers, logger.level, logger.propagate = before
 
 
-def make_args(tmp_path: Path, decoupled: bool = True, **parameters: str) -> dict[str, str]:
+def make_args(
+    tmp_path: Path, decoupled: bool = True, config: dict[str, Any] | None = None, **parameters: str
+) -> dict[str, str]:
     config = {
+        **(config or {}),
         "parameters": {key: {"string_value": text} for key, text in {"model": "org/demo", **parameters}.items()},
         "model_transaction_policy": {"decoupled": decoupled},
     }
@@ -151,11 +158,28 @@ def test_live_requests_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
 
 def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
-    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
+    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "gate": None}
     assert frontend.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])
     assert error_of(request).message().startswith("[TW-TOO-LARGE] text_input has 10 bytes: at most 9")
+    started.finalize()
+
+
+def test_room_is_waited_for_behind_every_request(tmp_path: Path) -> None:
+    started, frontend = start(make_args(tmp_path))
+    started.execute([ask("hello"), ask("busy")])
+    assert frontend.num_waits == 2
+    started.finalize()
+
+
+def test_a_native_queue_has_a_gate_of_the_engines_size(tmp_path: Path) -> None:
+    args = make_args(tmp_path, config={"dynamic_batching": {}}, max_waiting_requests="1")
+    started, frontend = start(args)
+    gate = frontend.options["gate"]
+    gate.wait()  # open
+    gate.enter(1)
+    assert not gate._is_open
     started.finalize()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ from support.fake_triton import InferenceRequest, Tensor
 from tidewheel.adapter.io import MAX_PARAMETER_BYTES, ResponseFormat, read_request, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
 from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError
-from tidewheel.frontend.values import Chunk, GenerateRequest, PerfMetrics, TokenLogprob
+from tidewheel.frontend.values import Chunk, GenerateRequest, PerfMetrics, Response, TokenLogprob
 
 _DTYPES = {
     "TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,
@@ -205,7 +206,11 @@ EVERYTHING = ResponseFormat(**{flag.removeprefix("return_"): True for flag in RE
 
 
 def values(chunk: Chunk, response_format: ResponseFormat) -> dict[str, Any]:
-    tensors = response_tensors(chunk, response_format, chunk.text)
+    return several([chunk], response_format)
+
+
+def several(response: Response, response_format: ResponseFormat) -> dict[str, Any]:
+    tensors = response_tensors(response, response_format, [chunk.text for chunk in response])
     for one in tensors:
         assert one.as_numpy().dtype == _OUTPUT_DTYPES[one.name()], one.name()
         assert one.as_numpy().ndim == 1
@@ -241,6 +246,32 @@ def test_a_chunk_in_the_middle() -> None:
         "text_output": [b""], "finish_reason": [b"None"], "logprobs": [b"[]"],
         "num_input_tokens": [4], "num_output_tokens": [1], "token_ids": [7],
     }  # fmt: skip
+
+
+def test_an_element_for_each_sequence() -> None:
+    second = dataclasses.replace(CHUNK, text="z", token_ids=[9], logprobs=[], perf=None, cumulative_logprob=-3.0)
+    outputs = several([CHUNK, second], EVERYTHING)
+    del outputs["logprobs"]
+    assert outputs == {
+        "text_output": ["né".encode(), b"z"], "finish_reason": [b"length", b"length"],
+        "cumulative_logprob": [-2.0, -3.0], "num_input_tokens": [4], "num_output_tokens": [2, 1],
+        "token_ids": [5, 6, 9], "arrival_time_ns": [1, 0], "first_scheduled_time_ns": [2, 0],
+        "first_token_time_ns": [3, 0], "last_token_time_ns": [4, 0], "kv_cache_reused_blocks": [5, 0],
+        "kv_cache_alloc_new_blocks": [6, 0],
+    }  # fmt: skip
+
+
+def test_figures_come_when_the_last_sequence_ends() -> None:
+    outputs = several([CHUNK, Chunk(text="", token_ids=[7], num_input_tokens=4)], EVERYTHING)
+    assert "arrival_time_ns" not in outputs
+    assert outputs["finish_reason"] == [b"length", b"None"]
+    assert len(json.loads(outputs["logprobs"][0])) == 2
+    assert outputs["logprobs"][1] == b"[]"
+
+
+def test_the_timeout_of_triton() -> None:
+    request = InferenceRequest([tensor("text_input", "x")], timeout_us=1500)
+    assert read_request(request, decoupled=True, max_prompt_bytes=9, arrival_ns=0)[0].timeout_us == 1500
 
 
 def test_text_that_is_no_unicode() -> None:

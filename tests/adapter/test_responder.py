@@ -41,15 +41,15 @@ def only_error(sender: InferenceResponseSender) -> TritonError:
 def test_the_final_flag_rides_on_the_last_chunk() -> None:
     sink, sender = make_sink()
     for chunk in (Chunk(text="a"), Chunk(text="b"), LAST):
-        sink.send(chunk)
+        sink.send([chunk])
     assert texts(sender) == ["a", "b", "c"]
     assert [flags for _, flags in sender.sent] == [0, 0, 1]
 
 
 def test_nothing_follows_the_final_response() -> None:
     sink, sender = make_sink()
-    sink.send(LAST)
-    sink.send(LAST)
+    sink.send([LAST])
+    sink.send([LAST])
     sink.fail(errors.Cancelled("late"))
     assert len(sender.sent) == 1
 
@@ -58,15 +58,26 @@ def test_nothing_follows_an_error() -> None:
     sink, sender = make_sink()
     sink.fail(errors.Busy("full", retry_after_ms=250))
     sink.fail(errors.Cancelled("late"))
-    sink.send(LAST)
+    sink.send([LAST])
     assert only_error(sender).message() == "[TW-BUSY retry_after_ms=250] full"
 
 
 def test_text_accumulates_when_asked() -> None:
     sink, sender = make_sink(accumulate=True)
     for chunk in (Chunk(text="a"), Chunk(text="b"), LAST):
-        sink.send(chunk)
+        sink.send([chunk])
     assert texts(sender) == ["a", "ab", "abc"]
+
+
+def test_the_last_of_several_sequences_ends_the_request() -> None:
+    sink, sender = make_sink(accumulate=True)
+    open_chunk = Chunk(text="a")
+    for response in ([open_chunk, open_chunk], [LAST, open_chunk], [Chunk(text="", finish_reason="stop"), LAST]):
+        sink.send(response)
+    sink.send([LAST, LAST])
+    tensors = [response.output_tensors()[0].as_numpy().tolist() for response, _ in sender.sent]
+    assert tensors == [[b"a", b"a"], [b"ac", b"aa"], [b"ac", b"aac"]]
+    assert [flags for _, flags in sender.sent] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +121,7 @@ def test_is_cancelled_follows_triton_until_the_end() -> None:
 
 def test_triton_is_never_asked_after_the_end() -> None:
     """The fake sender asserts it: the real server would crash."""
-    for end in (lambda sink: sink.send(LAST), lambda sink: sink.fail(errors.Cancelled("x"))):
+    for end in (lambda sink: sink.send([LAST]), lambda sink: sink.fail(errors.Cancelled("x"))):
         sink, _ = make_sink()
         end(sink)
         assert not sink.is_cancelled()
@@ -127,7 +138,7 @@ def test_is_cancelled_does_not_wait_for_a_send() -> None:
         send(response, flags)
 
     sender.send = slow_send  # type: ignore[method-assign]
-    thread = threading.Thread(target=sink.send, args=(LAST,))
+    thread = threading.Thread(target=sink.send, args=([LAST],))
     thread.start()
     assert entered.wait(10)
     sender.cancelled = True
@@ -141,7 +152,7 @@ def test_is_cancelled_does_not_wait_for_a_send() -> None:
 def test_a_response_that_cannot_be_sent_ends_the_request(chunk: Chunk) -> None:
     sink, sender = make_sink()
     sender.fail_next = fake_triton.TritonModelException("Failed to increase the shared memory pool size")
-    sink.send(chunk)
+    sink.send([chunk])
     assert only_error(sender).code() == TritonError.INTERNAL
     assert sink.is_cancelled()
     assert any("shared memory pool" in line for _, line in fake_triton.Logger.lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from tidewheel.adapter.settings import ModelSettings, load_settings
+from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.tenants import TenantLimits, parse_tenants
 
 
 def write_entry(repository: Path, name: str, parameters: dict[str, str], backend: str = "tidewheel") -> Path:
@@ -56,6 +59,62 @@ def test_decoupled_is_read_from_the_config(tmp_path: Path) -> None:
     assert not load(folder, {"model": "m"}).decoupled
 
 
+def test_a_block_for_dynamic_batching_makes_a_native_queue(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    assert load(folder, {"model": "m"}, dynamic_batching={"priority_levels": 3}).has_native_queue
+    assert load(folder, {"model": "m"}, dynamic_batching={}).has_native_queue
+    assert not load(folder, {"model": "m"}).has_native_queue
+
+
+# Every setting of order, admission, preemption, strategy, control and sessions, as config.pbtxt spells it.
+SCHEDULING: list[tuple[dict[str, str], dict[str, object]]] = [
+    ({"scheduling_policy": "sjf"}, {"scheduling_policy": "sjf"}),
+    ({"ageing_s": "2.5"}, {"ageing_s": 2.5}),
+    ({"tenants": '{"a": {"weight": 2}}'}, {"tenants": '{"a": {"weight": 2}}'}),
+    ({"predictor_prior_tokens": "64"}, {"predictor_prior_tokens": 64}),
+    ({"max_waiting_requests": "7"}, {"max_waiting_requests": 7}),
+    ({"max_waiting_tokens": "700"}, {"max_waiting_tokens": 700}),
+    ({"breaker_error_rate": "0.5"}, {"breaker_error_rate": 0.5}),
+    ({"breaker_queue_time_s": "3"}, {"breaker_queue_time_s": 3.0}),
+    ({"preemption_mode": "swap", "swap_space": "0.5"}, {"preemption_mode": "swap", "swap_space": 0.5}),
+    ({"max_preemptions": "2"}, {"max_preemptions": 2}),
+    ({"long_prefill_token_threshold": "128"}, {"long_prefill_token_threshold": 128}),
+    ({"scheduling_strategy": "static", "batch_size": "4", "batch_timeout_ms": "20"},
+     {"scheduling_strategy": "static", "batch_size": 4, "batch_timeout_ms": 20.0}),
+    ({"scheduling_strategy": "hybrid", "hybrid_threshold": "3", "hybrid_backlog": "30"},
+     {"scheduling_strategy": "hybrid", "hybrid_threshold": 3, "hybrid_backlog": 30}),
+    ({"scheduling_strategy": "dynamic", "batch_target_latency_ms": "500"},
+     {"scheduling_strategy": "dynamic", "batch_target_latency_ms": 500.0}),
+    ({"target_tpot_ms": "40"}, {"target_tpot_ms": 40.0}),
+    ({"enable_seqs_governor": "true", "governor_target_latency_ms": "50"},
+     {"enable_seqs_governor": True, "governor_target_latency_ms": 50.0}),
+    ({"session_ttl_s": "60", "max_session_ttl_s": "120", "max_sessions": "9", "session_max_blocks": "5"},
+     {"session_ttl_s": 60.0, "max_session_ttl_s": 120.0, "max_sessions": 9, "session_max_blocks": 5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parameters", "expected"), SCHEDULING, ids=str)
+def test_settings_of_the_scheduler(tmp_path: Path, parameters: dict[str, str], expected: dict[str, object]) -> None:
+    engine = load_new(tmp_path, {"model": "m", **parameters}).engine
+    assert {name: getattr(engine, name) for name in expected} == expected
+
+
+def test_every_setting_of_the_scheduler_is_among_them() -> None:
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    tested = {name for _, expected in SCHEDULING for name in expected}
+    assert tested == set(names[names.index("scheduling_policy") :])
+
+
+def test_tenants_as_an_object(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    tenants = {"acme": {"weight": 2, "requests_per_s": 5}, "*": {"tokens_per_s": 100.5}}
+    (folder / "1" / "model.json").write_text(json.dumps({"tenants": tenants}))
+    text = load(folder, {"model": "m"}).engine.tenants
+    assert parse_tenants(text)["acme"] == TenantLimits(weight=2, requests_per_s=5)
+    assert load(folder, {"model": "m", "tenants": json.dumps(tenants, indent=1)}).engine.tenants == text
+    assert_one_line(folder, {"model": "m", "tenants": "{}"}, ["tenants", "config.pbtxt", "model.json", "keep one"])
+
+
 def test_frontend_settings_are_not_the_engines(tmp_path: Path) -> None:
     settings = load_new(tmp_path, {"model": "m", "num_sender_threads": "2", "REPORT_CUSTOM_METRICS": "false"})
     assert settings.frontend.num_sender_threads == 2
@@ -98,6 +157,14 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "num_sender_threads": "0"}, ["num_sender_threads", "0", "64"]),
         ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),
         ({"model": "m", "block_size": "17"}, ["block_size", "17"]),
+        ({"model": "m", "scheduling_policy": "lifo"}, ["scheduling_policy", "lifo", "fifo", "density"]),
+        ({"model": "m", "scheduling_strategy": "magic"}, ["scheduling_strategy", "magic", "hybrid"]),
+        ({"model": "m", "target_tpot_ms": "40", "scheduling_strategy": "static"}, ["target_tpot_ms", "static"]),
+        ({"model": "m", "tenants": '{"a": {"weight": -1}}'}, ["tenants.a", "weight", "-1"]),
+        ({"model": "m", "tenants": '{"a": {"wieght": 1}}'}, ["tenants.a", "wieght", "weight"]),
+        ({"model": "m", "tenants": "acme"}, ["tenants is not JSON"]),
+        ({"model": "m", "preemption_mode": "swap"}, ["preemption_mode", "swap_space"]),
+        ({"model": "m", "session_ttl_s": "7200"}, ["session_ttl_s", "7200", "3600"]),
         ({"max_num_seqs": "4"}, ["model is not set"]),
         ({"engine_of": "absent"}, ["engine_of", "'absent'", "no model of that name"]),
         ({"engine_of": "../demo"}, ["engine_of", "no model of that name"]),

@@ -36,7 +36,7 @@ BAD_PARAMETERS: list[tuple[str, list[str]]] = [
     ("[1, 2]", ["sampling_parameters"]),
     ("[" * 5000, ["sampling_parameters"]),
 ]
-UNSUPPORTED = ['{"n": 2}', '{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}']
+UNSUPPORTED = ['{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}']
 
 
 def short(value: Any) -> str:

@@ -18,7 +18,16 @@ from support.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, L
 from support.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine import control
-from tidewheel.engine.messages import AddRequest, Dropped, Goodbye, Hello, Ping, encoder, from_engine_decoder
+from tidewheel.engine.messages import (
+    PROTOCOL,
+    AddRequest,
+    Dropped,
+    Goodbye,
+    Hello,
+    Ping,
+    encoder,
+    from_engine_decoder,
+)
 from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.engine.run_dir import LOG, socket_address
 from tidewheel.engine.status import Status
@@ -211,7 +220,7 @@ def test_start_gives_up_and_ends_the_engine(connect: Connect) -> None:
 def test_requests_of_a_vanished_front_end_are_cancelled(connect: Connect, folder: Path) -> None:
     client = connect()
     with RawPeer(folder) as peer:
-        peer.socket.send(encoder.encode(Hello(1, "vanishes", "")))
+        peer.socket.send(encoder.encode(Hello(PROTOCOL, "vanishes", "")))
         peer.receive()
         peer.socket.send(encoder.encode(endless(1)))
         client.recorder.wait(lambda: client.recorder.stats[-1].num_running == 1, "the request runs")
@@ -223,7 +232,7 @@ def test_requests_of_a_vanished_front_end_are_cancelled(connect: Connect, folder
 def test_a_silent_front_end_is_dropped(connect: Connect, folder: Path) -> None:
     client = connect()
     with RawPeer(folder) as peer:
-        peer.socket.send(encoder.encode(Hello(1, "falls silent", "")))
+        peer.socket.send(encoder.encode(Hello(PROTOCOL, "falls silent", "")))
         peer.socket.send(encoder.encode(endless(1)))
         while not isinstance(answer := peer.receive(), Dropped):
             pass

@@ -8,7 +8,14 @@ import pytest
 
 from support.faulty_engine import prompt_bytes
 from tidewheel.engine.messages import AddRequest, EngineInfo
-from tidewheel.engine.requests import MAX_BAD_SEQUENCES, MAX_SALT_CHARS, MAX_STOP_IDS, to_request
+from tidewheel.engine.requests import (
+    MAX_BAD_SEQUENCES,
+    MAX_SALT_CHARS,
+    MAX_STOP_IDS,
+    SessionTtl,
+    check_num_sequences,
+    to_requests,
+)
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
@@ -20,10 +27,18 @@ INFO = EngineInfo(
 )  # fmt: skip
 
 
-def convert(sampling: SamplingParams | None = None, *, prompt: bytes | None = None, **fields: object) -> Request:
+def convert_all(
+    sampling: SamplingParams | None = None, *, prompt: bytes | None = None, n: int = 1, **fields: object
+) -> list[Request]:
     prompt = prompt_bytes(1, 2, 3) if prompt is None else prompt
-    message = AddRequest(7, prompt, sampling or SamplingParams(), **fields)  # type: ignore[arg-type]
-    return to_request(message, INFO, request_id="r", seed=5, now=time.monotonic())
+    message = AddRequest(7, prompt, sampling or SamplingParams(), n=n, **fields)  # type: ignore[arg-type]
+    ids = ["r", *(f"r{index}" for index in range(1, n))]
+    return to_requests(message, INFO, SessionTtl(300.0, 3600.0), request_ids=ids, seed=5, now=time.monotonic())
+
+
+def convert(sampling: SamplingParams | None = None, *, prompt: bytes | None = None, **fields: object) -> Request:
+    (request,) = convert_all(sampling, prompt=prompt, **fields)
+    return request
 
 
 def test_everything_arrives() -> None:
@@ -39,6 +54,31 @@ def test_everything_arrives() -> None:
     assert (request.request_id, request.max_tokens, request.seed) == ("r", 4, 9)
     assert (request.stop_token_ids, request.bad_words_ids) == ((2, 99), ((1, 2), (3,)))
     assert (request.priority, request.cache_salt, request.arrival_time) == (Priority.CRITICAL, "tenant", 1.5)
+
+
+def test_how_it_is_served_arrives() -> None:
+    request = convert(
+        tenant="acme", deadline_ns=2_500_000_000, soft_deadline_ns=2_000_000_000, session_id="s", session_ttl_s=7.5
+    )
+    assert (request.tenant, request.deadline, request.soft_deadline) == ("acme", 2.5, 2.0)
+    assert (request.session_id, request.session_ttl, request.leader) == ("s", 7.5, None)
+    request = convert(session_id="s")
+    assert (request.tenant, request.deadline, request.soft_deadline, request.session_ttl) == ("", None, None, 300.0)
+
+
+@pytest.mark.parametrize(("given", "first"), [(9, 9), (None, 5), (2**64 - 1, 2**64 - 1)])
+def test_sequences_share_the_prompt_and_not_the_seed(given: int | None, first: int) -> None:
+    requests = convert_all(SamplingParams(seed=given), n=3)
+    assert [request.request_id for request in requests] == ["r", "r1", "r2"]
+    assert [request.seed for request in requests] == [(first + index) % 2**64 for index in range(3)]
+    assert [request.leader for request in requests] == [None, requests[0], requests[0]]
+    assert all(request.prompt_token_ids is requests[0].prompt_token_ids for request in requests)
+
+
+@pytest.mark.parametrize("n", [0, -1, 17, 10**9])
+def test_how_many_sequences(n: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"n is {n}: it must be 1 to 16"):
+        check_num_sequences(n)
 
 
 def test_what_is_left_open_is_filled_in() -> None:
@@ -76,6 +116,10 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
         (None, {"bad_words_ids": ((1,),) * (MAX_BAD_SEQUENCES + 1)}, "257 token sequences: at most 256"),
         (None, {"priority": 5}, "priority is 5"),
         (None, {"priority": -1}, "priority is -1"),
+        (None, {"tenant": "x" * 129}, "tenant has 129 characters: at most 128"),
+        (None, {"session_id": "x" * 257}, "session_id has 257 characters: at most 256"),
+        (None, {"session_id": "s", "session_ttl_s": 3601.0}, "session_ttl_s is 3601.*3600.*max_session_ttl_s"),
+        (None, {"session_id": "s", "session_ttl_s": 0.0}, "session_ttl_s is 0: it must be above 0"),
         (None, {"cache_salt": "x" * (MAX_SALT_CHARS + 1)}, "cache_salt has 257 characters"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.engine.messages import Cancel, to_engine_decoder
+from tidewheel.engine.messages import WHOLE_REQUEST, Cancel, Delta, to_engine_decoder
 from tidewheel.engine.outbox import Outbox
 from tidewheel.errors import Busy, Draining
 
@@ -77,13 +77,45 @@ def test_cancelled_in_flight_is_told_to_the_engine(outbox: Outbox) -> None:
     outbox.put(2, b"two")
     outbox.take()
     outbox.flush(Wire().send)
-    outbox.ended([2])
+    outbox.ended([Delta(2, [], "stop")])
     outbox.put_cancel([1, 2])
     assert outbox.take() == []
     outbox.flush(Wire(room=0).send)
     wire = Wire()
     outbox.flush(wire.send)
     assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([1])]
+
+
+def test_a_request_is_in_flight_until_its_last_sequence_has_ended(outbox: Outbox) -> None:
+    for key in (1, 2, 3):
+        outbox.put(key, b"", 2)
+    outbox.take()
+    outbox.flush(Wire().send)
+    outbox.ended([Delta(1, [], "stop", index=1), Delta(2, [5], index=0), Delta(3, [], "error", index=WHOLE_REQUEST)])
+    outbox.ended([Delta(1, [], "length", index=0), Delta(2, [], "stop", index=0), Delta(9, [], "stop")])
+    assert outbox.lose_in_flight() == [2]
+
+
+def test_one_sequence_is_cancelled(outbox: Outbox) -> None:
+    outbox.put(1, b"one", 2)
+    outbox.take()
+    outbox.flush(Wire().send)
+    outbox.put_cancel([], [(1, 1), (7, 0)])
+    assert outbox.take() == []
+    wire = Wire()
+    outbox.flush(wire.send)
+    assert [to_engine_decoder.decode(payload) for payload in wire.sent] == [Cancel([], [(1, 1)])]
+
+
+def test_a_key_that_was_refused_can_be_sent_again(outbox: Outbox) -> None:
+    wire = Wire()
+    for _ in range(2):
+        outbox.put(1, b"one")
+        outbox.take()
+        outbox.flush(wire.send)
+        outbox.ended([Delta(1, [], "error", index=WHOLE_REQUEST)])
+    assert wire.sent == [b"one", b"one"]
+    assert outbox.lose_in_flight() == []
 
 
 def test_waiting_is_bounded(outbox: Outbox) -> None:

@@ -15,7 +15,7 @@ from support.front_ends import Harness, delta, error_info, logprobs, prompt_ids,
 from tidewheel.errors import Busy, ConfigError, EngineDead
 from tidewheel.frontend import frontend as frontend_module
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.values import Chunk, GenerateRequest
+from tidewheel.frontend.values import GenerateRequest, Response
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
 
@@ -254,7 +254,8 @@ def test_no_logprobs_unless_asked(harness: Harness) -> None:
         ({"text": "x", "parameters": {"min_tokens": 256}}, ["min_tokens is 256", "255"]),
         ({"text": "x", "parameters": {"stop_token_ids": [420]}}, ["stop_token_ids", "420", "419"]),
         ({"text": "x", "parameters": {"logit_bias": {"420": 1}}}, ["logit_bias", "420"]),
-        ({"text": "x", "parameters": {"n": 2}}, ["TW-UNSUPPORTED", "n is 2"]),
+        ({"text": "x", "parameters": {"n": 17}}, ["n is 17", "1 to 16"]),
+        ({"text": "x", "parameters": {"best_of": 2}}, ["TW-UNSUPPORTED", "best_of is 2 and n is 1"]),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -383,7 +384,7 @@ def test_cancelled_while_the_engine_takes_it(harness: Harness) -> None:
 
 
 class BrokenSink(RecordingSink):
-    def send(self, chunk: Chunk) -> None:
+    def send(self, response: Response) -> None:
         raise OSError("the pipe is broken")
 
 
@@ -398,7 +399,7 @@ def test_a_sink_that_raises(harness: Harness) -> None:
 
 def test_output_that_cannot_be_made_into_text(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     key, sink = harness.submit(stream=True)
-    monkeypatch.setattr(harness.frontend._live[key].output, "push", None)
+    monkeypatch.setattr(harness.frontend._live[key].outputs, "push", None)
     harness.deliver(key, [5])
     sink.wait_end()
     harness.engine.wait_cancelled(key)

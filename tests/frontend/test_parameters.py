@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.absent import ABSENT
+from tidewheel.frontend.options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.frontend.parameters import _COERCIONS, _KNOWN, ParsedParameters, parse_parameters
 from tidewheel.frontend.strict_json import parse_json
 from tidewheel.frontend.values import ParameterSource
@@ -118,11 +119,10 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"n": 2}, {"best_of": 3}, {"beam_width": 4}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
+        {"best_of": 3}, {"beam_width": 4}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
         {"guided_json": {}}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}},
-        {"logits_processors": ["x"]}, {"truncate_prompt_tokens": 3}, {"lora_name": "x"}, {"deadline_ms": 5},
-        {"session_id": "x"}, {"session_ttl_s": 3}, {"tenant": "x"}, {"length_penalty": 2.0},
-        {"allowed_token_ids": [1]}, {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"}, {"n": True},
+        {"logits_processors": ["x"]}, {"truncate_prompt_tokens": 3}, {"lora_name": "x"}, {"length_penalty": 2.0},
+        {"allowed_token_ids": [1]}, {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"},
     ],
     ids=str,
 )  # fmt: skip
@@ -148,9 +148,10 @@ def test_carriers_that_disagree_are_both_named() -> None:
 
 
 def test_priority_and_salt() -> None:
-    assert parse().priority is Priority.NORMAL
-    assert parse(priority=0).priority is Priority.NORMAL
-    assert parse(priority="1", cache_salt="é") == (SamplingParams(), Priority.CRITICAL, "é")
+    assert parse().options.priority is Priority.NORMAL
+    assert parse(priority=0).options.priority is Priority.NORMAL
+    expected = RequestOptions(priority=Priority.CRITICAL, cache_salt="é")
+    assert parse(priority="1", cache_salt="é") == (SamplingParams(), expected)
 
 
 def test_defaults_of_the_model_give_way() -> None:
@@ -216,3 +217,88 @@ def test_any_temperature_runs_or_is_refused(value: float) -> None:
         assert sampling(temperature=value).temperature == value
     except InvalidRequest:
         assert not (value == 0 or 0.01 <= value <= 100)
+
+
+# --- how it is served ---------------------------------------------------------------------------------------------
+
+
+def options(**values: object) -> RequestOptions:
+    return parse(**values).options
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"n": "3"}, {"n": 3}),
+        ({"num_return_sequences": 2, "best_of": "2"}, {"n": 2}),
+        ({"tenant": b"acme", "session_id": "s", "session_ttl_s": "2.5"},
+         {"tenant": "acme", "session_id": "s", "session_ttl_s": 2.5}),
+        ({"deadline_ms": "1500", "soft_deadline_ms": 200}, {"deadline_ms": 1500.0, "soft_deadline_ms": 200.0}),
+        ({"close_session": "true", "session_id": "s", "tenant": "t"},
+         {"close_session": True, "session_id": "s", "tenant": "t"}),
+        ({"close_session": False, "max_tokens": 3}, {}),
+        ({"tenant": "", "session_id": "", "deadline_ms": None}, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options(given: dict[str, object], expected: dict[str, Any]) -> None:
+    assert options(**given) == RequestOptions(**expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"n": 0}, ["n is 0", "1 to 16"]),
+        ({"n": -1}, ["n is -1"]),
+        ({"n": 10**9}, ["n is 1000000000", "16"]),
+        ({"n": True}, ["n is True", "integer"]),
+        ({"n": 2, "num_return_sequences": 3}, ["n in", "num_return_sequences in"]),
+        ({"tenant": "x" * 129}, ["tenant has 129 characters", "128"]),
+        ({"tenant": 5}, ["tenant", "text"]),
+        ({"session_id": "é" * 129}, ["session_id has 258 bytes", "256"]),
+        ({"deadline_ms": 0}, ["deadline_ms is 0", "above 0"]),
+        ({"deadline_ms": -5}, ["deadline_ms is -5", "above 0"]),
+        ({"deadline_ms": float("nan")}, ["deadline_ms is nan"]),
+        ({"deadline_ms": "inf"}, ["deadline_ms is inf"]),
+        ({"deadline_ms": "soon"}, ["deadline_ms", "soon", "number"]),
+        ({"soft_deadline_ms": 0}, ["soft_deadline_ms is 0"]),
+        ({"soft_deadline_ms": 10, "deadline_ms": 10}, ["soft_deadline_ms is 10", "deadline_ms 10", "first"]),
+        ({"session_ttl_s": 5}, ["session_ttl_s is 5", "session_id"]),
+        ({"session_id": "s", "session_ttl_s": 0}, ["session_ttl_s is 0", "above 0"]),
+        ({"session_id": "s", "n": 2}, ["n is 2", "session_id"]),
+        ({"close_session": True}, ["close_session", "session_id"]),
+        ({"close_session": True, "session_id": "s", "max_tokens": 4}, ["close_session", "max_tokens"]),
+        ({"close_session": True, "session_id": "s", "priority": 1}, ["close_session", "priority"]),
+        ({"close_session": "perhaps"}, ["close_session", "perhaps"]),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_options_that_are_refused(given: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        options(**given)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_all_sequences_are_returned() -> None:
+    with pytest.raises(Unsupported, match="best_of is 3 and n is 2"):
+        options(n=2, best_of=3)
+
+
+def test_moments_count_from_the_arrival() -> None:
+    wire = options(deadline_ms=1500, soft_deadline_ms=0.5).to_wire(7_000_000_000)
+    assert (wire["arrival_ns"], wire["deadline_ns"], wire["soft_deadline_ns"]) == (
+        7_000_000_000, 8_500_000_000, 7_000_500_000,
+    )  # fmt: skip
+    assert options().to_wire(7)["deadline_ns"] == options().to_wire(7)["soft_deadline_ns"] == 0
+
+
+def test_ten_years_count_as_thirty_days() -> None:
+    thirty_days = 5 + int(MAX_DEADLINE_MS * 1e6)
+    assert options(deadline_ms=10 * 365 * 86_400_000).to_wire(5)["deadline_ns"] == thirty_days
+    assert options().to_wire(5, timeout_us=2**64 - 1)["deadline_ns"] == thirty_days
+
+
+@pytest.mark.parametrize(("deadline_ms", "timeout_us"), [(3, 9000), (9, 3000), (None, 3000), (3, 0)])
+def test_the_earlier_of_deadline_and_timeout(deadline_ms: int | None, timeout_us: int) -> None:
+    assert options(deadline_ms=deadline_ms).to_wire(1, timeout_us)["deadline_ns"] == 3_000_001

@@ -33,7 +33,7 @@ def make_request(sink: RecordingSink) -> LiveRequest:
 
 
 def make_poller(requests: list[LiveRequest], cancelled: list[LiveRequest]) -> CancellationPoller:
-    return CancellationPoller(lambda: list(requests), cancelled.append, interval_s=3600)
+    return CancellationPoller(lambda: list(requests), cancelled.append, cancelled.append, interval_s=3600)
 
 
 def test_a_round_stops_when_its_time_is_up_and_the_next_goes_on() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from support.tokenizers_on_the_spot import NAMED, byte_level_bpe
-from tidewheel.engine.messages import AddRequest, EngineInfo
+from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.errors import TidewheelError
-from tidewheel.frontend.values import Chunk
+from tidewheel.frontend.values import Chunk, Response, is_last
 
 TIMEOUT_S = 30.0  # of waits that end at once unless something is broken
 TEMPLATE = (
@@ -44,21 +44,38 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.added: dict[int, AddRequest] = {}
+        self.closed: list[CloseSession] = []
+        self.num_added = 0  # the same request again included
         self.cancelled: list[int] = []
+        self.cancelled_sequences: list[tuple[int, int]] = []
         self.refusal: TidewheelError | None = None
         self._changed = threading.Condition()
 
-    def add(self, message: AddRequest) -> None:
+    def add(self, message: AddRequest | CloseSession) -> None:
         with self._changed:
             if self.refusal is not None:
                 raise self.refusal
-            self.added[message.key] = message
+            if isinstance(message, CloseSession):
+                self.closed.append(message)
+            else:
+                self.added[message.key] = message
+            self.num_added += 1
             self._changed.notify_all()
 
     def cancel(self, keys: Iterable[int]) -> None:
         with self._changed:
             self.cancelled += keys
             self._changed.notify_all()
+
+    def cancel_sequence(self, key: int, index: int) -> None:
+        with self._changed:
+            self.cancelled_sequences.append((key, index))
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Until it is true after a call."""
+        with self._changed:
+            assert self._changed.wait_for(condition, TIMEOUT_S)
 
     def wait_added(self, count: int) -> list[int]:
         """Keys of the requests, once there are so many."""
@@ -72,10 +89,10 @@ class FakeEngine:
 
 
 class RecordingSink:
-    """A client. `gate`, where given, holds each `send` until it is set."""
+    """A client. `gate`, where given, holds each `send` until it is set. `chunks` are those of the first sequence."""
 
     def __init__(self, gate: threading.Event | None = None) -> None:
-        self.chunks: list[Chunk] = []
+        self.responses: list[Response] = []
         self.error: TidewheelError | None = None
         self.num_ends = 0
         self.gone = threading.Event()
@@ -83,15 +100,15 @@ class RecordingSink:
         self._changed = threading.Condition()
         self._is_busy = threading.Lock()
 
-    def send(self, chunk: Chunk) -> None:
+    def send(self, response: Response) -> None:
         assert self._is_busy.acquire(blocking=False), "two threads send at once"
         try:
             if self._gate is not None:
                 assert self._gate.wait(TIMEOUT_S)
             with self._changed:
                 assert not self.num_ends, "a chunk after the end"
-                self.chunks.append(chunk)
-                self.num_ends += chunk.finish_reason is not None
+                self.responses.append(response)
+                self.num_ends += is_last(response)
                 self._changed.notify_all()
         finally:
             self._is_busy.release()
@@ -114,8 +131,16 @@ class RecordingSink:
             assert self._changed.wait_for(lambda: self.num_ends > 0, TIMEOUT_S)
 
     @property
+    def chunks(self) -> list[Chunk]:
+        return [response[0] for response in self.responses]
+
+    @property
     def text(self) -> str:
         return "".join(chunk.text for chunk in self.chunks)
+
+    def texts(self) -> list[str]:
+        """Of all sequences."""
+        return ["".join(chunk.text for chunk in chunks) for chunks in zip(*self.responses, strict=True)]
 
     @property
     def token_ids(self) -> list[int]:

@@ -79,8 +79,11 @@ class InferenceResponseSender:
 
 
 class InferenceRequest:
-    def __init__(self, tensors: list[Tensor], parameters: str = "", request_id: str = "") -> None:
+    def __init__(
+        self, tensors: list[Tensor], parameters: str = "", request_id: str = "", timeout_us: int = 0
+    ) -> None:
         self._tensors, self._parameters, self._request_id = tensors, parameters, request_id
+        self._timeout_us = timeout_us
         self.sender = InferenceResponseSender()
 
     def inputs(self) -> list[Tensor]:
@@ -91,6 +94,9 @@ class InferenceRequest:
 
     def request_id(self) -> str:
         return self._request_id
+
+    def timeout(self) -> int:
+        return self._timeout_us
 
     def get_response_sender(self) -> InferenceResponseSender:
         return self.sender

@@ -12,6 +12,7 @@ import numpy as np
 from support.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats, TokenLogprobs
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.gate import Gate
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 
@@ -24,7 +25,15 @@ class Submitted(NamedTuple):
 class Harness:
     """`submit` waits until the engine has the request; deltas are then delivered by the test."""
 
-    def __init__(self, folder: Path, *, num_senders: int = 2, max_prompt_bytes: int = 4096, **files: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_senders: int = 2,
+        max_prompt_bytes: int = 4096,
+        gate: Gate | None = None,
+        **files: object,
+    ) -> None:
         vocab_size = write_model_folder(folder, **files)  # type: ignore[arg-type]
         self.engine = FakeEngine()
         self.info = make_info(folder, vocab_size=vocab_size)
@@ -34,6 +43,7 @@ class Harness:
             folder,
             self.engine,
             max_prompt_bytes=max_prompt_bytes,
+            gate=gate,
             num_senders=num_senders,
             poll_interval_s=0.001,
         )
@@ -51,6 +61,14 @@ class Harness:
         self.engine.wait_added(num_added + 1)
         (key,) = (key for key, message in self.engine.added.items() if message.arrival_ns == arrival_ns)
         return Submitted(key, sink)
+
+    def submit_at_now(self, **asked: object) -> RecordingSink:
+        """Not waited for: an answer may come without the engine."""
+        sink = RecordingSink()
+        parameters = asked.pop("parameters", {})
+        sources = (ParameterSource(origin="sampling_parameters", values=parameters),)  # type: ignore[arg-type]
+        self.frontend.submit(GenerateRequest(parameters=sources, **{"text": "Hello", **asked}), sink)  # type: ignore[arg-type]
+        return sink
 
     def refuse(self, **asked: object) -> str:
         """The error that a request is answered with."""

@@ -22,6 +22,7 @@ from tidewheel.engine.messages import Delta, EngineInfo, EngineStats
 from tidewheel.engine.run_dir import engine_dir
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.gate import Gate
 
 
 class EngineRelay:
@@ -69,11 +70,15 @@ class ModelInstance:
         )
         try:
             info = client.start(settings.engine.engine_start_timeout_s)
+            gate = None
+            if settings.has_native_queue:
+                gate = Gate(settings.engine.max_waiting_requests, settings.engine.max_waiting_tokens)
             relay.frontend = Frontend(
                 info,
                 Path(settings.engine.tokenizer or info.model),
                 client,
                 max_prompt_bytes=settings.engine.max_prompt_bytes,
+                gate=gate,
                 num_senders=settings.frontend.num_sender_threads,
             )
         except BaseException:
@@ -103,6 +108,10 @@ class ModelInstance:
         except Exception:
             pb_utils.Logger.log_error(f"a request could not be submitted: {traceback.format_exc()}")
             self._refuse(sink, InternalError("the request could not be submitted; the server's log says why"))
+
+    def wait_for_room(self) -> None:
+        """Holds the caller back while the engine's waiting set is full, if the entry has a queue of Triton's."""
+        self._frontend.wait_for_room()
 
     def close(self) -> None:
         """Ends every live request with an error, publishes the last figures and leaves the engine."""

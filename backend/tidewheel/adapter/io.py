@@ -1,10 +1,10 @@
-"""From a Triton request to a `GenerateRequest`, and from a `Chunk` to the tensors of a response."""
+"""From a Triton request to a `GenerateRequest`, and from a `Response` to the tensors of Triton's."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.frontend.strict_json import parse_json
-from tidewheel.frontend.values import Chunk, GenerateRequest, ParameterSource, PerfMetrics, TokenLogprob
+from tidewheel.frontend.values import GenerateRequest, ParameterSource, PerfMetrics, Response, TokenLogprob, is_last
 
 MAX_PARAMETER_BYTES = 1 << 18  # of one parameter; the largest legal `sampling_parameters` needs some 40 KB
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
@@ -63,6 +63,7 @@ def read_request(
         stream=stream,
         echo=not exclude_input,
         arrival_ns=arrival_ns,
+        timeout_us=request.timeout(),
     ), response_format
 
 
@@ -153,23 +154,27 @@ def _check_size(name: str, num_bytes: int, limit: int) -> None:
         raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed")
 
 
-def response_tensors(chunk: Chunk, response_format: ResponseFormat, text: str) -> list[Any]:
-    """Output tensors of one response; `text` is what `text_output` holds."""
-    tensors = [_text_tensor("text_output", text)]
+def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[Any]:
+    """Output tensors of one response: an element for each sequence, in order of their index.
+
+    `texts` is what `text_output` holds. The prompt is counted once, and `token_ids` holds the new tokens of all
+    sequences one after the other: `num_output_tokens` says how many are whose.
+    """
+    tensors = [_text_tensor("text_output", texts)]
     if response_format.finish_reason:
-        tensors.append(_text_tensor("finish_reason", chunk.finish_reason or "None"))
-    if response_format.cumulative_logprob and chunk.cumulative_logprob is not None:
-        tensors.append(_tensor("cumulative_logprob", np.float32, chunk.cumulative_logprob))
+        tensors.append(_text_tensor("finish_reason", [chunk.finish_reason or "None" for chunk in response]))
+    if response_format.cumulative_logprob and response[0].cumulative_logprob is not None:
+        tensors.append(_tensor("cumulative_logprob", np.float32, [c.cumulative_logprob or 0.0 for c in response]))
     if response_format.logprobs:
-        tensors.append(_text_tensor("logprobs", logprobs_json(chunk.logprobs or [])))
+        tensors.append(_text_tensor("logprobs", [logprobs_json(chunk.logprobs or []) for chunk in response]))
     if response_format.num_input_tokens:
-        tensors.append(_tensor("num_input_tokens", np.uint32, chunk.num_input_tokens))
+        tensors.append(_tensor("num_input_tokens", np.uint32, [response[0].num_input_tokens]))
     if response_format.num_output_tokens:
-        tensors.append(_tensor("num_output_tokens", np.uint32, len(chunk.token_ids)))
+        tensors.append(_tensor("num_output_tokens", np.uint32, [len(chunk.token_ids) for chunk in response]))
     if response_format.token_ids:
-        tensors.append(pb_utils.Tensor("token_ids", np.array(chunk.token_ids, dtype=np.int32)))
-    if response_format.perf_metrics and chunk.perf is not None:
-        tensors.extend(_perf_tensors(chunk.perf))
+        tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
+    if response_format.perf_metrics and is_last(response) and any(chunk.perf is not None for chunk in response):
+        tensors.extend(_perf_tensors([chunk.perf or _NO_PERF for chunk in response]))
     return tensors
 
 
@@ -190,20 +195,28 @@ def logprobs_json(logprobs: list[TokenLogprob]) -> str:
     )
 
 
-def _perf_tensors(perf: PerfMetrics) -> list[Any]:
+_NO_PERF = PerfMetrics(
+    arrival_ns=0, first_scheduled_ns=0, first_token_ns=0, last_token_ns=0, num_reused_blocks=0, num_new_blocks=0
+)  # of a sequence that a stop string ended: nobody waits for the engine's last word on it
+
+
+def _perf_tensors(perf: Sequence[PerfMetrics]) -> list[Any]:
+    def column(name: str, dtype: type[np.generic], of: Callable[[PerfMetrics], int]) -> Any:
+        return _tensor(name, dtype, [of(one) for one in perf])
+
     return [
-        _tensor("arrival_time_ns", np.int64, perf.arrival_ns),
-        _tensor("first_scheduled_time_ns", np.int64, perf.first_scheduled_ns),
-        _tensor("first_token_time_ns", np.int64, perf.first_token_ns),
-        _tensor("last_token_time_ns", np.int64, perf.last_token_ns),
-        _tensor("kv_cache_reused_blocks", np.int32, perf.num_reused_blocks),
-        _tensor("kv_cache_alloc_new_blocks", np.int32, perf.num_new_blocks),
+        column("arrival_time_ns", np.int64, lambda p: p.arrival_ns),
+        column("first_scheduled_time_ns", np.int64, lambda p: p.first_scheduled_ns),
+        column("first_token_time_ns", np.int64, lambda p: p.first_token_ns),
+        column("last_token_time_ns", np.int64, lambda p: p.last_token_ns),
+        column("kv_cache_reused_blocks", np.int32, lambda p: p.num_reused_blocks),
+        column("kv_cache_alloc_new_blocks", np.int32, lambda p: p.num_new_blocks),
     ]
 
 
-def _tensor(name: str, dtype: type[np.generic], value: float) -> Any:
-    return pb_utils.Tensor(name, np.array([value], dtype=dtype))
+def _tensor(name: str, dtype: type[np.generic], values: Sequence[float]) -> Any:
+    return pb_utils.Tensor(name, np.array(values, dtype=dtype))
 
 
-def _text_tensor(name: str, text: str) -> Any:
-    return pb_utils.Tensor(name, np.array([text.encode("utf-8", "replace")], dtype=np.object_))
+def _text_tensor(name: str, texts: Sequence[str]) -> Any:
+    return pb_utils.Tensor(name, np.array([text.encode("utf-8", "replace") for text in texts], dtype=np.object_))

@@ -9,14 +9,14 @@ import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.io import ResponseFormat, response_tensors
 from tidewheel.errors import InternalError, TidewheelError
-from tidewheel.frontend.values import Chunk
+from tidewheel.frontend.values import Response, is_last
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _MAX_MESSAGE_CHARS = 2000
 
 
 class TritonSink:
-    """`frontend.values.Sink` over a Triton response sender: any number of chunks, then exactly one FINAL.
+    """`frontend.values.Sink` over a Triton response sender: any number of responses, the last of them FINAL.
 
     Triton frees the request with its FINAL response, and a question about a freed request crashes the whole server
     (seen with server 2.51). So the lock keeps `is_cancelled` and the sending apart, and after the end nothing
@@ -29,15 +29,15 @@ class TritonSink:
         self._lock = threading.Lock()
         self._is_open = True
         self._is_cancelled = False
-        self._text: list[str] = []  # so far, when each response holds all of it
+        self._texts: list[list[str]] = []  # of all responses so far, when each holds all text
 
-    def send(self, chunk: Chunk) -> None:
-        """A response; FINAL if the chunk has a finish reason. One that cannot be sent ends the request."""
+    def send(self, response: Response) -> None:
+        """FINAL if all its sequences have a finish reason. One that cannot be sent ends the request."""
         with self._lock:
             if not self._is_open:
                 return
             try:
-                self._respond(chunk)
+                self._respond(response)
             except Exception as error:
                 pb_utils.Logger.log_error(f"a response could not be sent: {error}")
                 self._is_cancelled = True
@@ -58,9 +58,9 @@ class TritonSink:
         finally:
             self._lock.release()
 
-    def _respond(self, chunk: Chunk) -> None:
-        tensors = response_tensors(chunk, self.format, self._text_of(chunk))
-        is_final = chunk.finish_reason is not None
+    def _respond(self, response: Response) -> None:
+        tensors = response_tensors(response, self.format, self._texts_of(response))
+        is_final = is_last(response)
         self._sender.send(pb_utils.InferenceResponse(tensors), flags=_FINAL if is_final else 0)
         self._is_open = not is_final
 
@@ -73,11 +73,12 @@ class TritonSink:
         except Exception as reason:
             pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
 
-    def _text_of(self, chunk: Chunk) -> str:
+    def _texts_of(self, response: Response) -> list[str]:
+        new = [chunk.text for chunk in response]
         if not self.format.accumulate:
-            return chunk.text
-        self._text.append(chunk.text)
-        return "".join(self._text)
+            return new
+        self._texts.append(new)
+        return ["".join(texts) for texts in zip(*self._texts, strict=True)]
 
 
 def error_response(error: TidewheelError) -> Any:

@@ -64,6 +64,7 @@ class ModelSettings:
     engine: EngineConfig
     frontend: FrontendSettings
     decoupled: bool
+    has_native_queue: bool  # the entry has a `dynamic_batching` block: Triton's own queue decides who comes next
     entry: ModelEntry
     owner: ModelEntry  # whose engine it is: the entry itself, or the one that `engine_of` names
 
@@ -92,6 +93,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
         engine=EngineConfig.from_settings(settings, base_dir=owner.version_folder),
         frontend=frontend,
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        has_native_queue="dynamic_batching" in config,
         entry=entry,
         owner=owner,
     )
@@ -130,11 +132,20 @@ def _read_model_json(path: Path) -> dict[str, object]:
 
 def _same(text: object, value: object) -> bool:
     """Whether a text of config.pbtxt and a value of model.json mean the same."""
+    if isinstance(value, dict):
+        return _is_json_of(str(text), value)
     left, right = str(text).strip(), str(value).strip()
     try:
         return float(left) == float(right)
     except ValueError:
         return left.lower() == right.lower() if isinstance(value, bool) else left == right
+
+
+def _is_json_of(text: str, value: dict[str, object]) -> bool:
+    try:
+        return bool(json.loads(text) == value)
+    except json.JSONDecodeError:
+        return False
 
 
 def _frontend_hints() -> dict[str, object]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import zmq
 
 from tidewheel.config import EngineConfig
@@ -23,7 +22,9 @@ from tidewheel.engine.connection import Connection
 from tidewheel.engine.launcher import EngineLauncher
 from tidewheel.engine.messages import (
     PROTOCOL,
+    WHOLE_REQUEST,
     AddRequest,
+    CloseSession,
     Delta,
     Deltas,
     Dropped,
@@ -131,13 +132,18 @@ class EngineClient:
         """Whether this client looks after the engine; it alone publishes engine-wide metrics."""
         return self._launcher.is_owner
 
-    def add(self, message: AddRequest) -> None:
+    def add(self, message: AddRequest | CloseSession) -> None:
         """Sends the request. Raises `Busy`, `EngineDead` or `Draining`; then nothing follows."""
-        self._outbox.put(message.key, encoder.encode(message))
+        num_sequences = message.n if isinstance(message, AddRequest) else 1
+        self._outbox.put(message.key, encoder.encode(message), num_sequences)
 
     def cancel(self, keys: Iterable[int]) -> None:
-        """Each is answered with a final delta, unless that was on its way already."""
+        """All sequences of each are answered with a final delta, unless that was on its way already."""
         self._outbox.put_cancel(list(keys))
+
+    def cancel_sequence(self, key: int, index: int) -> None:
+        """It alone is answered with a final delta; the request's other sequences go on."""
+        self._outbox.put_cancel([], [(key, index)])
 
     def close(self) -> None:
         """Leaves the engine. What is in flight ends with `on_lost`. May be called twice."""
@@ -237,7 +243,7 @@ class EngineClient:
     def _handle(self, message: FromEngine) -> None:
         match message:
             case Deltas():
-                self._outbox.ended(delta.key for delta in message.deltas if delta.finish_reason)
+                self._outbox.ended(message.deltas)
                 self._notify(self._listener.on_deltas, message.deltas)
             case Stats():
                 self._notify(self._listener.on_stats, message.stats)
@@ -246,7 +252,8 @@ class EngineClient:
                 self._is_ready = True
                 self._settled.set()
             case Dropped():
-                self._disconnect(from_wire(*msgspec.structs.astuple(message.error)))
+                error = message.error
+                self._disconnect(from_wire(error.tag, error.message, error.retry_after_ms))
             case Failed():
                 raise ConfigError(message.message)
 
@@ -281,7 +288,8 @@ class EngineClient:
 
     def _answer_cancelled(self, keys: list[int]) -> None:
         if keys:
-            deltas = [Delta(key, [], finish_reason=FinishReason.CANCELLED.value) for key in keys]
+            reason = FinishReason.CANCELLED.value
+            deltas = [Delta(key, [], finish_reason=reason, index=WHOLE_REQUEST) for key in keys]
             self._notify(self._listener.on_deltas, deltas)
 
     def _notify(self, callback: Callable[..., None], *arguments: object) -> None:

@@ -11,9 +11,9 @@ import zmq
 
 from tidewheel.batch import StepOutputs, TopLogprobs
 from tidewheel.engine.deltas import final_delta, refusal, to_wire
-from tidewheel.engine.messages import Delta, Deltas, FromEngine, encoder
+from tidewheel.engine.messages import WHOLE_REQUEST, Delta, Deltas, FromEngine, encoder
 from tidewheel.errors import InvalidRequest, TidewheelError
-from tidewheel.request import Request
+from tidewheel.request import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +30,14 @@ class FrontEnd:
         self.identity = identity
         self.name = name
         self.last_seen = now
-        self.request_ids: dict[int, str] = {}  # by key, of unfinished requests
+        self.request_ids: dict[int, dict[int, str]] = {}  # by key and index, of unfinished sequences
         self.unsent: list[Delta] = []
 
 
 class _Route(NamedTuple):
     front_end: FrontEnd
     key: int
+    sequence: int  # its index among those of the key
 
 
 class FrontEnds:
@@ -64,7 +65,7 @@ class FrontEnds:
     def remove(self, front_end: FrontEnd) -> list[str]:
         """Forgets the front end; the ids of its unfinished requests, which nobody waits for any more."""
         self._by_identity.pop(front_end.identity, None)
-        orphans = list(front_end.request_ids.values())
+        orphans = [request_id for ids in front_end.request_ids.values() for request_id in ids.values()]
         for request_id in orphans:
             del self._routes[request_id]
         front_end.request_ids.clear()
@@ -83,25 +84,30 @@ class FrontEnds:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def open(self, front_end: FrontEnd, key: int) -> str:
-        """The engine's id for a new request. Every open request is closed by exactly one final delta."""
+    def open(self, front_end: FrontEnd, key: int, n: int) -> list[str]:
+        """The engine's ids for the sequences of a new request. Every one is closed by exactly one final delta."""
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
-        self._num_opened += 1
-        request_id = str(self._num_opened)
-        front_end.request_ids[key] = request_id
-        self._routes[request_id] = _Route(front_end, key)
-        return request_id
+        ids = {index: str(self._num_opened + 1 + index) for index in range(n)}
+        self._num_opened += n
+        front_end.request_ids[key] = ids
+        for index, request_id in ids.items():
+            self._routes[request_id] = _Route(front_end, key, index)
+        return list(ids.values())
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """Answers a request that is not open."""
         front_end.unsent.append(refusal(key, error))
 
-    def close(self, request_id: str, error: TidewheelError) -> None:
+    def confirm(self, front_end: FrontEnd, key: int) -> None:
+        """Answers a message that asks for no tokens."""
+        front_end.unsent.append(Delta(key, [], FinishReason.STOP.value, index=WHOLE_REQUEST))
+
+    def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """Ends an open request that the scheduler knows nothing of."""
-        route = self._routes.pop(request_id)
-        del route.front_end.request_ids[route.key]
-        self.refuse(route.front_end, route.key, error)
+        for request_id in front_end.request_ids.pop(key).values():
+            del self._routes[request_id]
+        self.refuse(front_end, key, error)
 
     def deliver(self, outputs: StepOutputs) -> None:
         """Notes the news of a step; `flush` sends them."""
@@ -110,7 +116,7 @@ class FrontEnds:
             if request.finish_reason is not None:
                 self._finish(request, [token_id], logprobs.get(index))
             elif route := self._routes.get(request.request_id):
-                delta = Delta(route.key, [token_id], logprobs=to_wire(logprobs.get(index)))
+                delta = Delta(route.key, [token_id], logprobs=to_wire(logprobs.get(index)), index=route.sequence)
                 route.front_end.unsent.append(delta)
         for request in outputs.finished:
             self._finish(request, [])
@@ -118,9 +124,13 @@ class FrontEnds:
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
         """No route: its end is noted already, or its front end is gone."""
         route = self._routes.pop(request.request_id, None)
-        if route is not None:
+        if route is None:
+            return
+        siblings = route.front_end.request_ids[route.key]
+        del siblings[route.sequence]
+        if not siblings:
             del route.front_end.request_ids[route.key]
-            route.front_end.unsent.append(final_delta(route.key, request, token_ids, logprobs))
+        route.front_end.unsent.append(final_delta(route.key, route.sequence, request, token_ids, logprobs))
 
     # --- sending ----------------------------------------------------------------------------------------------
 

@@ -9,18 +9,25 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from tidewheel.engine.messages import Cancel, encoder
+from tidewheel.engine.messages import WHOLE_REQUEST, Cancel, Delta, encoder
 from tidewheel.errors import Busy, TidewheelError, from_wire
 
 
 class _Add(NamedTuple):
     key: int
     payload: bytes
+    num_sequences: int
 
 
 class _Held(NamedTuple):
     payload: bytes
+    num_sequences: int
     deadline: float
+
+
+class _Cancel(NamedTuple):
+    keys: list[int]
+    sequences: list[tuple[int, int]]  # key and index
 
 
 class Outbox:
@@ -35,16 +42,16 @@ class Outbox:
         self._max_held = max_held
         self._hold_s = hold_s
         self._lock = threading.Lock()
-        self._queue: deque[_Add | list[int]] = deque()  # a list of keys is a cancellation
+        self._queue: deque[_Add | _Cancel] = deque()
         self._refusal: TidewheelError | None = None
         self._is_closed = False
         self._held: dict[int, _Held] = {}
-        self._in_flight: set[int] = set()
-        self._cancelled: list[int] = []  # in flight, to be told to the engine
+        self._in_flight: dict[int, int] = {}  # sequences that have not ended, by key
+        self._cancelled = _Cancel([], [])  # in flight, to be told to the engine
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def put(self, key: int, payload: bytes) -> None:
+    def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
         """Raises `Busy` when too many wait for an engine, or what `refuse` was called with."""
         with self._lock:
             if self._refusal is not None:
@@ -53,18 +60,18 @@ class Outbox:
             num_waiting = len(self._queue) + len(self._held)
             if num_waiting >= self._max_held:
                 raise Busy(f"{num_waiting} requests wait for the engine already", retry_after_ms=1000)
-            self._push(_Add(key, payload))
+            self._push(_Add(key, payload, num_sequences))
 
-    def put_cancel(self, keys: list[int]) -> None:
+    def put_cancel(self, keys: list[int], sequences: list[tuple[int, int]] | None = None) -> None:
         with self._lock:
             if self._refusal is None:
-                self._push(keys)
+                self._push(_Cancel(keys, sequences or []))
 
     def wake(self) -> None:
         with self._lock:
             self._wake()
 
-    def _push(self, entry: _Add | list[int]) -> None:
+    def _push(self, entry: _Add | _Cancel) -> None:
         if not self._queue:
             self._wake()
         self._queue.append(entry)
@@ -87,10 +94,11 @@ class Outbox:
         unsent: list[int] = []
         for entry in entries:
             if isinstance(entry, _Add):
-                self._held[entry.key] = _Held(entry.payload, deadline)
-            else:
-                unsent += [key for key in entry if self._held.pop(key, None) is not None]
-                self._cancelled += [key for key in entry if key in self._in_flight]
+                self._held[entry.key] = _Held(entry.payload, entry.num_sequences, deadline)
+                continue
+            unsent += [key for key in entry.keys if self._held.pop(key, None) is not None]
+            self._cancelled.keys.extend(key for key in entry.keys if key in self._in_flight)
+            self._cancelled.sequences.extend(pair for pair in entry.sequences if pair[0] in self._in_flight)
         return unsent
 
     def flush(self, send: Callable[[bytes], bool]) -> None:
@@ -99,18 +107,24 @@ class Outbox:
             if not send(held.payload):
                 return
             del self._held[key]
-            self._in_flight.add(key)
-        if self._cancelled and send(encoder.encode(Cancel(self._cancelled))):
-            self._cancelled = []
+            self._in_flight[key] = held.num_sequences
+        if any(self._cancelled) and send(encoder.encode(Cancel(*self._cancelled))):
+            self._cancelled = _Cancel([], [])
 
-    def ended(self, keys: Iterable[int]) -> None:
-        self._in_flight.difference_update(keys)
+    def ended(self, deltas: Iterable[Delta]) -> None:
+        """Notes the last deltas among them."""
+        for delta in deltas:
+            if not delta.finish_reason or delta.key not in self._in_flight:
+                continue
+            self._in_flight[delta.key] -= 1
+            if delta.index == WHOLE_REQUEST or not self._in_flight[delta.key]:
+                del self._in_flight[delta.key]
 
     def lose_in_flight(self) -> list[int]:
         """The keys that the engine will not answer any more."""
         lost = list(self._in_flight)
         self._in_flight.clear()
-        self._cancelled = []
+        self._cancelled = _Cancel([], [])
         return lost
 
     def lose_expired(self) -> list[int]:

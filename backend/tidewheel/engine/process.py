@@ -27,6 +27,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.describe import describe
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.run_dir import ENGINE_LOCK, check_socket_path, socket_address
 from tidewheel.engine.server import RETRY_AFTER_MS, EngineServer
 from tidewheel.engine.status import State, Status, process_start_ticks, settings_digest, write_status
@@ -121,6 +122,7 @@ def _serve_loaded(
             info,
             settings_digest=settings_digest(config.to_settings()),
             seed=config.seed,
+            session_ttl=SessionTtl(config.session_ttl_s, config.max_session_ttl_s),
             linger_s=linger_s,
             on_drain=lambda: status.update(is_draining=True),
         )

@@ -1,8 +1,9 @@
-"""From the wire to the scheduler: an `AddRequest` becomes a `Request` once everything in it was checked."""
+"""From the wire to the scheduler: an `AddRequest` becomes `n` requests once everything in it was checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,38 +11,97 @@ from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
-from tidewheel.sampling import MAX_BAD_WORDS, MAX_STOP_TOKEN_IDS
+from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS
+from tidewheel.tenants import MAX_TENANT_CHARS
 
 # A front end adds to what a client may send: end-of-sequence ids, and a spelling of each word after a space.
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
 MAX_SALT_CHARS = 256
+MAX_SESSION_ID_CHARS = 256
+MAX_SEQUENCES = 16
 
 
-def to_request(message: AddRequest, info: EngineInfo, *, request_id: str, seed: int, now: float) -> Request:
-    """Raises `InvalidRequest` naming the field, the value and the limit. `seed` is for requests without one."""
+class SessionTtl(NamedTuple):
+    """How long the engine keeps a session, in seconds."""
+
+    default_s: float
+    max_s: float
+
+
+def to_requests(
+    message: AddRequest,
+    info: EngineInfo,
+    session_ttl: SessionTtl,
+    *,
+    request_ids: Sequence[str],
+    seed: int,
+    now: float,
+) -> list[Request]:
+    """One request for each id; the first is the leader of the others, which share its prompt.
+
+    Each sequence samples with the seed plus its index, modulo 2**64; `seed` is for messages without one. Raises
+    `InvalidRequest` naming the field, the value and the limit.
+    """
     prompt = _prompt(message.prompt, info)
     max_tokens = _max_tokens(message, len(prompt), info)
     message.sampling.check_vocabulary(info.vocab_size)
     _check_ids("stop_token_ids", message.stop_token_ids, info.vocab_size, MAX_STOP_IDS)
     _check_bad_words(message.bad_words_ids, info.vocab_size)
-    if len(message.cache_salt) > MAX_SALT_CHARS:
-        raise InvalidRequest(
-            f"cache_salt has {len(message.cache_salt)} characters: at most {MAX_SALT_CHARS} are read"
+    _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARS)
+    _check_length("tenant", message.tenant, MAX_TENANT_CHARS)
+    _check_length("session_id", message.session_id, MAX_SESSION_ID_CHARS)
+    first_seed = seed if message.sampling.seed is None else message.sampling.seed
+    ttl = _session_ttl(message, session_ttl)
+    priority = _priority(message.priority)
+    requests: list[Request] = []
+    for index, request_id in enumerate(request_ids):
+        request = Request(
+            request_id,
+            prompt,
+            message.sampling,
+            max_tokens=max_tokens,
+            arrival_time=min(now, message.arrival_ns * 1e-9) if message.arrival_ns > 0 else now,
+            seed=(first_seed + index) % (MAX_SEED + 1),
+            priority=priority,
+            stop_token_ids=message.stop_token_ids,
+            bad_words_ids=message.bad_words_ids,
+            cache_salt=message.cache_salt,
+            tenant=message.tenant,
+            deadline=_seconds(message.deadline_ns),
+            soft_deadline=_seconds(message.soft_deadline_ns),
+            session_id=message.session_id,
+            session_ttl=ttl,
+            leader=requests[0] if requests else None,
         )
-    return Request(
-        request_id,
-        prompt,
-        message.sampling,
-        max_tokens=max_tokens,
-        arrival_time=min(now, message.arrival_ns * 1e-9) if message.arrival_ns > 0 else now,
-        seed=seed if message.sampling.seed is None else message.sampling.seed,
-        priority=_priority(message.priority),
-        stop_token_ids=message.stop_token_ids,
-        bad_words_ids=message.bad_words_ids,
-        cache_salt=message.cache_salt,
-    )
+        requests.append(request)
+    return requests
+
+
+def check_num_sequences(n: int) -> None:
+    if not 1 <= n <= MAX_SEQUENCES:
+        raise InvalidRequest(f"n is {n}: it must be 1 to {MAX_SEQUENCES}")
+
+
+def _seconds(moment_ns: int) -> float | None:
+    return moment_ns * 1e-9 if moment_ns else None
+
+
+def _session_ttl(message: AddRequest, limits: SessionTtl) -> float:
+    if message.session_ttl_s is None:
+        return limits.default_s
+    if not 0.0 < message.session_ttl_s <= limits.max_s:
+        raise InvalidRequest(
+            f"session_ttl_s is {message.session_ttl_s:g}: it must be above 0 and at most {limits.max_s:g} "
+            "(max_session_ttl_s)"
+        )
+    return message.session_ttl_s
+
+
+def _check_length(name: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(f"{name} has {len(text)} characters: at most {limit} are read")
 
 
 def _prompt(raw: bytes, info: EngineInfo) -> Int32Array:

@@ -17,6 +17,7 @@ from tidewheel.engine.messages import (
     PROTOCOL,
     AddRequest,
     Cancel,
+    CloseSession,
     Drain,
     Dropped,
     EngineInfo,
@@ -28,7 +29,7 @@ from tidewheel.engine.messages import (
     ToEngine,
     to_engine_decoder,
 )
-from tidewheel.engine.requests import to_request
+from tidewheel.engine.requests import SessionTtl, check_num_sequences, to_requests
 from tidewheel.engine.runner import Runner
 from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.scheduler.scheduler import Scheduler
@@ -53,6 +54,7 @@ class EngineServer:
         *,
         settings_digest: str,
         seed: int,
+        session_ttl: SessionTtl,
         linger_s: float,
         on_drain: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -60,6 +62,7 @@ class EngineServer:
         self._socket = socket
         self._info = info
         self._settings_digest = settings_digest
+        self._session_ttl = session_ttl
         self._seeds = random.Random(seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
         self._on_drain = on_drain
@@ -158,10 +161,10 @@ class EngineServer:
         match message:
             case AddRequest():
                 self._add(front_end, message)
+            case CloseSession():
+                self._close_session(front_end, message)
             case Cancel():
-                for key in message.keys:
-                    if request_id := front_end.request_ids.get(key):
-                        self._core.cancel(request_id)
+                self._cancel(front_end, message)
             case Goodbye():
                 self._drop(front_end, "leaves")
 
@@ -186,23 +189,52 @@ class EngineServer:
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
         try:
-            if self._is_draining:
-                raise Draining("the server is shutting down")
-            request_id = self._front_ends.open(front_end, message.key)
+            self._check_draining()
+            check_num_sequences(message.n)
+            request_ids = self._front_ends.open(front_end, message.key, message.n)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
             return
         try:
-            seed = self._seeds.getrandbits(64)
-            request = to_request(message, self._info, request_id=request_id, seed=seed, now=self._clock())
-            self._core.add(request)
+            self._schedule(message, request_ids)
         except TidewheelError as error:
-            self._front_ends.close(request_id, error)
+            self._front_ends.close(front_end, message.key, error)
         except Exception as error:
             log.exception("a request could not be added")
-            self._front_ends.close(
-                request_id, InternalError(f"the request could not be added: {type(error).__name__}")
-            )
+            failure = InternalError(f"the request could not be added: {type(error).__name__}")
+            self._front_ends.close(front_end, message.key, failure)
+
+    def _schedule(self, message: AddRequest, request_ids: list[str]) -> None:
+        """All sequences, or none."""
+        requests = to_requests(
+            message,
+            self._info,
+            self._session_ttl,
+            request_ids=request_ids,
+            seed=self._seeds.getrandbits(64),
+            now=self._clock(),
+        )
+        self._core.add_group(requests)
+
+    def _cancel(self, front_end: FrontEnd, message: Cancel) -> None:
+        ids = front_end.request_ids
+        leaving = [request_id for key in message.keys for request_id in reversed(ids.get(key, {}).values())]
+        leaving += [ids[key][index] for key, index in message.sequences if index in ids.get(key, {})]
+        for request_id in leaving:
+            self._core.cancel(request_id)
+
+    def _close_session(self, front_end: FrontEnd, message: CloseSession) -> None:
+        try:
+            self._check_draining()
+            self._core.close_session(message.tenant, message.session_id)
+        except TidewheelError as error:
+            self._front_ends.refuse(front_end, message.key, error)
+        else:
+            self._front_ends.confirm(front_end, message.key)
+
+    def _check_draining(self) -> None:
+        if self._is_draining:
+            raise Draining("the server is shutting down")
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
         """Logged and ignored, except for a request whose key can be read: it gets its answer."""
@@ -216,7 +248,7 @@ class EngineServer:
 def _readable_key(payload: bytes) -> int | None:
     try:
         match msgspec.msgpack.decode(payload):
-            case ["AddRequest", int(key), *_]:
+            case ["AddRequest" | "CloseSession", int(key), *_]:
                 return key
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass

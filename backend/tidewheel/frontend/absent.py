@@ -16,12 +16,10 @@ class AbsentFeature(NamedTuple):
 
 
 _NO_PENALTY = AbsentFeature("beam search is not offered, and without it the penalty means nothing", (0, 1, "1"))
-_ONE_SEQUENCE = AbsentFeature("one sequence per request is offered", (1, "1"))
 _NO_BEAMS = AbsentFeature("beam search is not offered", (*_OFF, 1, "1"))
 _NO_STRUCTURE = AbsentFeature("structured output is not offered")
 _NO_PROMPT_LOGPROBS = AbsentFeature("log-probabilities of the prompt are not offered")
 _NO_LORA = AbsentFeature("adapters are not offered", (*_OFF, 0))
-_NO_SESSIONS = AbsentFeature("sessions are not offered")
 _NO_TEMPLATES = AbsentFeature("the chat template is the model's, fixed when it is loaded")
 _NO_TOOLS = AbsentFeature("tool calls are not offered", (*_OFF, "none"))
 _NO_LOGITS = AbsentFeature("logits are not returned: ask for logprobs")
@@ -29,9 +27,6 @@ _NO_TENSORS = AbsentFeature("prompts are text or token ids")
 _NO_TOP_P_DECAY = AbsentFeature("top_p is constant over a request")
 
 ABSENT: dict[str, AbsentFeature] = {
-    "n": _ONE_SEQUENCE,
-    "best_of": _ONE_SEQUENCE,
-    "num_return_sequences": _ONE_SEQUENCE,
     "beam_width": _NO_BEAMS,
     "num_beams": _NO_BEAMS,
     "use_beam_search": _NO_BEAMS,
@@ -60,10 +55,6 @@ ABSENT: dict[str, AbsentFeature] = {
     "lora_name": _NO_LORA,
     "lora_task_id": _NO_LORA,
     "adapter_id": _NO_LORA,
-    "deadline_ms": AbsentFeature("deadlines are not offered"),
-    "session_id": _NO_SESSIONS,
-    "session_ttl_s": _NO_SESSIONS,
-    "tenant": AbsentFeature("tenants are not told apart"),
     "top_p_min": _NO_TOP_P_DECAY,
     "top_p_decay": _NO_TOP_P_DECAY,
     "top_p_reset_ids": _NO_TOP_P_DECAY,
@@ -82,6 +73,7 @@ ABSENT: dict[str, AbsentFeature] = {
     "documents": _NO_TEMPLATES,
     "tools": _NO_TOOLS,
     "tool_choice": _NO_TOOLS,
+    "timeout": AbsentFeature("it is a field of Triton's infer requests: set deadline_ms", (*_OFF, 0)),
     "typical_p": AbsentFeature("typical sampling is not offered", (1,)),
     "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),
     "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),

@@ -1,11 +1,12 @@
 """A request between its submission and its last response: the one place where its threads meet.
 
     submitted ── begin ──► at the engine ── deltas ──►┐
-        │                        │                    ├──► over ── close ──► answered
+        │                   │        ▲                ├──► over ── close ──► answered
+        │                   └─ hold ─┘                │
         └── end (error, cancel) ─┴── end ─────────────┘
 
-Whoever ends it first decides how: the engine's last delta, a cancel, an error, a stop string. All responses are sent
-from its turns, of which there is one at a time, so it is answered once and in order.
+Whoever ends it first decides how: the last delta of its last sequence, a cancel, an error, a deadline. All responses
+are sent from its turns, of which there is one at a time, so it is answered once and in order.
 """
 
 from __future__ import annotations
@@ -13,27 +14,18 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from tidewheel.engine.messages import Delta, RequestStats
-from tidewheel.errors import InternalError, TidewheelError, from_wire
-from tidewheel.frontend.output import OutputStream
-from tidewheel.frontend.values import GenerateRequest, PerfMetrics, Sink
+from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta
+from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, from_wire
+from tidewheel.frontend.outputs import Outputs
+from tidewheel.frontend.values import GenerateRequest, Sink
+from tidewheel.request import FinishReason
 
 
 class Ending(NamedTuple):
-    """Why a request is over: a finish reason, or an error."""
+    """Why a request is over: a finish reason for the sequences that have none of their own, or an error."""
 
     finish_reason: str = ""
     error: TidewheelError | None = None
-    stats: RequestStats | None = None
-
-    @classmethod
-    def of(cls, delta: Delta) -> Ending:
-        """Of the last delta of a request."""
-        if delta.error is not None:
-            return cls(error=from_wire(delta.error.tag, delta.error.message, delta.error.retry_after_ms))
-        if delta.finish_reason == "error":
-            return cls(error=InternalError("the engine ended the request without saying why"))
-        return cls(delta.finish_reason, None, delta.stats)
 
 
 class News(NamedTuple):
@@ -48,21 +40,35 @@ class LiveRequest:
         self.is_streamed = asked.stream
         self.sink = sink
         self.arrival_ns = arrival_ns
-        self.last_token_ns = 0  # written by the engine's listener thread alone
-        self.output: OutputStream | None = None  # from `begin` on; used in turns alone
+        self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread alone
+        self.outputs: Outputs | None = None  # from `begin` on; used in turns alone
+        self.message: AddRequest | None = None  # what the engine gets
         self._lock = threading.Lock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
+        self._deadline_ns = 0
+        self._num_open = 1  # sequences that the engine has not ended
+        self._expired: DeadlineExceeded | None = None  # of a sequence that never started
+        self._has_outlived = False  # a sequence that ended in another way
         self._is_at_engine = False
         self._has_turn = False  # waits for one, or is in it
         self._is_answered = False
         self._needs_every_delta = False
 
-    def begin(self, output: OutputStream, *, needs_every_delta: bool) -> bool:
+    @property
+    def has_begun(self) -> bool:
+        """It has got tokens."""
+        return bool(self.last_token_ns)
+
+    def begin(self, outputs: Outputs | None, message: AddRequest | None, *, needs_every_delta: bool) -> bool:
         """Just before the engine gets it; False: it is over already. Without `needs_every_delta`, its turn comes
         when it is over and not before."""
         with self._lock:
-            self.output = output
+            self.outputs = outputs
+            self.message = message
+            if message is not None:
+                self._num_open = message.n
+                self._deadline_ns = message.deadline_ns
             self._needs_every_delta = needs_every_delta
             return self._ending is None
 
@@ -70,28 +76,41 @@ class LiveRequest:
         """Just after the engine got it; False: it ended meanwhile, and the engine has to be told."""
         with self._lock:
             self._is_at_engine = True
+            return self._ending is None or self._num_open == 0
+
+    def hold(self) -> bool:
+        """The engine has no room for it and knows nothing of it; False: it is over, so that does not matter."""
+        with self._lock:
+            self._is_at_engine = False
             return self._ending is None
+
+    def is_overdue(self, now_ns: int, grace_ns: int) -> bool:
+        """Whether its deadline has passed and nobody else will say so: the engine has `grace_ns` to do it."""
+        with self._lock:
+            if not self._deadline_ns or self._ending is not None:
+                return False
+            return now_ns >= self._deadline_ns + (grace_ns if self._is_at_engine else 0)
 
     def post(self, delta: Delta) -> bool:
         """Takes news of the engine; True: it needs a turn now."""
         with self._lock:
+            ending = self._count_end(delta) if delta.finish_reason else None
             if self._ending is not None:
                 return False
             self._deltas.append(delta)
-            if delta.finish_reason:
-                self._ending = Ending.of(delta)
-                self._is_at_engine = False
-            elif not self._needs_every_delta:
+            self._ending = ending
+            if ending is None and not self._needs_every_delta:
                 return False
             return self._claim_turn()
 
     def end(self, ending: Ending) -> bool:
-        """The first ending counts. True: the engine still works on it and has to be told."""
+        """The first ending counts. True, once: the engine still works on it and has to be told."""
         with self._lock:
-            if self._ending is not None:
-                return False
-            self._ending = ending
-            return self._is_at_engine
+            if self._ending is None:
+                self._ending = ending
+            must_tell = self._is_at_engine and self._num_open > 0
+            self._is_at_engine = False
+            return must_tell
 
     def claim_turn(self) -> bool:
         """True: it needs a turn, and the caller has to see to it."""
@@ -117,20 +136,35 @@ class LiveRequest:
             self._has_turn = not self._is_answered and (has_news or self._ending is not None)
             return self._has_turn
 
-    def perf(self, stats: RequestStats | None) -> PerfMetrics | None:
-        if stats is None:
+    def _count_end(self, delta: Delta) -> Ending | None:
+        """Of one sequence, or of all; how the request ends with it, None if others go on."""
+        error = _error_of(delta)
+        if delta.index == WHOLE_REQUEST:
+            self._num_open = 0
+            return Ending(delta.finish_reason, error)
+        self._num_open -= 1
+        if isinstance(error, DeadlineExceeded):
+            self._expired = error
+        elif error is not None:
+            return Ending(error=error)
+        else:
+            self._has_outlived = True
+        if self._num_open:
             return None
-        return PerfMetrics(
-            arrival_ns=self.arrival_ns,
-            first_scheduled_ns=stats.first_scheduled_ns,
-            first_token_ns=stats.first_token_ns,
-            last_token_ns=stats.last_token_ns,
-            num_reused_blocks=stats.num_reused_blocks,
-            num_new_blocks=stats.num_new_blocks,
-        )
+        if self._expired is None:
+            return Ending(delta.finish_reason)
+        return Ending(FinishReason.DEADLINE) if self._has_outlived else Ending(error=self._expired)
 
     def _claim_turn(self) -> bool:
         if self._has_turn or self._is_answered:
             return False
         self._has_turn = True
         return True
+
+
+def _error_of(delta: Delta) -> TidewheelError | None:
+    if delta.error is not None:
+        return from_wire(delta.error.tag, delta.error.message, delta.error.retry_after_ms)
+    if delta.finish_reason == FinishReason.ERROR:
+        return InternalError("the engine ended the request without saying why")
+    return None

@@ -1,8 +1,6 @@
-"""The output of one request, from the engine's deltas to the chunks that its client gets."""
+"""The output of one sequence, from the engine's deltas to the chunks that its client gets."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from tidewheel.engine.messages import Delta, TokenLogprobs
 from tidewheel.frontend.detokenizer import Detokenizer
@@ -28,6 +26,7 @@ class OutputStream:
         )
         self._stop = StopChecker(sampling.stop, include_in_output=sampling.include_stop_str_in_output)
         self.num_input_tokens = len(prompt.token_ids)
+        self.finish_reason: str | None = None
         self._num_tokens = 0
         self._cumulative_logprob = 0.0
         self._token_ids: list[int] = []
@@ -35,35 +34,38 @@ class OutputStream:
         self._text = [self._prompt_text(prompt)] if echo else []
 
     @property
-    def is_stopped(self) -> bool:
-        """A stop string was found: what the engine sends from now on is not output."""
-        return self._stop.is_hit
-
-    @property
     def has_news(self) -> bool:
         return bool(self._token_ids)
 
-    def push(self, deltas: Iterable[Delta]) -> None:
-        for delta in deltas:
-            # The token that ended the request is no text, unless that is asked for.
-            ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
-            visible = delta.token_ids[:-1] if ends else delta.token_ids
-            num_taken = self._push_text(visible)
-            if not self.is_stopped:
-                num_taken = len(delta.token_ids)
-            self._record(delta.token_ids[:num_taken], delta.logprobs)
+    def push(self, delta: Delta) -> None:
+        """Behind the end, that of a stop string included, nothing is output any more."""
+        if self.finish_reason is not None:
+            return
+        # The token that ended the request is no text, unless that is asked for.
+        ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
+        visible = delta.token_ids[:-1] if ends else delta.token_ids
+        num_taken = self._push_text(visible)
+        if not self._stop.is_hit:
+            num_taken = len(delta.token_ids)
+        self._record(delta.token_ids[:num_taken], delta.logprobs)
+        if self._stop.is_hit:
+            self.finish_reason = FinishReason.STOP.value
 
-    def take(self, finish_reason: str | None = None, perf: PerfMetrics | None = None) -> Chunk:
-        """What is new since the last one; with a finish reason, also what was held back."""
-        if finish_reason is not None and not self.is_stopped:
+    def end(self, finish_reason: str) -> None:
+        """What was held back is output; the first end counts."""
+        if self.finish_reason is None:
+            self.finish_reason = finish_reason
             self._text.append(self._stop.push(self._detokenizer.flush(), may_stop=False) + self._stop.flush())
+
+    def take(self, perf: PerfMetrics | None = None) -> Chunk:
+        """What is new since the last one."""
         chunk = Chunk(
             text="".join(self._text),
             token_ids=self._token_ids,
             logprobs=self._logprobs if self._wants_logprobs else None,
             cumulative_logprob=self._cumulative_logprob if self._wants_logprobs else None,
             num_input_tokens=self.num_input_tokens,
-            finish_reason=finish_reason,
+            finish_reason=self.finish_reason,
             perf=perf,
         )
         self._text, self._token_ids, self._logprobs = [], [], []
@@ -78,12 +80,10 @@ class OutputStream:
         if not self._sampling.stop:
             self._text.append(self._detokenizer.push(token_ids))
             return len(token_ids)
-        if self.is_stopped:
-            return 0
         for index, token_id in enumerate(token_ids, start=1):
             may_stop = self._num_tokens + index > self._sampling.min_tokens
             self._text.append(self._stop.push(self._detokenizer.push((token_id,)), may_stop=may_stop))
-            if self.is_stopped:
+            if self._stop.is_hit:
                 return index
         return len(token_ids)
 

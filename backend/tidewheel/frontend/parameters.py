@@ -19,11 +19,11 @@ from tidewheel.frontend.coercion import (
     to_text,
     to_texts,
 )  # fmt: skip
+from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.values import ParameterSource
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
 
-MAX_CACHE_SALT_BYTES = 256
 _MAX_KEY_CHARS = 64  # a longer key resembles none of ours
 
 _SAMPLING: dict[str, Coercion] = {
@@ -46,26 +46,37 @@ _SAMPLING: dict[str, Coercion] = {
     "logprobs": to_int,
     "skip_special_tokens": to_bool,
 }
-_OTHERS: dict[str, Coercion] = {
+_OPTIONS: dict[str, Coercion] = {
+    "n": to_int,
     "priority": to_int,
+    "tenant": to_text,
     "cache_salt": to_text,
+    "deadline_ms": to_float,
+    "soft_deadline_ms": to_float,
+    "session_id": to_text,
+    "session_ttl_s": to_float,
+    "close_session": to_bool,
+}
+_OTHERS: dict[str, Coercion] = {
+    "best_of": to_int,
     "end_id": to_int,  # one more stop token
     "pad_id": to_int,  # sequences are never padded, so every id is honoured
 }
-_COERCIONS = {**_SAMPLING, **_OTHERS}
+_COERCIONS = {**_SAMPLING, **_OPTIONS, **_OTHERS}
 _ALIASES = {
+    "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
     "min_length": "min_tokens",
     "stop_words": "stop",
     "random_seed": "seed",
 }
 _KNOWN = (*_COERCIONS, *_ALIASES, *ABSENT)
+_OF_CLOSING = frozenset({"close_session", "session_id", "tenant"})
 
 
 class ParsedParameters(NamedTuple):
     sampling: SamplingParams
-    priority: Priority
-    cache_salt: str
+    options: RequestOptions
 
 
 class _Given(NamedTuple):
@@ -82,15 +93,13 @@ def parse_parameters(
     `Unsupported` for what is known and not offered. A null counts as not given.
     """
     given = _collect(sources)
-    priority = _priority(given.pop("priority", None))
-    cache_salt = _cache_salt(given.pop("cache_salt", None))
+    options = _options(given)
     given.pop("pad_id", None)
     end_id = given.pop("end_id", None)
     values: dict[str, object] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
     if end_id is not None:
         values["stop_token_ids"] = _union(values.get("stop_token_ids", ()), end_id.value)
-    sampling = SamplingParams(**values)  # type: ignore[arg-type]
-    return ParsedParameters(sampling, priority, cache_salt)
+    return ParsedParameters(SamplingParams(**values), options)  # type: ignore[arg-type]
 
 
 def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
@@ -137,6 +146,24 @@ def _union(ids: object, end_id: object) -> tuple[int, ...]:
     return ids if end_id in ids else (*ids, end_id)
 
 
+def _options(given: dict[str, _Given]) -> RequestOptions:
+    """Takes what is none of sampling out of `given`."""
+    _check_closing(given)
+    values: dict[str, object] = {key: given.pop(key).value for key in (_OPTIONS.keys() - {"priority"}) & given.keys()}
+    options = RequestOptions(priority=_priority(given.pop("priority", None)), **values)  # type: ignore[arg-type]
+    best_of = given.pop("best_of", None)
+    if best_of is not None and best_of.value != options.n:
+        raise Unsupported(f"best_of is {best_of.value} and n is {options.n}: all sequences are returned, none chosen")
+    return options
+
+
+def _check_closing(given: Mapping[str, _Given]) -> None:
+    closing = given.get("close_session")
+    others = sorted(given.keys() - _OF_CLOSING)
+    if closing is not None and closing.value and others:
+        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
+
+
 def _priority(given: _Given | None) -> Priority:
     if given is None:
         return Priority.NORMAL
@@ -147,13 +174,3 @@ def _priority(given: _Given | None) -> Priority:
         raise InvalidRequest(
             f"{given.label} is {given.value}: it must be 0 (default) to {max(Priority)} (lowest)"
         ) from None
-
-
-def _cache_salt(given: _Given | None) -> str:
-    if given is None:
-        return ""
-    assert isinstance(given.value, str)
-    size = len(given.value.encode("utf-8"))
-    if size > MAX_CACHE_SALT_BYTES:
-        raise InvalidRequest(f"{given.label} has {size} bytes: at most {MAX_CACHE_SALT_BYTES} are allowed")
-    return given.value

@@ -6,11 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
-from tidewheel.engine.messages import AddRequest, EngineInfo
+from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import ChatTemplate
 from tidewheel.frontend.defaults import GenerationDefaults
+from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.output import OutputStream
+from tidewheel.frontend.outputs import Outputs
 from tidewheel.frontend.parameters import parse_parameters
 from tidewheel.frontend.prompt import PromptReader
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -19,8 +21,8 @@ from tidewheel.sampling import SamplingParams
 
 
 class Prepared(NamedTuple):
-    message: AddRequest
-    output: OutputStream
+    message: AddRequest | CloseSession
+    outputs: Outputs | None  # None: nothing is generated
     has_stop_strings: bool
 
 
@@ -44,8 +46,9 @@ class Preparer:
 
     def prepare(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
         """Raises `InvalidRequest` or `Unsupported`."""
-        parameters = parse_parameters(request.parameters, self._defaults.sampling)
-        sampling = parameters.sampling
+        sampling, options = parse_parameters(request.parameters, self._defaults.sampling)
+        if options.close_session:
+            return _close_session(key, request, options)
         sampling.check_vocabulary(self.tokenizer.vocab_size)
         prompt = self._prompts.read(request)
         max_tokens = self._max_tokens(sampling, len(prompt.token_ids))
@@ -55,12 +58,11 @@ class Preparer:
             sampling=dataclasses.replace(sampling, max_tokens=max_tokens, stop=(), bad_words=()),
             stop_token_ids=self._stop_token_ids(sampling),
             bad_words_ids=tuple(ids for word in sampling.bad_words for ids in self.tokenizer.phrase_ids(word)),
-            priority=int(parameters.priority),
-            cache_salt=parameters.cache_salt,
-            arrival_ns=arrival_ns,
+            **options.to_wire(arrival_ns, request.timeout_us),
         )
-        output = OutputStream(self.tokenizer, prompt, sampling, echo=request.echo and not request.stream)
-        return Prepared(message, output, bool(sampling.stop))
+        echo = request.echo and not request.stream
+        streams = [OutputStream(self.tokenizer, prompt, sampling, echo=echo) for _ in range(options.n)]
+        return Prepared(message, Outputs(streams, arrival_ns), bool(sampling.stop))
 
     def _max_tokens(self, sampling: SamplingParams, num_prompt_tokens: int) -> int:
         """What was asked for, or what still fits."""
@@ -76,3 +78,9 @@ class Preparer:
     def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         eos = () if sampling.ignore_eos else self._eos_token_ids
         return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+
+
+def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:
+    if request.text or request.messages is not None or request.input_ids is not None:
+        raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
+    return Prepared(CloseSession(key, options.tenant, options.session_id), None, False)

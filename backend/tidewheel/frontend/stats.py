@@ -30,7 +30,9 @@ REQUEST_BOUNDS = (
 )  # fmt: skip
 
 # Refused before anything was computed; other errors ended a request that had been accepted.
-REJECTION_TAGS = frozenset({"TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-DRAINING"})
+REJECTION_TAGS = frozenset(
+    {"TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-DEADLINE", "TW-DRAINING"}
+)
 
 
 class HistogramSnapshot(NamedTuple):
@@ -74,7 +76,7 @@ class FrontendStats:
 class TokenTiming(NamedTuple):
     """One delta, as it came in: seconds since the one before it, or since the arrival."""
 
-    seconds: float
+    seconds: float | None  # None: the first of a sequence whose request has begun already
     num_tokens: int
     num_prompt_tokens: int  # 0 unless these are the first tokens
 
@@ -106,6 +108,9 @@ class StatsRecorder:
                 self._num_generation_tokens += timing.num_tokens
                 if timing.num_prompt_tokens:
                     self._num_prompt_tokens += timing.num_prompt_tokens
+                if timing.seconds is None:
+                    continue
+                if timing.num_prompt_tokens:
                     self._time_to_first_token.observe(timing.seconds)
                 else:
                     self._inter_token_latency.observe(timing.seconds / timing.num_tokens, timing.num_tokens)

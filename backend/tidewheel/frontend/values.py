@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +32,7 @@ class GenerateRequest:
     stream: bool = False
     echo: bool = False  # the prompt precedes the output text (not when streaming)
     arrival_ns: int = 0  # monotonic
+    timeout_us: int = 0  # a deadline as Triton's own request field gives it; 0: none
 
     @property
     def prompt_bytes(self) -> int:
@@ -50,7 +51,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerfMetrics:
-    """Times in ns of the monotonic clock."""
+    """Times of one sequence, in ns of the monotonic clock; 0: never happened."""
 
     arrival_ns: int
     first_scheduled_ns: int
@@ -62,22 +63,30 @@ class PerfMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One response: what is new since the last one. The last chunk of a request has a `finish_reason`."""
+    """What is new of one sequence since the last response."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None  # aligned with token_ids, when asked
     cumulative_logprob: float | None = None  # over all output so far, when asked
     num_input_tokens: int = 0
-    finish_reason: str | None = None
-    perf: PerfMetrics | None = None  # with the last chunk
+    finish_reason: str | None = None  # from the sequence's end on, in every response
+    perf: PerfMetrics | None = None  # from the end on
+
+
+Response = Sequence[Chunk]  # one for each of the request's `n` sequences, by index
+
+
+def is_last(response: Response) -> bool:
+    """Whether a response ends its request: all sequences have ended."""
+    return all(chunk.finish_reason is not None for chunk in response)
 
 
 class Sink(Protocol):
     """Where the responses of one request go. Called from one thread at a time; exactly one call ends it:
-    `send` of a chunk with a finish reason, or `fail`."""
+    `send` of the last response, or `fail`."""
 
-    def send(self, chunk: Chunk) -> None: ...
+    def send(self, response: Response) -> None: ...
 
     def fail(self, error: TidewheelError) -> None: ...
 

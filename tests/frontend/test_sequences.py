@@ -1,0 +1,224 @@
+"""Requests with several sequences: one response holds what is new of each, and the request ends when all have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.fake_engine import RecordingSink
+from support.front_ends import Harness, delta, error_info, stats
+from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo
+from tidewheel.errors import EngineDead
+
+EXPIRED = ErrorInfo("TW-DEADLINE", "deadline_ms is 5: it passed before the request could start")
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(tmp_path)
+    yield harness
+    harness.frontend.close()
+
+
+def reasons(sink: RecordingSink) -> list[list[str | None]]:
+    return [[chunk.finish_reason for chunk in response] for response in sink.responses]
+
+
+def test_what_the_engine_gets(harness: Harness) -> None:
+    parameters = {
+        "n": 3, "tenant": "acme", "deadline_ms": 2000, "soft_deadline_ms": 1000, "seed": 4,
+    }  # fmt: skip
+    message = harness.message(harness.submit(parameters=parameters).key)
+    assert (message.n, message.tenant, message.sampling.seed) == (3, "acme", 4)
+    assert message.deadline_ns == message.arrival_ns + 2_000_000_000
+    assert message.soft_deadline_ns == message.arrival_ns + 1_000_000_000
+    message = harness.message(harness.submit(parameters={"session_id": "s", "session_ttl_s": 9}).key)
+    assert (message.n, message.session_id, message.session_ttl_s, message.deadline_ns) == (1, "s", 9.0, 0)
+
+
+def test_streaming(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True, parameters={"n": 3})
+    harness.frontend.on_deltas([delta(key, harness.encode(char), index=i) for i, char in enumerate("abc")])
+    sink.wait_chunks(1)
+    harness.deliver(key, harness.encode("B"), index=1)
+    sink.wait_chunks(2)
+    assert [[chunk.text for chunk in response] for response in sink.responses] == [["a", "b", "c"], ["", "B", ""]]
+    harness.deliver(key, harness.encode("C"), "length", index=2)
+    sink.wait_chunks(3)
+    harness.deliver(key, [2], "stop", index=0)
+    sink.wait_chunks(4)
+    assert sink.num_ends == 0
+    harness.deliver(key, [], "length", index=1)
+    sink.wait_end()
+    assert sink.texts() == ["a", "bB", "cC"]
+    assert reasons(sink) == [
+        [None, None, None], [None, None, None], [None, None, "length"], ["stop", None, "length"],
+        ["stop", "length", "length"],
+    ]  # fmt: skip
+    assert not harness.engine.cancelled
+    assert harness.frontend.stats().finished == {"stop": 1}
+
+
+def test_without_streaming_there_is_one_response(harness: Harness) -> None:
+    key, sink = harness.submit("the", echo=True, parameters={"n": 2})
+    harness.deliver(key, harness.encode(" fox"), "length", index=1, stats=stats(5))
+    harness.deliver(key, harness.encode(" dog"), index=0)
+    harness.deliver(key, harness.encode("s"), "length", index=0, stats=stats(6))
+    sink.wait_end()
+    (response,) = sink.responses
+    assert [chunk.text for chunk in response] == ["the dogs", "the fox"]
+    assert [chunk.perf.first_scheduled_ns for chunk in response if chunk.perf] == [6, 5]
+
+
+def test_several_tokens_in_one_response_when_it_is_behind(harness: Harness) -> None:
+    gate = threading.Event()
+    key, sink = harness.submit(sink=RecordingSink(gate), stream=True, parameters={"n": 2})
+    for char in "abcdef":
+        harness.frontend.on_deltas([delta(key, harness.encode(char), index=i) for i in range(2)])
+    for index in range(2):
+        harness.deliver(key, [], "length", index=index)
+    gate.set()
+    sink.wait_end()
+    assert sink.texts() == ["abcdef"] * 2
+    assert len(sink.responses) <= 2
+
+
+def test_a_stop_string_ends_one_sequence(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True, parameters={"n": 2, "stop": "END"})
+    for char in "one END two":
+        harness.deliver(key, harness.encode(char), index=0)
+    harness.engine.wait(lambda: harness.engine.cancelled_sequences == [(key, 0)])
+    harness.deliver(key, harness.encode("x"), index=1)
+    harness.deliver(key, [], "cancelled", index=0)  # the engine's last word on it
+    harness.deliver(key, harness.encode("y"), "length", index=1)
+    sink.wait_end()
+    assert sink.texts() == ["one ", "xy"]
+    assert reasons(sink)[-1] == ["stop", "length"]
+    assert not harness.engine.cancelled
+
+
+def test_stop_strings_end_all_sequences(harness: Harness) -> None:
+    key, sink = harness.submit(parameters={"n": 2, "stop": "b"})
+    for index in (1, 0):
+        harness.deliver(key, harness.encode("abc"), index=index)
+    sink.wait_end()
+    assert sink.texts() == ["a", "a"]
+    harness.engine.wait_cancelled(key)  # what it still works on
+
+
+def test_a_client_that_is_gone_ends_all(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True, parameters={"n": 2})
+    harness.deliver(key, harness.encode("x"), "length", index=0)
+    sink.wait_chunks(1)
+    sink.gone.set()
+    sink.wait_end()
+    harness.engine.wait_cancelled(key)
+    assert reasons(sink)[-1] == ["length", "cancelled"]
+
+
+def test_an_error_of_one_sequence_ends_the_request(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True, parameters={"n": 2})
+    harness.deliver(key, harness.encode("x"), index=0)
+    sink.wait_chunks(1)
+    harness.deliver(key, [], "error", error=error_info(), index=1)
+    sink.wait_end()
+    assert str(sink.error) == "[TW-NUMERIC] logits are not finite"
+    harness.engine.wait_cancelled(key)
+    harness.deliver(key, [], "cancelled", index=0)
+    assert sink.num_ends == 1
+
+
+def test_a_refusal_is_of_the_whole_request(harness: Harness) -> None:
+    key, sink = harness.submit(parameters={"n": 4})
+    harness.deliver(key, [], "error", error=ErrorInfo("TW-BUSY", "full", 7), index=WHOLE_REQUEST)
+    sink.wait_end()
+    assert str(sink.error) == "[TW-BUSY retry_after_ms=7] full"
+    assert not harness.engine.cancelled
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["leader first", "leader last"])
+def test_a_deadline_ends_those_that_run_and_those_that_wait(harness: Harness, order: tuple[int, int]) -> None:
+    key, sink = harness.submit(parameters={"n": 2})
+    harness.deliver(key, harness.encode("x"), index=0)
+    last = [delta(key, [], "deadline", index=0), delta(key, [], "error", error=EXPIRED, index=1)]
+    harness.frontend.on_deltas([last[index] for index in order])
+    sink.wait_end()
+    assert sink.texts() == ["x", ""]
+    assert reasons(sink) == [["deadline", "deadline"]]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_deadline_before_anything_started_is_an_error(harness: Harness, n: int) -> None:
+    key, sink = harness.submit(parameters={"n": n})
+    for index in range(n):
+        harness.deliver(key, [], "error", error=EXPIRED, index=index)
+    sink.wait_end()
+    assert str(sink.error) == f"[TW-DEADLINE] {EXPIRED.message}"
+    assert harness.frontend.stats().rejected == {"TW-DEADLINE": 1}
+
+
+def test_an_engine_that_forgets_a_deadline(harness: Harness) -> None:
+    """Arrivals of this test are in the distant past: the deadline has passed long ago."""
+    key, sink = harness.submit(stream=True, parameters={"deadline_ms": 60_000})
+    harness.deliver(key, harness.encode("x"))
+    sink.wait_end()
+    harness.engine.wait_cancelled(key)
+    assert sink.error is not None or sink.finish_reason == "deadline"
+
+
+def test_lost_sequences(harness: Harness) -> None:
+    key, sink = harness.submit(stream=True, parameters={"n": 2})
+    harness.deliver(key, harness.encode("x"), "length", index=0)
+    sink.wait_chunks(1)
+    harness.frontend.on_lost([key], EngineDead("gone"))
+    sink.wait_end()
+    assert str(sink.error) == "[TW-ENGINE-DEAD] gone"
+
+
+def test_figures(harness: Harness) -> None:
+    key, sink = harness.submit("Hello", stream=True, parameters={"n": 2})
+    for index in (0, 1, 0):
+        harness.deliver(key, [5], index=index)
+    harness.frontend.on_deltas([delta(key, [6], "length", index=i, stats=stats()) for i in range(2)])
+    sink.wait_end()
+    figures = harness.frontend.stats()
+    assert (figures.finished, figures.num_generation_tokens) == ({"length": 1}, 5)
+    assert figures.num_prompt_tokens == len(harness.encode("Hello"))
+    assert sum(figures.time_to_first_token.counts) == 1
+    assert sum(figures.inter_token_latency.counts) == 3
+
+
+# --- sessions -----------------------------------------------------------------------------------------------------
+
+
+def close_session(harness: Harness, **asked: object) -> RecordingSink:
+    parameters = {"close_session": True, "session_id": "s", "tenant": "acme"}
+    sink = harness.submit_at_now(parameters=parameters, **{"text": None, **asked})
+    harness.engine.wait(lambda: bool(harness.engine.closed))
+    return sink
+
+
+@pytest.mark.parametrize("text", [None, "", b""])
+def test_a_session_is_closed_without_a_prompt(harness: Harness, text: str | bytes | None) -> None:
+    sink = close_session(harness, text=text)
+    (message,) = harness.engine.closed
+    assert message == CloseSession(message.key, "acme", "s")
+    harness.deliver(message.key, [], "stop", index=WHOLE_REQUEST)
+    sink.wait_end()
+    assert [(chunk.text, chunk.finish_reason) for chunk in sink.chunks] == [("", "stop")]
+
+
+def test_a_session_that_is_not_there(harness: Harness) -> None:
+    sink = close_session(harness, stream=True)
+    error = ErrorInfo("TW-NOT-FOUND", "session 's' of tenant 'acme' is not kept")
+    harness.deliver(harness.engine.closed[0].key, [], "error", error=error, index=WHOLE_REQUEST)
+    sink.wait_end()
+    assert str(sink.error) == "[TW-NOT-FOUND] session 's' of tenant 'acme' is not kept"
+
+
+def test_closing_takes_no_prompt(harness: Harness) -> None:
+    parameters = {"close_session": True, "session_id": "s"}
+    assert "takes none" in harness.refuse(text="Hello", parameters=parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import re
@@ -15,14 +16,16 @@ import pytest
 
 from support.simulation import make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
-from tidewheel.errors import ConfigError, InternalError, TidewheelError
+from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelError
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.simulate.events import Applied, Scheduled
 from tidewheel.simulate.names import PrefixNames
 from tidewheel.simulate.recorder import Recorder
 from tidewheel.simulate.recording_scheduler import RecordingScheduler
 from tidewheel.simulate.replay import Recording, Replayed, measured_steps, replay
+from tidewheel.tenants import TenantLimits
 
 EOS = 3
 VOCAB = 8  # so few that prompts share prefixes and answers stop
@@ -44,14 +47,33 @@ class Session:
             settings={},
             info={},
             with_contents=bool(settings.get("enable_prefix_caching", True)),
+            named_tenants=settings.get("tenants", ()),
             max_bytes=max_bytes,
         )
         self.scheduler = RecordingScheduler(make_scheduler(**self.settings), self.recorder)
         self.in_flight: deque[ScheduledBatch] = deque()
         self.requests: list[Request] = []
+        self.turns: dict[str, Request] = {}  # the newest of each session
         self.now = 0.0
 
     def add(self) -> None:
+        with contextlib.suppress(TidewheelError):
+            self.scheduler.add(self.request(), self.now)
+
+    def add_group(self) -> None:
+        first = self.request()
+        group = [first] + [
+            Request(
+                f"{first.request_id}-{index}", first.prompt_token_ids, first.sampling, max_tokens=first.max_tokens,
+                arrival_time=self.now, priority=first.priority, stop_token_ids=first.stop_token_ids,
+                cache_salt=first.cache_salt, tenant=first.tenant, leader=first,
+            )
+            for index in (1, 2)
+        ]  # fmt: skip
+        with contextlib.suppress(TidewheelError):
+            self.scheduler.add_group(group, self.now)
+
+    def request(self) -> Request:
         rng = self.rng
         request = Request(
             f"r{len(self.requests)}",
@@ -62,13 +84,32 @@ class Session:
             priority=Priority(int(rng.integers(1, 5))),
             stop_token_ids=(EOS,) if rng.random() < 0.5 else (),
             cache_salt=str(rng.integers(0, 2)),
-            tenant="acme",
+            tenant=str(rng.choice(["acme", "zed"])),
+            deadline=self.now + float(rng.exponential(1.0)) if rng.random() < 0.1 else None,
+            soft_deadline=self.now + float(rng.exponential(0.3)) if rng.random() < 0.1 else None,
         )
         self.requests.append(request)
-        try:
+        return request
+
+    def add_turn(self) -> None:
+        """The next turn of a session that has ended, sometimes with another ending than was generated."""
+        rng = self.rng
+        name = str(rng.choice(["s1", "s2", "s3"]))
+        last = self.turns.get(name)
+        if last is not None and not last.is_finished:
+            return
+        said = [] if last is None else [*last.prompt_token_ids.tolist(), *last.output_token_ids]
+        kept = said[: len(said) - int(rng.integers(0, 3))][:80]
+        request = self.request()
+        request.prompt_token_ids = np.array([*kept, *request.prompt_token_ids.tolist()], dtype=np.int32)
+        request.session_id, request.session_ttl = name, 2.0
+        with contextlib.suppress(TidewheelError):
             self.scheduler.add(request, self.now)
-        except TidewheelError:
-            request.state = None  # refused
+            self.turns[name] = request
+
+    def close(self) -> None:
+        with contextlib.suppress(NotFound):
+            self.scheduler.close_session(str(self.rng.choice(["acme", "zed"])), str(self.rng.choice(["s1", "s2"])))
 
     def cancel(self) -> None:
         if self.requests:
@@ -94,10 +135,13 @@ class Session:
         self.scheduler.fail_all(InternalError("a test"))
 
     def run(self, num_actions: int) -> Path:
-        actions = [self.add, self.cancel, self.schedule, self.apply, self.fail]
-        for index in self.rng.choice(len(actions), size=num_actions, p=[0.2, 0.05, 0.4, 0.347, 0.003]):
+        actions = {
+            self.add: 0.14, self.add_group: 0.02, self.add_turn: 0.04, self.close: 0.01, self.cancel: 0.04,
+            self.schedule: 0.4, self.apply: 0.347, self.fail: 0.003,
+        }  # fmt: skip
+        for index in self.rng.choice(len(actions), size=num_actions, p=list(actions.values())):
             self.now += float(self.rng.exponential(0.01))
-            actions[index]()
+            list(actions)[index]()
         self.scheduler.check_invariants()
         self.recorder.flush()
         self.file.close()
@@ -109,7 +153,14 @@ class Session:
 
 CASES = [
     {"max_inflight_steps": steps, "num_blocks": blocks, "enable_prefix_caching": caching}
-    for steps, blocks, caching in itertools.product((1, 2), (16, 64), (True, False))
+    for steps, blocks, caching in itertools.product((1, 2), (32, 96), (True, False))
+] + [
+    {"num_blocks": 32, "num_host_blocks": 40, "preemption_mode": "swap", "swap_seconds_per_block": 1e-4},
+    {"num_blocks": 32, "num_host_blocks": 40, "swap_seconds_per_block": 1e-4, "max_inflight_steps": 2},
+    *({"policy": policy} for policy in ("fifo", "sjf", "deadline", "fair", "density")),
+    *({"strategy": StrategyConfig(name=name)} for name in ("static", "dynamic", "predictive", "hybrid")),
+    {"target_tpot_s": 0.02, "enable_seqs_governor": True, "num_blocks": 32},
+    {"breaker_queue_time_s": 0.2, "breaker_error_rate": 0.2, "tenants": {"zed": TenantLimits(requests_per_s=5)}},
 ]
 
 
@@ -120,20 +171,21 @@ def test_a_recording_is_replayed_to_the_same_decisions(tmp_path: Path, seed: int
     session.run(1500)
     replayed = session.replay()
     assert replayed.difference == ""
-    assert replayed.num_steps > 200 and replayed.num_requests == len(session.requests)
-    if settings["num_blocks"] == 16:
-        assert sum(request.num_preemptions for request in session.requests) > 0
-    if settings["enable_prefix_caching"]:
-        assert sum(request.num_cached_tokens for request in session.requests) > 0
+    assert replayed.num_steps > 200 and replayed.num_requests >= len(session.requests)
+    stats = session.scheduler.stats()
+    if settings.get("num_blocks") == 32:
+        assert stats.num_preemptions > 0
+    if settings.get("enable_prefix_caching", True):
+        assert stats.num_prefix_hits > 0
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"max_num_batched_tokens": 16}, {"num_blocks": 17}, {"policy": "fifo"}, {"enable_prefix_caching": False}],
+    [{"max_num_batched_tokens": 16}, {"num_blocks": 33}, {"policy": "fifo"}, {"enable_prefix_caching": False}],
     ids=str,
 )
 def test_another_scheduler_is_told_apart_at_the_first_difference(tmp_path: Path, changes: dict[str, object]) -> None:
-    session = Session(0, tmp_path / "r.jsonl", num_blocks=16)
+    session = Session(0, tmp_path / "r.jsonl", num_blocks=32)
     session.run(1500)
     difference = session.replay(**changes).difference
     assert "recorded" in difference and "replayed" in difference

@@ -37,7 +37,12 @@ def make_trace(
 
 
 def make_scheduler(
-    *, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True, **changes: Any
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    **changes: Any,
 ) -> Scheduler:
     settings: dict[str, Any] = {
         "max_num_seqs": 4,
@@ -47,7 +52,9 @@ def make_scheduler(
         "max_waiting_tokens": 1 << 20,
         "watermark": 0.0,
     }
-    kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    kv = KVCacheManager(
+        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks
+    )
     return Scheduler(SchedulerConfig(**(settings | changes)), kv)
 
 

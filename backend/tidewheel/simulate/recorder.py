@@ -42,9 +42,10 @@ FLUSH_BYTES = 1 << 20
 class _Stream:
     """The tokens of one request, as names."""
 
-    __slots__ = ("state", "stop_token_ids")
+    __slots__ = ("request_id", "state", "stop_token_ids")
 
-    def __init__(self, state: bytes, stop_token_ids: Collection[int]) -> None:
+    def __init__(self, request_id: str, state: bytes, stop_token_ids: Collection[int]) -> None:
+        self.request_id = request_id
         self.state = state
         self.stop_token_ids = stop_token_ids
 
@@ -116,7 +117,8 @@ class Recorder:
         self._write(describe_batch(now, batch, expired=expired))
 
     def applied(self, now: float, sampled: SampledTokens, outputs: StepOutputs) -> None:
-        names = self._token_names(self._in_flight.popleft(), sampled)
+        delivered = {request.request_id for request in outputs.requests}
+        names = self._token_names(self._in_flight.popleft(), sampled, delivered)
         self._write(Applied(now, sampled.step_id, names, len(outputs.token_ids), describe_ended(outputs)))
         self._ended(outputs.finished)
 
@@ -161,7 +163,7 @@ class Recorder:
         if self._with_contents:
             state, ids = self._names.extend(state, request.prompt_token_ids.tolist())
             names = np.array(ids, dtype="<i4").tobytes()
-        self._streams[request.request_id] = _Stream(state, frozenset(request.stop_token_ids))
+        self._streams[request.request_id] = _Stream(request.request_id, state, frozenset(request.stop_token_ids))
         return RecordedRequest(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -182,9 +184,10 @@ class Recorder:
     def _tenant(self, name: str) -> str:
         return name if name in self._named_tenants else self._names.word(name)
 
-    def _token_names(self, streams: list[_Stream], sampled: SampledTokens) -> bytes:
+    def _token_names(self, streams: list[_Stream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
+        """Tokens that nobody gets, of rows that changed hands in flight, belong to no prefix."""
         names = [
-            self._token_name(stream, token_id)
+            self._token_name(stream, token_id) if stream.request_id in delivered or token_id < 0 else ORDINARY_TOKEN
             for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
         ]
         if all(name == ORDINARY_TOKEN for name in names):

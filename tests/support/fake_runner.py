@@ -101,6 +101,7 @@ class FakeRunner:
         self.salt_of = salt_of
         self.rows: dict[int, Row] = {}
         self.slots: dict[int, tuple[str, int]] = {}  # slot → salt and prefix of what was written there last
+        self.host: dict[int, list[tuple[str, int] | None]] = {}  # contents of the slots of the host tier
         self.in_flight: list[PendingTokens] = []
         self.not_finite: set[str] = set()  # ids of requests whose next logits are not finite
         self.num_steps = 0
@@ -114,6 +115,7 @@ class FakeRunner:
         self._check_shape(batch)
         self._update_rows(batch)
         self._check_positions(batch)
+        self._transfer(batch)
         self._write(batch)
         self._attend(batch)
         holders: dict[int, set[Row]] = {}
@@ -152,6 +154,25 @@ class FakeRunner:
             assert 0 <= block_id < self.num_blocks
             assert index == len(self.rows[row_index].block_table)
             self.rows[row_index].block_table.append(block_id)
+
+    def _transfer(self, batch: ScheduledBatch) -> None:
+        """Out, in, then copies; the content of a block is what its slots hold."""
+        for block_id, slot in zip(batch.swap_out_blocks.tolist(), batch.swap_out_slots.tolist(), strict=True):
+            self.host[slot] = self._read_block(block_id)
+        for slot, block_id in zip(batch.swap_in_slots.tolist(), batch.swap_in_blocks.tolist(), strict=True):
+            self._write_block(block_id, self.host[slot])
+        for source, target in zip(batch.copy_sources.tolist(), batch.copy_targets.tolist(), strict=True):
+            self._write_block(target, self._read_block(source))
+
+    def _read_block(self, block_id: int) -> list[tuple[str, int] | None]:
+        start = block_id * self.block_size
+        return [self.slots.get(slot) for slot in range(start, start + self.block_size)]
+
+    def _write_block(self, block_id: int, contents: list[tuple[str, int] | None]) -> None:
+        for slot, content in enumerate(contents, block_id * self.block_size):
+            self.slots.pop(slot, None)
+            if content is not None:
+                self.slots[slot] = content
 
     def _chunks(self, batch: ScheduledBatch) -> list[tuple[Row, int, int]]:
         rows = [self.rows[row_index] for row_index in batch.rows.tolist()]

@@ -58,9 +58,16 @@ def make_config(**changes: Any) -> SchedulerConfig:
 
 
 def make_scheduler(
-    *, num_blocks: int = 32, block_size: int = 4, enable_prefix_caching: bool = True, **changes: Any
+    *,
+    num_blocks: int = 32,
+    block_size: int = 4,
+    enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    **changes: Any,
 ) -> Scheduler:
-    kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+    kv = KVCacheManager(
+        num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, num_host_blocks=num_host_blocks
+    )
     return Scheduler(make_config(**changes), kv)
 
 
@@ -70,25 +77,37 @@ class Driver:
     tokens only of requests that have not ended, in order, one end each, and the end that `naive_output` says.
     """
 
-    def __init__(
-        self, *, num_blocks: int = 32, block_size: int = 4, enable_prefix_caching: bool = True, **changes: Any
-    ) -> None:
-        config = make_config(**changes)
-        kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
-        self.config = config
-        self.scheduler = Scheduler(config, kv)
+    def __init__(self, *, num_blocks: int = 32, block_size: int = 4, **changes: Any) -> None:
+        self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **changes)
+        for name in ("enable_prefix_caching", "num_host_blocks"):
+            changes.pop(name, None)
+        self.config = config = make_config(**changes)
         self.requests: dict[str, Request] = {}  # every request that was accepted
         self.delivered: dict[str, list[int]] = {}
         self.ended: set[str] = set()
         self.in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
+        self.expired: list[Request] = []  # of the last `expire`
         self.now = 0.0
         self.runner = FakeRunner(
             num_rows=config.num_rows,
             num_blocks=num_blocks,
             block_size=block_size,
             token_budget=config.max_num_batched_tokens,
-            salt_of=lambda request_id: self.requests[request_id].cache_salt,
+            salt_of=self._salt_of,
         )
+
+    @property
+    def kv(self) -> KVCacheManager:
+        return self.scheduler._state.kv
+
+    def num_computed_tokens(self, request: Request) -> int:
+        """Of a running request, as of the last batch that was applied."""
+        return int(self.scheduler._state.columns.num_computed_tokens[request.row])
+
+    def _salt_of(self, request_id: str) -> str:
+        """Who may share blocks: requests of one tenant under one salt."""
+        request = self.requests[request_id]
+        return f"{request.tenant}/{request.cache_salt}"
 
     def add(self, request: Request) -> Request:
         self.add_group([request])
@@ -107,14 +126,16 @@ class Driver:
         return evicted
 
     def expire(self) -> list[Request]:
-        expired = self.scheduler.expire(self.now)
+        self.expired = expired = self.scheduler.expire(self.now)
         for request in expired:
             assert request.deadline is not None and request.deadline <= self.now
             self.end(request)
         return expired
 
     def schedule(self) -> ScheduledBatch | None:
+        """As the engine does: who is too late ends first."""
         self.now += 1.0
+        self.expire()
         batch = self.scheduler.schedule(self.now)
         if batch is not None:
             self.in_flight.append((batch, self.runner.launch(batch)))
@@ -175,7 +196,8 @@ class Driver:
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished and not self.in_flight:
                 break
-            assert self.step() is not None, "requests wait and nothing runs"
+            outputs = self.step()
+            assert outputs is not None or not self.scheduler.has_unfinished, "requests wait and nothing runs"
         else:
             raise AssertionError(f"still not done after {max_steps} steps")
         self.scheduler.check_invariants()

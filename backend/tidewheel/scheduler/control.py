@@ -79,5 +79,6 @@ class Control:
 
     def _max_joins(self, waiting: WaitingSet, num_running: int, now: float) -> int:
         oldest = waiting.oldest_arrival
-        view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, self.max_num_seqs)
+        limit = max(self.max_num_seqs, num_running)  # the governor lowers it and ends nobody
+        view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
         return self.strategy.max_joins(now, view)

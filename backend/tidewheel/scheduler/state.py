@@ -134,6 +134,8 @@ class State:
         else:
             self.waiting.remove(request)
             self._next_lifts.pop(request.request_id, None)
+            if request.leader is not None and not self.waiting.has_parked(request.leader):
+                self._leaders.pop(request.leader.request_id, None)
         self.waiting.release(request)
         del self.requests[request.request_id]
         self.over_quota.discard(request.request_id)

@@ -1,0 +1,106 @@
+"""The rules of the scheduler once more, as plain loops over all requests: what the real one is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tidewheel.request import Priority, Request, RequestState
+from tidewheel.scheduler.config import SchedulerConfig
+
+Key = tuple[float, ...]
+
+
+@dataclass
+class Standing:
+    """What the model knows of one request."""
+
+    number: int  # of its arrival
+    service_class: Priority
+    waits_since: float  # in this class
+    soft_deadline: float | None
+    was_over_quota: bool = False
+
+
+class Model:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.standings: dict[str, Standing] = {}
+        self.num_aged = 0
+        self.num_dropped = 0
+
+    def add(self, request: Request) -> None:
+        standing = Standing(len(self.standings), request.priority, request.arrival_time, request.soft_deadline)
+        self.standings[request.request_id] = standing
+
+    def drop_over_quota(self, request: Request, now: float) -> None:
+        standing = self.standings[request.request_id]
+        assert not standing.was_over_quota, "dropped twice for one quota"
+        standing.was_over_quota = True
+        self._drop(standing, now)
+
+    def pass_time(self, requests: Iterable[Request], now: float) -> None:
+        """Lifts first, then drops; `requests` have not ended."""
+        for request in requests:
+            standing = self.standings[request.request_id]
+            if request.state is not RequestState.RUNNING:
+                self._lift(standing, now)
+        for request in requests:
+            standing = self.standings[request.request_id]
+            if standing.soft_deadline is not None and standing.soft_deadline <= now:
+                standing.soft_deadline = None
+                if standing.service_class < Priority.LOW:
+                    self.num_dropped += 1
+                    self._drop(standing, now)
+
+    def class_of(self, request: Request) -> Priority:
+        return self.standings[request.request_id].service_class
+
+    def counts(self, request: Request) -> int:
+        """The class where classes count."""
+        return 0 if self.config.policy == "fifo" else self.class_of(request)
+
+    def arrival(self, request: Request) -> Key:
+        return request.arrival_time, self.standings[request.request_id].number
+
+    def key(self, request: Request) -> Key:
+        """Place of a waiting request; under `fair`, among those of its tenant."""
+        own: Key = ()
+        left = request.predicted_output_tokens - request.num_output_tokens
+        match self.config.policy:
+            case "sjf":
+                own = (max(left, 0.0),)
+            case "deadline":
+                due = request.soft_deadline if request.deadline is None else request.deadline
+                own = (math.inf if due is None else due,)
+            case "density":
+                prompt, output = request.num_prompt_tokens, max(request.predicted_output_tokens, 1.0)
+                own = (-(prompt + output) / (prompt * output + output * output / 2),)
+        return (self.counts(request), *own, *self.arrival(request))
+
+    def victims_of(self, count: int, num_tokens: int, service_class: int, waiting: list[Request]) -> list[str] | None:
+        """Who among those that never started gives way to `count` newcomers; None: not enough of them."""
+        left = sorted(waiting, key=lambda request: (self.class_of(request), *self.arrival(request)))
+        victims = []
+        while (
+            len(left) + count > self.config.max_waiting_requests
+            or sum(request.num_tokens for request in left) + num_tokens > self.config.max_waiting_tokens
+        ):
+            if not left or self.class_of(left[-1]) <= service_class:
+                return None
+            victims.append(left.pop().request_id)
+        return victims
+
+    def protected(self, running: list[Request]) -> Request | None:
+        return min(running, key=lambda r: (self.counts(r), *self.arrival(r)), default=None)
+
+    def _lift(self, standing: Standing, now: float) -> None:
+        while standing.service_class > Priority.HIGH and standing.waits_since + self.config.ageing_s <= now:
+            standing.service_class = Priority(standing.service_class - 1)
+            standing.waits_since += self.config.ageing_s
+            self.num_aged += 1
+
+    def _drop(self, standing: Standing, now: float) -> None:
+        standing.service_class = Priority(min(standing.service_class + 1, Priority.LOW))
+        standing.waits_since = now

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
 from support.fake_triton import Logger, MetricFamily
+from tidewheel.adapter.engine_figures import BREAKER_STATES
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, EngineStats
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend.stats import StatsRecorder, TokenTiming
 from tidewheel.frontend.values import PerfMetrics
+from tidewheel.scheduler.breaker import BreakerState
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value
@@ -44,6 +47,60 @@ def test_engine_figures() -> None:
     assert [value("tidewheel_requests_waiting", **{"class": c}) for c in ("critical", "high", "normal", "low")] == [
         0, 1, 1, 0,
     ]  # fmt: skip
+
+
+def test_figures_of_scheduling() -> None:
+    stats = EngineStats(
+        num_swap_preemptions=1, num_expired=2, num_hopeless=3, num_rate_limited=4, num_aged=5,
+        num_downgraded_quota=6, num_downgraded_deadline=7, started_by_class=(1, 2, 3, 4),
+        evicted_by_class=(0, 0, 5, 6), max_wait_by_class=(0.5, 1.5, 2.5, 3.5), num_shed_by_class=(0, 1, 2, 3),
+        breaker_state="half_open", token_budget=512, max_num_seqs=17, num_predictions=8, prediction_error=9.5,
+        num_host_blocks=100, num_free_host_blocks=90, num_swapped_out=11, num_swapped_in=12, num_sessions=13,
+        num_session_blocks=14, num_hit_queries=150, num_device_hits=15, num_host_hits=16, num_session_hits=17,
+        num_used_slots=24, num_taken_slots=32,
+    )  # fmt: skip
+    EngineMetrics(make_info(), LABELS).publish(stats)
+    for name, expected in {
+        "swap_preemptions_total": 1, "requests_expired_total": 2, "requests_hopeless_total": 3,
+        "requests_rate_limited_total": 4, "requests_aged_total": 5, "breaker_state": 1, "token_budget": 512,
+        "max_num_seqs": 17, "predictions_total": 8, "prediction_error_tokens": 9.5, "kv_host_blocks": 100,
+        "kv_host_blocks_free": 90, "sessions": 13, "session_blocks": 14, "kv_queried_tokens_total": 150,
+        "session_hit_tokens_total": 17, "kv_waste": 0.25,
+    }.items():  # fmt: skip
+        assert value(f"tidewheel_{name}", **LABELS) == expected, name
+    by_label = {
+        ("requests_downgraded_total", "reason"): {"quota": 6, "deadline": 7},
+        ("kv_blocks_swapped_total", "direction"): {"out": 11, "in": 12},
+        ("kv_hit_tokens_total", "tier"): {"device": 15, "host": 16},
+        ("requests_started_total", "class"): {"critical": 1, "high": 2, "normal": 3, "low": 4},
+        ("requests_evicted_total", "class"): {"critical": 0, "high": 0, "normal": 5, "low": 6},
+        ("wait_max_seconds", "class"): {"critical": 0.5, "high": 1.5, "normal": 2.5, "low": 3.5},
+        ("requests_shed_total", "class"): {"critical": 0, "high": 1, "normal": 2, "low": 3},
+    }
+    for (name, label), expected_values in by_label.items():
+        for text, expected in expected_values.items():
+            assert value(f"tidewheel_{name}", **{label: text}) == expected, (name, text)
+
+
+# Sums of others that are published, by class or by tier.
+TOTALS = {"num_evicted"}
+
+
+def test_every_figure_of_the_engine_is_published() -> None:
+    before = EngineStats(num_blocks=40, num_used_slots=3, num_taken_slots=32)
+    for field in set(EngineStats.__struct_fields__) - TOTALS:
+        old = getattr(before, field)
+        new = {str: "open", tuple: (1, 1, 1, 1)}.get(type(old), 7)
+        MetricFamily.values.clear()
+        EngineMetrics(make_info(), LABELS).publish(before)
+        published = dict(MetricFamily.values)
+        MetricFamily.values.clear()
+        EngineMetrics(make_info(), LABELS).publish(msgspec.structs.replace(before, **{field: new}))
+        assert dict(MetricFamily.values) != published, field
+
+
+def test_the_states_of_the_breaker_are_known() -> None:
+    assert set(BREAKER_STATES) == {state.value for state in BreakerState}
 
 
 def test_the_family_that_triton_makes_load_headers_of() -> None:

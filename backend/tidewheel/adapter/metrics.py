@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
+from tidewheel.adapter.engine_figures import ENGINE_COUNTERS, ENGINE_GAUGES
 from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, Labels, counter_family, gauge_family
 from tidewheel.engine.messages import EngineInfo, EngineStats
 from tidewheel.frontend.stats import (
@@ -18,37 +19,9 @@ from tidewheel.frontend.stats import (
     FrontendStats,
     HistogramSnapshot,
 )
-from tidewheel.request import FinishReason, Priority
+from tidewheel.request import FinishReason
 
 FLUSH_INTERVAL_S = 0.4
-
-
-class EngineFigure(NamedTuple):
-    name: str
-    description: str
-    of: Callable[[EngineStats], float]
-
-
-def _usage(stats: EngineStats) -> float:
-    return 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-
-
-ENGINE_GAUGES = (
-    EngineFigure("vllm:num_requests_running", "Requests in the running set", lambda s: s.num_running),
-    EngineFigure("vllm:num_requests_waiting", "Requests that wait to be scheduled", lambda s: s.num_waiting),
-    EngineFigure("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", _usage),
-    EngineFigure("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", lambda s: s.num_waiting_tokens),
-    EngineFigure("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", lambda s: s.num_cached_blocks),
-    EngineFigure("tidewheel_engine_busy_fraction", "Step time over wall time", lambda s: s.busy_fraction),
-)
-ENGINE_COUNTERS = (
-    EngineFigure("vllm:prefix_cache_queries_total", "Prompt tokens looked up", lambda s: s.num_prefix_queries),
-    EngineFigure("vllm:prefix_cache_hits_total", "Prompt tokens found", lambda s: s.num_prefix_hits),
-    EngineFigure("vllm:num_preemptions_total", "Preemptions", lambda s: s.num_preemptions),
-    EngineFigure("tidewheel_steps_total", "Steps", lambda s: s.num_steps),
-    EngineFigure("tidewheel_step_seconds_total", "Time in steps", lambda s: s.step_seconds),
-    EngineFigure("tidewheel_scheduled_tokens_total", "Tokens computed", lambda s: s.num_scheduled_tokens),
-)
 
 
 class RequestHistogram(NamedTuple):
@@ -83,10 +56,10 @@ class EngineMetrics:
 
     def __init__(self, info: EngineInfo, labels: Labels) -> None:
         self._block_size = info.block_size
-        self._gauges = [(f.of, Gauge(gauge_family(f.name, f.description), labels)) for f in ENGINE_GAUGES]
-        self._counters = [(f.of, Counter(counter_family(f.name, f.description), labels)) for f in ENGINE_COUNTERS]
-        waiting = gauge_family("tidewheel_requests_waiting", "Waiting requests of one QoS class")
-        self._waiting = [Gauge(waiting, {**labels, "class": p.name.lower()}) for p in Priority]
+        gauges = {f.name: gauge_family(f.name, f.description) for f in ENGINE_GAUGES}
+        counters = {f.name: counter_family(f.name, f.description) for f in ENGINE_COUNTERS}
+        self._gauges = [(f.of, Gauge(gauges[f.name], {**labels, **f.labels})) for f in ENGINE_GAUGES]
+        self._counters = [(f.of, Counter(counters[f.name], {**labels, **f.labels})) for f in ENGINE_COUNTERS]
         # Triton makes its ORCA load headers of this family.
         blocks = gauge_family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")
         names = {"model": labels["model"], "version": labels["version"]}
@@ -99,8 +72,6 @@ class EngineMetrics:
             gauge.set(of(stats))
         for of, counter in self._counters:
             counter.advance(of(stats))
-        for gauge, count in zip(self._waiting, stats.waiting_by_class, strict=True):
-            gauge.set(count)
         self._max.set(stats.num_blocks)
         self._used.set(stats.num_blocks - stats.num_free_blocks)
         self._tokens_per.set(self._block_size)
@@ -109,7 +80,7 @@ class EngineMetrics:
         """Another front end publishes; should this one take over, it goes on from here."""
         for of, counter in self._counters:
             counter.follow(of(stats))
-        for gauge in (*(gauge for _, gauge in self._gauges), *self._waiting, self._max, self._used, self._tokens_per):
+        for gauge in (*(gauge for _, gauge in self._gauges), self._max, self._used, self._tokens_per):
             gauge.forget()
 
 

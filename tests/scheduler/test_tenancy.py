@@ -54,8 +54,8 @@ def table(**limits: float) -> TenantTable:
 
 
 def test_limits_are_the_tenants_own_or_everybodys() -> None:
-    assert table(weight=5.0).weight("acme") == 5.0
-    assert table(weight=5.0).weight("other") == 2.0
+    assert table(weight=5.0).limits("acme").weight == 5.0
+    assert table(weight=5.0).limits("other").weight == 2.0
     assert TenantTable({}).limits("other") == TenantLimits()
 
 

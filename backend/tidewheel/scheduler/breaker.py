@@ -80,10 +80,6 @@ class Breaker:
         self._num_probes = 0
         self._reason = ""
 
-    @property
-    def is_enabled(self) -> bool:
-        return self._errors.limit is not None or self._queue_times[0].limit is not None
-
     def check(self, service_class: Priority, now: float) -> None:
         """Raises `Busy` for a request of a class that is shed. The last of all checks: a probe that passes counts."""
         self._advance(now)

@@ -68,9 +68,6 @@ class TenantTable:
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, self._default)
 
-    def weight(self, tenant: str) -> float:
-        return self.limits(tenant).weight
-
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
         """Raises `Busy`, with the time until the buckets have enough. Changes nothing."""
         buckets = self._buckets.get(tenant)

@@ -24,8 +24,8 @@ class VirtualCounters:
     prompt and the cost of the output that all running requests may produce.
 
     A call costs O(log tenants), amortised: counters only grow, so a heap entry that lags behind is brought up to
-    date when it comes to the top. Beyond `MAX_IDLE_TENANTS` idle tenants, those with the least counters are forgotten:
-    one that is not above the floor loses nothing by it, since the lift would bring it there anyway.
+    date when it comes to the top. Beyond `MAX_IDLE_TENANTS` idle tenants, those with the least counters are
+    forgotten: one that is not above the floor loses nothing by it, since the lift would bring it there anyway.
     """
 
     def __init__(

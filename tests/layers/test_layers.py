@@ -40,6 +40,7 @@ LAYERS = {
     "tidewheel.adapter": 5,
     "tidewheel.baseline": 5,
     "tidewheel.server": 6,
+    "tidewheel.bench": 6,
     "tidewheel.cli": 6,
     "tidewheel_client": 0,
 }
@@ -56,6 +57,8 @@ WITHOUT_TORCH = [
     "tidewheel.frontend.frontend",
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
+    "tidewheel.bench.suites",
+    "tidewheel.bench.plots",
     "tidewheel_client",
 ]
 

@@ -18,6 +18,7 @@ COMMANDS = {
     "generate": "send one prompt and stream the answer",
     "chat": "talk to a model",
     "simulate": "try a deployment under a load, with the real scheduler under a modelled clock",
+    "bench": "measure any targets on the same requests, and report",
     "demo": "start a server with the demo model, let it write, and end it",
 }
 

@@ -1,0 +1,132 @@
+"""When requests are sent: by a clock of their own (open loop), or when an earlier one ends (closed loop).
+
+A closed loop slows down with the server and hides what overload does; an open loop shows it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidewheel.bench.errors import BenchError
+from tidewheel.simulate.traces import bursty_arrivals
+
+SYNTAX = "closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or all"
+MAX_RATE = 100_000.0  # requests per second: no client of one process comes near
+MAX_REQUESTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How one run is paced. `kind` is closed, poisson, burst, trace or all; `value` its number.
+
+    closed: requests in flight. poisson, burst: requests per second. trace: how many times as fast as recorded.
+    all: everything at once, as an offline batch.
+    """
+
+    kind: str
+    value: float = 0.0
+    burstiness: float = 4.0  # of bursts: variance of the gaps over that of a Poisson process
+
+    def __str__(self) -> str:
+        return {
+            "closed": f"{self.value:g} in flight",
+            "poisson": f"{self.value:g}/s",
+            "burst": f"{self.value:g}/s in bursts",
+            "trace": f"trace x{self.value:g}",
+            "all": "all at once",
+        }[self.kind]
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second that are offered, where the load says so."""
+        return self.value if self.kind in ("poisson", "burst") else None
+
+    def times(self, seconds: float, seed: int) -> list[float]:
+        """Times of an open loop within `seconds`, from a seed."""
+        assert self.rate is not None
+        if self.kind == "poisson":
+            return poisson_arrivals(self.rate, seconds, random.Random(seed))  # noqa: S311 - a load
+        rng = np.random.default_rng(seed)
+        count = int(self.rate * seconds * 1.5) + 64
+        times = bursty_arrivals(count, self.rate, rng, burstiness=self.burstiness)
+        return [float(at) for at in times if at < seconds]
+
+
+def poisson_arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:
+    """Times of a Poisson process of `rate` per second, within `seconds`."""
+    times, at = [], rng.expovariate(rate)
+    while at < seconds:
+        times.append(at)
+        at += rng.expovariate(rate)
+    return times
+
+
+def parse_loads(text: str, seconds: float) -> list[Load]:
+    """The loads that a text stands for: a ramp is several. Raises `BenchError`."""
+    kind, *parts = text.split(":")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        raise BenchError(f"--load {text!r}: write {SYNTAX}") from None
+    try:
+        return list(_loads(kind, numbers, text, seconds))
+    except (IndexError, TypeError):
+        raise BenchError(f"--load {text!r}: write {SYNTAX}") from None
+
+
+def _loads(kind: str, numbers: list[float], text: str, seconds: float) -> Iterator[Load]:
+    limits = {"closed": (1, 1), "poisson": (1, 1), "burst": (1, 2), "ramp": (2, 3), "trace": (0, 1), "all": (0, 0)}
+    least, most = limits.get(kind, (1, 0))
+    if not least <= len(numbers) <= most:
+        raise IndexError
+    if kind == "closed":
+        yield Load(kind, _whole(numbers[0], text))
+    elif kind == "poisson":
+        yield Load(kind, checked_rate(numbers[0], seconds, text))
+    elif kind == "burst":
+        burstiness = numbers[1] if len(numbers) > 1 else 4.0
+        if not 1.0 <= burstiness <= 1000.0:
+            raise BenchError(f"--load {text!r}: burstiness is {burstiness:g}: it must be 1 (Poisson) to 1000")
+        yield Load(kind, checked_rate(numbers[0], seconds, text), burstiness)
+    elif kind == "ramp":
+        for rate in ramp(numbers[0], numbers[1], _whole(numbers[2] if len(numbers) > 2 else 6, text)):
+            yield Load("poisson", checked_rate(rate, seconds, text))
+    elif kind == "trace":
+        speed = numbers[0] if numbers else 1.0
+        if not 0.0 < speed <= 1e6:
+            raise BenchError(f"--load {text!r}: the speed is {speed:g}: it must be above 0")
+        yield Load(kind, speed)
+    else:
+        yield Load(kind)
+
+
+def ramp(low: float, high: float, steps: int) -> list[float]:
+    """`steps` rates from `low` to `high`, evenly spaced. Raises `BenchError` unless they rise."""
+    if not low < high or steps < 3:
+        raise BenchError(f"a ramp from {low:g} to {high:g} in {steps} steps: it must rise, in at least 3 steps")
+    return [round(low + (high - low) * step / (steps - 1), 4) for step in range(steps)]
+
+
+def checked_rate(rate: float, seconds: float, text: str) -> float:
+    """The rate, if a client can offer it. Raises `BenchError`."""
+    if not (math.isfinite(rate) and 0.0 < rate <= MAX_RATE):
+        raise BenchError(
+            f"--load {text!r}: the rate is {rate:g} requests/s: it must be above 0, {MAX_RATE:g} at most"
+        )
+    if rate * seconds > MAX_REQUESTS:
+        raise BenchError(
+            f"--load {text!r}: {rate:g} requests/s for {seconds:g} s are {rate * seconds:,.0f} requests: "
+            f"{MAX_REQUESTS:,} at most; lower the rate or --seconds"
+        )
+    return rate
+
+
+def _whole(number: float, text: str) -> int:
+    if number != int(number) or not 1 <= number <= 65_536:
+        raise BenchError(f"--load {text!r}: {number:g} is no whole number from 1 to 65536")
+    return int(number)

@@ -1,0 +1,171 @@
+"""Servers and peers for the time of a measurement: one tritonserver with an entry for each target that needs one.
+
+All of them stay up while their runs take turns, so that no target is measured in another hour than its rivals; an
+idle engine waits and computes nothing. `one_at_a_time` starts and ends each around its runs, where one device cannot
+hold all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from tidewheel.bench.errors import BenchError
+from tidewheel.bench.targets import Target
+from tidewheel.bench.transports.base import Transport
+from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from tidewheel.bench.transports.worker import Worker
+from tidewheel.errors import ConfigError
+from tidewheel.server.repository import write_entry
+from tidewheel.server.triton_http import TritonHttp
+
+START_S = 600.0
+END_S = 60.0
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What is common to all that is started here."""
+
+    model: str  # a folder of weights
+    dtype: str
+    settings: dict[str, str] = field(default_factory=dict)  # of every engine of ours
+    baselines: Path = Path("model_repository")  # where the baselines' entries are
+    folder: Path  # for logs and generated repositories
+
+
+class Place(NamedTuple):
+    """How to reach a target that is up."""
+
+    transport: Transport
+    metrics_url: str | None
+    metrics_model: str
+
+
+class _Addresses(NamedTuple):
+    http: str
+    grpc: str
+    metrics: str
+
+
+@contextlib.contextmanager
+def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: bool) -> Iterator[dict[str, Place]]:
+    """Every target, by name, up and ready. Raises `BenchError` or `ConfigError` if one of them cannot be."""
+    places: dict[str, Place] = {}
+    with contextlib.ExitStack() as stack:
+        if served := [target for target in targets if target.is_served_here]:
+            repository = stack.enter_context(_repository(deployment, served))
+            addresses = stack.enter_context(_serve(repository, deployment.folder / "serve.log"))
+            metrics = f"http://{addresses.metrics}/metrics"
+            for target in served:
+                here = TritonGrpc(addresses.grpc, target.name, with_ids=with_ids)
+                places[target.name] = Place(here, metrics, target.name)
+        for target in targets:
+            if target.is_peer:
+                places[target.name] = Place(_worker(deployment, target), None, "")
+            elif not target.is_served_here:
+                transport = target.transport(with_ids=with_ids)
+                places[target.name] = Place(transport, target.metrics_url, target.model)
+        yield places
+
+
+def _worker(deployment: Deployment, target: Target) -> Worker:
+    options = {"model": deployment.model, "dtype": deployment.dtype, **target.settings}
+    log = deployment.folder / f"{target.name}.log"
+    return Worker(target.python or sys.executable, target.kind, options, log)
+
+
+@contextlib.contextmanager
+def _repository(deployment: Deployment, targets: Sequence[Target]) -> Iterator[Path]:
+    folder = deployment.folder / "models"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        for target in targets:
+            if target.kind == "ours":
+                settings = {"dtype": deployment.dtype, **deployment.settings, **_engine_settings(target)}
+                write_entry(folder, deployment.model, target.name, settings)
+            else:
+                _write_baseline(folder, deployment, target)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _engine_settings(target: Target) -> dict[str, str]:
+    return {key: value for key, value in target.settings.items() if key != "metrics"}
+
+
+def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> None:
+    """A copy of the baseline's entry, on the weights of this measurement."""
+    source = deployment.baselines / target.settings["entry"]
+    try:
+        config = text_format.Parse((source / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    except OSError:
+        raise BenchError(
+            f"target {target.name}: no entry at {source}: give --baselines the folder that has it"
+        ) from None
+    except text_format.ParseError as error:
+        raise ConfigError(f"{source / 'config.pbtxt'}: {error}") from None
+    changes = {key: value for key, value in target.settings.items() if key not in ("entry", "metrics")}
+    changes = {"model": str(Path(deployment.model).resolve()), "dtype": deployment.dtype, **changes}
+    for key, value in changes.items():
+        config.parameters[key].string_value = value
+    entry = folder / target.name
+    shutil.copytree(source, entry, ignore=shutil.ignore_patterns("__pycache__"))
+    (entry / "config.pbtxt").write_text(text_format.MessageToString(config))
+
+
+@contextlib.contextmanager
+def _serve(repository: Path, log: Path) -> Iterator[_Addresses]:
+    """A `tidewheel serve` of the repository. Raises `BenchError` with its last words if it does not come up."""
+    addresses = _Addresses(*(f"{_HOST}:{port}" for port in _free_ports(3)))
+    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model-repository", str(repository)]
+    for option, address in zip(("--http-port", "--grpc-port", "--metrics-port"), addresses, strict=True):
+        command += [option, address.rpartition(":")[2]]
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603 - this package
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        _wait_ready(process, addresses.http, log)
+        yield addresses
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], http: str, log: Path) -> None:
+    server, end = TritonHttp(http), time.monotonic() + START_S
+    while not server.is_ready():
+        if process.poll() is not None:
+            lines = log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"]
+            raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}")
+        if time.monotonic() > end:
+            raise BenchError(f"the server was not ready within {START_S:g} s: see {log}")
+        time.sleep(0.1)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((_HOST, 0))
+        return [one.getsockname()[1] for one in sockets]

@@ -1,0 +1,107 @@
+"""Sends a load to one target, in order of time, and collects what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from tidewheel.bench.errors import RequestFailed
+from tidewheel.bench.transports.base import Transport
+from tidewheel.bench.values import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome
+
+
+@dataclass(slots=True)
+class Progress:
+    """What has happened so far; kept when a run is cut short."""
+
+    start: float = 0.0  # perf_counter
+    outcomes: list[Outcome] = field(default_factory=list)  # of all that were sent
+    num_ended: int = 0
+    num_tokens_ended: int = 0
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    seconds: float  # after which a closed loop sends no more
+    max_requests: int | None = None
+    timeout_s: float = 120.0  # of one request, at the client
+
+
+class Driver:
+    """One run. Conversations are sent one turn after the other; different ones know nothing of each other."""
+
+    def __init__(self, transport: Transport, limits: Limits, progress: Progress) -> None:
+        self._transport = transport
+        self._limits = limits
+        self._progress = progress
+
+    async def open_loop(self, load: Iterable[Conversation]) -> None:
+        """Each conversation starts at the time of its first turn, whether or not earlier ones were answered."""
+        self._progress.start = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for conversation in load:
+                await asyncio.sleep(max(0.0, conversation[0].at - self._progress.now()))
+                tasks.create_task(self._converse(conversation))
+
+    async def closed_loop(self, load: Iterator[Conversation], num_users: int) -> None:
+        """`num_users` conversations at a time: the next one starts when one has ended."""
+        self._progress.start = time.perf_counter()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_users):
+                tasks.create_task(self._user(load))
+
+    async def _user(self, load: Iterator[Conversation]) -> None:
+        while not self._is_over():
+            conversation = next(load, None)
+            if conversation is None:
+                return
+            now = self._progress.now()
+            await self._converse((replace(conversation[0], at=now), *conversation[1:]))
+
+    def _is_over(self) -> bool:
+        limit = self._limits.max_requests
+        if limit is not None and len(self._progress.outcomes) >= limit:
+            return True
+        return self._progress.now() >= self._limits.seconds
+
+    async def _converse(self, conversation: Conversation) -> None:
+        said: list[int] = []
+        for number, turn in enumerate(conversation):
+            if number:
+                await asyncio.sleep(turn.think_s)
+                turn = replace(turn, at=self._progress.now())
+            outcome = await self._one(turn, [*said, *turn.input_ids])
+            if outcome.error:
+                return
+            answer = outcome.token_ids or turn.input_ids[:1] * outcome.num_tokens
+            said += [*turn.input_ids, *answer]
+
+    async def _one(self, offered: Offered, input_ids: list[int]) -> Outcome:
+        progress = self._progress
+        origin = time.perf_counter()
+        sent = origin - progress.start
+        outcome = Outcome(
+            offered, sent, lag=max(0.0, sent - offered.at), num_prompt_tokens=len(input_ids), origin=origin
+        )
+        progress.outcomes.append(outcome)
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                await self._transport.send(offered, input_ids, outcome)
+            outcome.finish()
+        except RequestFailed as error:
+            outcome.fail(error.code, error.message)
+        except (ValueError, KeyError, TypeError) as error:
+            outcome.fail(UNREADABLE, f"the answer cannot be read: {type(error).__name__}: {error}")
+        except TimeoutError:
+            outcome.fail(TIMEOUT, f"no answer within {self._limits.timeout_s:g} s")
+        except asyncio.CancelledError:
+            outcome.fail(UNANSWERED, "the run was cut short")
+            raise
+        progress.num_ended += 1
+        progress.num_tokens_ended += outcome.num_tokens
+        return outcome

@@ -1,0 +1,63 @@
+"""What every recorded result says of itself: machine, versions, commit, command."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[3]
+PACKAGES = ("torch", "transformers", "triton", "tritonclient", "nvidia-pytriton", "numpy")
+
+
+def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
+    """Enough to know where a figure comes from, and to make it again."""
+    return {
+        "commit": commit(),
+        "command": " ".join(["tidewheel", *sys.argv[1:]]),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "gpu": gpu(), "system": platform.platform()},
+        "versions": {"python": platform.python_version(), **_versions(packages)},
+    }
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def gpu() -> str | None:
+    """Name and memory as the driver gives them; None without one."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    return _output(command) or None
+
+
+def commit() -> str:
+    """The commit that is measured; "-dirty" when the tree differs from it."""
+    command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return _output(command) or "unknown"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _versions(packages: tuple[str, ...]) -> dict[str, str]:
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

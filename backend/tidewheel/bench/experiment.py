@@ -1,0 +1,146 @@
+"""Runs a stage: everything up, warmed, then one run after the other, each recorded as it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tidewheel.bench.deploy import Deployment, Place, deployed
+from tidewheel.bench.driver import Driver, Limits, Progress
+from tidewheel.bench.errors import BenchError
+from tidewheel.bench.live import Live
+from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.results import Recorder, RunResult, StageResult
+from tidewheel.bench.scrape import Sampler
+from tidewheel.bench.summary import span, summarise_run
+from tidewheel.bench.targets import Target
+from tidewheel.bench.transports.worker import Worker
+
+WARM_UP_SEED = 999_983
+WARM_UP_USERS = 8
+WARM_UP_LIMIT_S = 60.0
+
+
+class Experiment:
+    """Stages on one deployment. `one_at_a_time`: only the target that is measured is up."""
+
+    def __init__(
+        self, deployment: Deployment, recorder: Recorder, *, warm_up: int = 16, one_at_a_time: bool = False
+    ) -> None:
+        self._deployment = deployment
+        self._recorder = recorder
+        self._warm_up = warm_up
+        self._one_at_a_time = one_at_a_time
+        self._places: Mapping[str, Place] = {}
+        self._runner = asyncio.Runner()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Experiment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._runner.close()
+
+    def measure(self, stage: Stage) -> StageResult:
+        """Raises `BenchError` if a target is not there. What was measured until then is recorded."""
+        result = self._recorder.begin(stage)
+        runs = list(stage.runs())
+        with Live(stage.title, len(runs)) as live:
+            for targets, group in self._groups(stage, runs):
+                self._bring_up(targets, stage, live)
+                self._runner.run(self._run_all(group, result, live))
+        return result
+
+    def _groups(self, stage: Stage, runs: list[Run]) -> Iterator[tuple[Sequence[Target], list[Run]]]:
+        if not self._one_at_a_time:
+            yield stage.targets, runs
+            return
+        for _, by_repeat in itertools.groupby(runs, key=lambda run: run.repeat):
+            turns = list(by_repeat)
+            for target in stage.targets:
+                yield (target,), [run for run in turns if run.target == target]
+
+    def _bring_up(self, targets: Sequence[Target], stage: Stage, live: Live) -> None:
+        """What is up already stays, if nothing new is wanted."""
+        if self._places and all(target.name in self._places for target in targets):
+            return
+        self._end()
+        live.say("starting " + ", ".join(target.name for target in targets))
+        with_ids = stage.workload.turns > 1
+        self._places = self._stack.enter_context(deployed(self._deployment, targets, with_ids=with_ids))
+        for target in targets:
+            transport = self._places[target.name].transport
+            self._runner.run(transport.open())
+            self._stack.callback(self._close, transport.close)
+            if isinstance(transport, Worker):
+                self._recorder.environment["versions"] |= transport.versions
+            self._runner.run(self._warm(target, stage))
+
+    def _close(self, close: object) -> None:
+        assert callable(close)
+        self._runner.run(close())
+
+    def _end(self) -> None:
+        self._stack.close()
+        self._stack = contextlib.ExitStack()
+        self._places = {}
+
+    async def _warm(self, target: Target, stage: Stage) -> None:
+        """A few requests that count nowhere. Raises `BenchError` if none is answered."""
+        if not self._warm_up:
+            return
+        progress = Progress()
+        limits = Limits(WARM_UP_LIMIT_S, self._warm_up, WARM_UP_LIMIT_S)
+        driver = Driver(self._places[target.name].transport, limits, progress)
+        await driver.closed_loop(stage.workload.conversations(WARM_UP_SEED), min(WARM_UP_USERS, self._warm_up))
+        if progress.outcomes and all(outcome.error for outcome in progress.outcomes):
+            first = progress.outcomes[0]
+            raise BenchError(f"target {target.name} answers no request: {first.code}: {first.error}")
+
+    async def _run_all(self, runs: Sequence[Run], result: StageResult, live: Live) -> None:
+        for run in runs:
+            await self._run(run, result, live)
+
+    async def _run(self, run: Run, result: StageResult, live: Live) -> None:
+        stage, place, progress = result.stage, self._places[run.target.name], Progress()
+        sampler = Sampler(place.metrics_url, place.metrics_model)
+        interrupted = True
+        try:
+            async with sampler, _following(live, run, progress):
+                await self._send(run, stage, place, progress)
+                interrupted = False
+        finally:
+            seconds = span(progress.outcomes) or progress.now()
+            done = RunResult(run, progress.outcomes, sampler.figures(seconds), interrupted)
+            self._recorder.add(result, done)
+        summary = summarise_run(progress.outcomes, stage.slo, stage.offered_s(run.load)) if progress.outcomes else {}
+        live.ended(run, summary, done.server)
+
+    @staticmethod
+    async def _send(run: Run, stage: Stage, place: Place, progress: Progress) -> None:
+        driver = Driver(place.transport, Limits(stage.seconds, stage.max_requests, stage.timeout_s), progress)
+        load = stage.conversations(run)
+        if run.load.kind == "closed":
+            await driver.closed_loop(load, int(run.load.value))
+        else:
+            await driver.open_loop(load)
+
+
+@contextlib.asynccontextmanager
+async def _following(live: Live, run: Run, progress: Progress) -> AsyncIterator[None]:
+    task = asyncio.create_task(live.follow(run, progress))
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def scratch(folder: Path) -> Path:
+    """Where logs and generated repositories lie."""
+    path = folder / "work"
+    path.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,78 @@
+"""What one sees while it runs: a progress bar, a live line, and a line for each run that has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+from tidewheel.bench.driver import Progress
+from tidewheel.bench.plan import Run
+
+TICK_S = 0.5
+
+
+class Live:
+    """To standard error. Without a terminal: a line per run, and no bar."""
+
+    def __init__(self, title: str, num_runs: int) -> None:
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=num_runs,
+            desc=title,
+            unit="run",
+            file=sys.stderr,
+            disable=not is_terminal,
+            dynamic_ncols=True,
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}",
+        )
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    async def follow(self, run: Run, progress: Progress) -> None:
+        """Keeps the live line until cancelled."""
+        while True:
+            self._bar.set_postfix_str(live_line(run, progress), refresh=True)
+            await asyncio.sleep(TICK_S)
+
+    def ended(self, run: Run, summary: Mapping[str, Any], server: Mapping[str, float]) -> None:
+        self.say(run_line(run, summary, server))
+        self._bar.update()
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away must not end the measurement
+            tqdm.write(text, file=sys.stderr)
+
+
+def live_line(run: Run, progress: Progress) -> str:
+    sent, ended, now = len(progress.outcomes), progress.num_ended, progress.now()
+    speed = progress.num_tokens_ended / now if progress.start and now > 0 else 0.0
+    return f"{run.target.name}, {run.load}: {ended} of {sent} answered, {speed:.0f} tokens/s"
+
+
+def run_line(run: Run, summary: Mapping[str, Any], server: Mapping[str, float]) -> str:
+    if not summary:
+        return f"{run.target.name:18} {run.load!s:>16} #{run.repeat + 1}  nothing was sent"
+    ttft, tpot = summary["ttft_s"], summary["tpot_s"]
+    parts = [
+        f"{run.target.name:18} {run.load!s:>16} #{run.repeat + 1}",
+        f"{summary['completed']}/{summary['requests']} done",
+        f"{summary['requests_per_s']:.1f} req/s",
+        f"{summary['output_tokens_per_s']:.0f} tok/s",
+        f"goodput {summary['goodput_per_s']:.1f}/s",
+        f"TTFT p50 {ttft['p50'] * 1e3:.0f} p99 {ttft['p99'] * 1e3:.0f} ms",
+        f"TPOT p50 {tpot['p50'] * 1e3:.1f} ms",
+    ]
+    if "batch_size" in server:
+        parts.append(f"batch {server['batch_size']:.1f}")
+    if summary["errors"]:
+        parts.append("errors " + ", ".join(f"{code} {count}" for code, count in summary["errors"].items()))
+    return "  ".join(parts)

@@ -1,0 +1,90 @@
+"""One peer engine behind a pipe: `PYTHON worker.py KIND OPTIONS_JSON`, run as a file.
+
+In:  `{"id": 1, "input_ids": […], "max_tokens": 16}` a line, as requests come.
+Out: `{"ready": true, "versions": {…}}` once, then after each step `[[id, new tokens, is it done], …]`;
+`{"error": "…"}` before it ends for a reason of its own.
+Nothing but the standard library and the peer is imported, so any environment that has the peer can run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+Event = tuple[int, int, bool]  # request, new tokens, done
+
+
+class Peer(Protocol):
+    """Greedy decoding to the given length, end of sequence ignored."""
+
+    versions: dict[str, str]
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
+
+    def step(self) -> list[Event]:
+        """What is new; may wait a little for it."""
+
+
+PEERS = {
+    "transformers": "transformers_batch",
+    "vllm": "vllm_engine",
+    "openvino": "openvino_pipeline",
+    "llm": "tidewheel_llm",
+}
+
+
+def main() -> int:
+    kind, options = sys.argv[1], json.loads(sys.argv[2])
+    # Libraries print to standard output as they like: the pipe moves out of their way.
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        sys.path.insert(0, str(Path(__file__).parent))
+        peer: Peer = import_module(PEERS[kind]).make(options)
+        output.write(json.dumps({"ready": True, "versions": peer.versions}) + "\n")
+        _serve(peer, output)
+    except Exception as error:
+        output.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        raise
+    return 0
+
+
+def _serve(peer: Peer, output: TextIO) -> None:
+    inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threading.Thread(target=_read, args=(inbox,), daemon=True).start()
+    running = 0
+    while True:
+        item = inbox.get() if not running else _next(inbox)
+        while item is not None:
+            peer.add(item["id"], item["input_ids"], item["max_tokens"])
+            running += 1
+            item = _next(inbox)
+        if not running:
+            return
+        events = peer.step()
+        running -= sum(done for _, _, done in events)
+        if events:
+            output.write(json.dumps(events) + "\n")
+
+
+def _next(inbox: queue.Queue[dict[str, Any] | None]) -> dict[str, Any] | None:
+    try:
+        return inbox.get_nowait()
+    except queue.Empty:
+        return None
+
+
+def _read(inbox: queue.Queue[dict[str, Any] | None]) -> None:
+    for line in sys.stdin:
+        inbox.put(json.loads(line))
+    inbox.put(None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Pictures of results: matplotlib figures, drawn without a display."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tidewheel.bench.results import StageResult
+from tidewheel.bench.stats import UNKNOWN, Estimate
+from tidewheel.bench.suites import knee_index
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart; grey is for the baselines.
+_OURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")
+_PEERS = ("#D55E00", "#882255", "#F0C000", "#44AA99")
+_BASELINES = ("#555555", "#999999")
+_INK, _GRID = "#222222", "#DDDDDD"
+_MARKERS = "osD^vPX<>"
+
+
+class Picture(NamedTuple):
+    name: str  # of its file
+    caption: str
+    figure: Figure
+
+    def svg(self) -> bytes:
+        return self._saved("svg")
+
+    def png(self) -> bytes:
+        return self._saved("png")
+
+    def _saved(self, kind: str) -> bytes:
+        buffer = io.BytesIO()
+        metadata = {"Date": None} if kind == "svg" else {}
+        self.figure.savefig(buffer, format=kind, dpi=160, facecolor="white", metadata=metadata)
+        return buffer.getvalue()
+
+
+def pictures(result: StageResult) -> list[Picture]:
+    """Those that say something about a stage."""
+    loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
+    measured = [t.name for t in result.stage.targets if any(result.figures(t.name, i) for i in range(len(loads)))]
+    if not measured:
+        return []
+    if all(load.kind == "closed" for load in loads) and len(loads) >= 3:
+        return [_over_batch_size(result, measured, name)]
+    if all(load.rate is not None for load in loads) and len(loads) > 3:
+        return [_over_rate(result, measured, name), _distributions(result, measured, name)]
+    return [_bars(result, measured, name), _distributions(result, measured, name)]
+
+
+def colours(result: StageResult) -> dict[str, str]:
+    """A target keeps its colour in all pictures of a stage."""
+    pools = {"ours": iter(_OURS), "baseline": iter(_BASELINES)}
+    others = iter(_PEERS * 8)
+    return {
+        target.name: next(pools.get(target.kind, others), "#000000")
+        for target in sorted(result.stage.targets, key=lambda t: t.name != "continuous")
+    }
+
+
+def _bars(result: StageResult, targets: Sequence[str], name: str) -> Picture:
+    """Goodput, p99 time to first token and tokens per second: a group per load, a bar per target."""
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    figures = {(t, i): result.figures(t, i) for t in targets for i in range(len(result.stage.loads))}
+    _grouped(panels[0], result, targets, {k: f.get("goodput_per_s") for k, f in figures.items()})
+    _title(panels[0], "Goodput, requests/s", "within the objective: more is better")
+    p99 = {k: f["ttft_s"]["p99"] if f else None for k, f in figures.items()}
+    _grouped(panels[1], result, targets, p99, scale=1e3)
+    panels[1].set_yscale("log")
+    _title(panels[1], "Time to first token, p99, ms", "logarithmic: less is better")
+    _grouped(panels[2], result, targets, {k: f.get("output_tokens_per_s") for k, f in figures.items()})
+    _title(panels[2], "Output, tokens/s", "more is better")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)
+    slo = result.stage.slo
+    caption = (
+        f"{result.stage.title}. Objective: first token within {slo.ttft_s:g} s, {slo.tpot_s * 1e3:g} ms per output "
+        "token. Whiskers: 95 % confidence."
+    )
+    return Picture(name, caption, figure)
+
+
+def _grouped(
+    axes: Axes,
+    result: StageResult,
+    targets: Sequence[str],
+    values: dict[tuple[str, int], Estimate | None],
+    scale: float = 1.0,
+) -> None:
+    colour, width = colours(result), 0.84 / len(targets)
+    num_loads = len(result.stage.loads)
+    for number, target in enumerate(targets):
+        places = [index + (number - (len(targets) - 1) / 2) * width for index in range(num_loads)]
+        estimates = [values.get((target, index)) or UNKNOWN for index in range(num_loads)]
+        heights = [estimate.mean * scale for estimate in estimates]
+        axes.bar(places, heights, width * 0.9, color=colour[target], label=target)
+        _whiskers(axes, places, estimates, scale)
+    axes.set_xticks(range(num_loads), [str(load) for load in result.stage.loads])
+
+
+def _whiskers(axes: Axes, places: Sequence[float], estimates: Sequence[Estimate], scale: float) -> None:
+    for place, (mean, low, high) in zip(places, estimates, strict=True):
+        if all(map(math.isfinite, (mean, low, high))):
+            errors = [[(mean - max(0.0, low)) * scale], [(high - mean) * scale]]
+            axes.errorbar([place], [mean * scale], yerr=errors, color=_INK, linewidth=0.9, capsize=2)
+
+
+def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Picture:
+    """What is achieved, and how long it takes, as the offered rate grows; the knee of each curve is marked."""
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    rates = [load.rate or 0.0 for load in result.stage.loads]
+    indices = range(len(rates))
+    for target, marker in zip(targets, _MARKERS * 8, strict=False):
+        line: Any = {"color": colours(result)[target], "marker": marker, "markersize": 5, "label": target}
+        series = [result.figures(target, index) for index in indices]
+        panels[0].plot(rates, [f["goodput_per_s"].mean if f else math.nan for f in series], **line)
+        for panel, latency in zip(panels[1:], ("ttft_s", "e2e_s"), strict=True):
+            values = [f[latency]["p99"].mean * 1e3 if f else math.nan for f in series]
+            panel.plot(rates, values, **line)
+        if all(series):
+            at = knee_index(result, target)
+            panels[2].plot(rates[at], series[at]["e2e_s"]["p99"].mean * 1e3, "o", mfc="none", mec=_INK, ms=14)
+    panels[0].plot(rates, rates, color=_GRID, zorder=0, label="offered")
+    _title(panels[0], "Goodput, requests/s", "within the objective")
+    _title(panels[1], "Time to first token, p99, ms", "logarithmic")
+    _title(panels[2], "Whole answer, p99, ms", "logarithmic; circle: the knee")
+    for panel in panels:
+        panel.set_xlabel("offered, requests/s")
+    panels[1].set_yscale("log")
+    panels[2].set_yscale("log")
+    panels[0].legend(frameon=False, fontsize=9)
+    return Picture(name, f"{result.stage.title}. The knee is found by Kneedle (Satopää and others, 2011).", figure)
+
+
+def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> Picture:
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    sizes = [load.value for load in result.stage.loads]
+    for target, marker in zip(targets, _MARKERS * 8, strict=False):
+        line: Any = {"color": colours(result)[target], "marker": marker, "markersize": 5}
+        series = [result.figures(target, index) for index in range(len(sizes))]
+        panels[0].plot(
+            sizes, [f["output_tokens_per_s"].mean if f else math.nan for f in series], label=target, **line
+        )
+        for quantile, style in (("p50", "-"), ("p99", "--")):
+            values = [f["tpot_s"][quantile].mean * 1e3 if f else math.nan for f in series]
+            panels[1].plot(sizes, values, style, label=f"{target} {quantile}", **line)
+        busy = [f["server"].get("device_busy", math.nan) * 100 if f else math.nan for f in series]
+        panels[2].plot(sizes, busy, label=target, **line)
+    _title(panels[0], "Output, tokens/s", "more is better")
+    _title(panels[1], "Time per output token, ms", "less is better")
+    _title(panels[2], "Engine busy, %", "time in steps over time")
+    panels[2].set_ylim(0, 105)
+    for panel in panels:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        panel.set_xlabel("requests in flight")
+    panels[1].legend(frameon=False, fontsize=9)
+    return Picture(name, f"{result.stage.title}.", figure)
+
+
+def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Picture:
+    """Share of requests whose first token had come by then, at each load (three of them, spread, when many)."""
+    count = len(result.stage.loads)
+    shown = sorted({0, count // 2, count - 1})
+    figure = Figure(figsize=(4 * len(shown), 3.9), layout="constrained")
+    panels = figure.subplots(1, len(shown), squeeze=False)[0]
+    for panel, index in zip(panels, shown, strict=True):
+        for target in targets:
+            outcomes = [o for repeat in result.outcomes(target, index) for o in repeat]
+            times = sorted(o.first_token * 1e3 for o in outcomes if o.first_token is not None)
+            if times:
+                shares = [(rank + 1) / len(outcomes) for rank in range(len(times))]
+                panel.step(times, shares, where="post", color=colours(result)[target], linewidth=1.6, label=target)
+        panel.axvline(result.stage.slo.ttft_s * 1e3, color=_INK, linewidth=0.8, linestyle=":")
+        panel.set_xscale("log")
+        panel.set_ylim(0, 1.02)
+        panel.set_xlabel("ms, logarithmic")
+        _title(panel, f"First token within …, {result.stage.loads[index]}", "dotted: the objective")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)
+    return Picture(f"{name}_ttft", "Share of requests that had their first token by then.", figure)
+
+
+def _title(axes: Axes, title: str, note: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=_INK, pad=18, fontweight="bold")
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=9, color="#666666")
+    axes.grid(axis="y", color=_GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color("#888888")
+    axes.tick_params(colors=_INK, labelsize=9)

@@ -1,0 +1,161 @@
+"""What the server says of itself during a run: differences of counters, and gauges sampled, from `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import aiohttp
+
+from tidewheel.bench.stats import mean
+
+INTERVAL_S = 1.0
+FLUSH_S = 0.5  # until what has happened is published
+_TIMEOUT_S = 5.0
+
+# Our engine's and vLLM's names, then Triton's own.
+_GAUGES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_use",
+    "nv_gpu_utilization": "gpu_utilization",
+    "nv_cpu_utilization": "cpu_utilization",
+}
+_COUNTERS = (
+    "tidewheel_steps_total",
+    "tidewheel_step_seconds_total",
+    "tidewheel_scheduled_tokens_total",
+    "vllm:num_preemptions_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_queue_time_seconds_count",
+    "nv_inference_count",
+    "nv_inference_exec_count",
+    "nv_inference_queue_duration_us",
+    "nv_inference_compute_infer_duration_us",
+)
+Sample = dict[str, float]
+
+
+def parse(text: str, model: str) -> Sample:
+    """Sums by name over the series of one model; series without a model belong to everybody."""
+    wanted = {*_GAUGES, *_COUNTERS}
+    sample: Sample = {}
+    for name, labels, value in _series(text):
+        if name in wanted and _is_of(labels, model):
+            sample[name] = sample.get(name, 0.0) + value
+    return sample
+
+
+def _series(text: str) -> Iterator[tuple[str, str, float]]:
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        series, _, value = line.rpartition(" ")
+        name, _, labels = series.partition("{")
+        with contextlib.suppress(ValueError):
+            yield name, labels, float(value)
+
+
+def _is_of(labels: str, model: str) -> bool:
+    if "model" not in labels or not model:
+        return True
+    return f'model="{model}"' in labels or f'model_name="{model}"' in labels
+
+
+def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
+    """Figures of a run of `seconds`; the first sample is from before it, the last from after it.
+
+    Absent: the server does not export it.
+    """
+    if len(samples) < 2:
+        return {}
+    first, last = samples[0], samples[-1]
+    grown = {name: last[name] - first.get(name, 0.0) for name in _COUNTERS if name in last}
+    figures = _of_engine(grown, seconds) or _of_triton(grown, seconds)
+    for gauge, figure in _GAUGES.items():
+        if seen := [sample[gauge] for sample in samples if gauge in sample]:
+            figures[figure] = mean(seen)
+            figures[f"{figure}_max"] = max(seen)
+    return figures
+
+
+def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """From the counters of an engine that counts its steps."""
+    figures: dict[str, float] = {}
+    if steps := grown.get("tidewheel_steps_total"):
+        figures["steps"] = steps
+        figures["batch_size"] = grown.get("vllm:generation_tokens_total", 0.0) / steps
+        figures["tokens_per_step"] = grown["tidewheel_scheduled_tokens_total"] / steps
+        figures["step_s"] = grown["tidewheel_step_seconds_total"] / steps
+        figures["device_busy"] = grown["tidewheel_step_seconds_total"] / seconds
+    if queued := grown.get("vllm:request_queue_time_seconds_count"):
+        figures["queue_s"] = grown["vllm:request_queue_time_seconds_sum"] / queued
+    if "vllm:num_preemptions_total" in grown:
+        figures["preemptions"] = grown["vllm:num_preemptions_total"]
+    return figures
+
+
+def _of_triton(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """From Triton's own counters, which know models that answer before `execute` returns."""
+    executions, count = grown.get("nv_inference_exec_count"), grown.get("nv_inference_count")
+    if not executions or not count:
+        return {}
+    batch_size = count / executions
+    # The duration of a batch is counted once for each of its requests.
+    computing = grown["nv_inference_compute_infer_duration_us"] * 1e-6 / batch_size
+    return {
+        "steps": executions,
+        "batch_size": batch_size,
+        "step_s": computing / executions,
+        "device_busy": computing / seconds,
+        "queue_s": grown["nv_inference_queue_duration_us"] * 1e-6 / count,
+    }
+
+
+class Sampler:
+    """Scrapes an address while a run goes on: `async with Sampler(url, model) as sampler`."""
+
+    def __init__(self, url: str | None, model: str) -> None:
+        self._url = url
+        self._model = model
+        self._session: aiohttp.ClientSession | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.samples: list[Sample] = []
+
+    async def __aenter__(self) -> Sampler:
+        if self._url is not None:
+            timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+            self._session = aiohttp.ClientSession(timeout=timeout)
+            await self._scrape()
+            self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self._session is not None:
+            try:
+                await asyncio.sleep(FLUSH_S)
+                await self._scrape()
+            finally:
+                await self._session.close()
+
+    def figures(self, seconds: float) -> dict[str, float]:
+        return summarise(self.samples, seconds)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            await self._scrape()
+
+    async def _scrape(self) -> None:
+        """A server that does not answer just now costs a sample."""
+        assert self._session is not None and self._url is not None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._session.get(self._url) as answer:
+                text = await answer.text(errors="replace")
+            self.samples.append(parse(text, self._model))

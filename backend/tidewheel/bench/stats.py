@@ -1,0 +1,100 @@
+"""Numbers from samples: quantiles, intervals, fairness, and the knee of a curve."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# Student's t, 97.5 % quantile by degrees of freedom; beyond the table it is the normal's within 2 %.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+_T_LIMIT = 1.96
+_RESAMPLES = 1000
+
+
+class Estimate(NamedTuple):
+    """A mean over repeats, with the ends of its 95 % confidence interval; NaN where one repeat tells nothing."""
+
+    mean: float
+    low: float
+    high: float
+
+
+UNKNOWN = Estimate(math.nan, math.nan, math.nan)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Nearest rank, as load generators report it; NaN of nothing."""
+    return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
+
+
+def mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def t_interval(samples: Sequence[float]) -> Estimate:
+    """Mean of independent repeats and Student's 95 % interval. Repeats in which nothing was seen are left out."""
+    seen = [value for value in samples if not math.isnan(value)]
+    if not seen:
+        return UNKNOWN
+    centre = statistics.fmean(seen)
+    if len(seen) == 1:
+        return Estimate(centre, math.nan, math.nan)
+    freedom = len(seen) - 1
+    factor = _T[freedom - 1] if freedom <= len(_T) else _T_LIMIT
+    half = factor * statistics.stdev(seen) / math.sqrt(len(seen))
+    return Estimate(centre, centre - half, centre + half)
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
+    """Geometric mean of the ratios of paired repeats, with Student's 95 % interval of their logarithms.
+
+    A machine that drifts moves both of a pair, so the ratio of pairs is sharper than the ratio of means. Pairs in
+    which either is 0 or unknown are left out; with a denominator of 0 throughout there is no ratio (NaN).
+    """
+    logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True) if a > 0 and b > 0]
+    centre, low, high = t_interval(logs)
+    return Estimate(math.exp(centre), math.exp(low), math.exp(high))
+
+
+def bootstrap_quantiles(values: Sequence[float], quantiles: Sequence[float], *, seed: int = 0) -> list[Estimate]:
+    """Quantiles of requests, each with its 95 % percentile bootstrap interval (Efron, 1979)."""
+    if not values:
+        return [UNKNOWN] * len(quantiles)
+    sample, rng = np.sort(np.asarray(values, dtype=np.float64)), np.random.default_rng(seed)
+    ranks = [max(0, math.ceil(q * len(sample)) - 1) for q in quantiles]
+    # Sorted indices pick sorted values, so one sort of integers serves every quantile.
+    drawn = np.sort(rng.integers(0, len(sample), (_RESAMPLES, len(sample))), axis=1)[:, ranks]
+    low, high = np.quantile(sample[drawn], (0.025, 0.975), axis=0)
+    return [Estimate(float(sample[r]), float(a), float(b)) for r, a, b in zip(ranks, low, high, strict=True)]
+
+
+def jain(shares: Sequence[float]) -> float:
+    """Jain's index of fairness (Jain, Chiu, Hawe, 1984): 1 when all shares are equal, 1/n when one has all."""
+    squares = sum(share * share for share in shares)
+    if not squares:
+        return math.nan
+    return sum(shares) ** 2 / (len(shares) * squares)
+
+
+def knee(loads: Sequence[float], latencies: Sequence[float]) -> int:
+    """Index of the knee of a latency curve that rises with the load (Kneedle: Satopää and others, 2011).
+
+    Both axes are scaled to 0…1; the knee is the point furthest below the straight line from the first point to the
+    last: up to it load is nearly free, beyond it latency pays for every bit more. Loads must grow, 3 at least.
+    """
+    if len(loads) < 3 or any(b <= a for a, b in itertools.pairwise(loads)):
+        raise ValueError("a knee needs at least 3 loads that grow")
+    low, high = min(latencies), max(latencies)
+    if high == low:
+        return len(loads) - 1
+    span = loads[-1] - loads[0]
+    depths = [(x - loads[0]) / span - (y - low) / (high - low) for x, y in zip(loads, latencies, strict=True)]
+    return max(range(len(depths)), key=depths.__getitem__)

@@ -1,0 +1,120 @@
+"""Results as rows: one per target and load, for the terminal, for Markdown and for the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tidewheel.bench.results import StageResult
+from tidewheel.bench.stats import Estimate
+
+NOTHING = "-"
+
+
+class Column(NamedTuple):
+    title: str
+    unit: str
+    cell: Callable[[Mapping[str, Any]], str]
+
+
+class Table(NamedTuple):
+    header: list[str]
+    rows: list[list[str]]
+
+
+def number(value: float | None) -> str:
+    """Three digits, which is what such figures are good for."""
+    if value is None or not math.isfinite(value):
+        return NOTHING
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def with_interval(estimate: Estimate, scale: float = 1.0) -> str:
+    """`12.3 ± 0.4`, or with the two ends where they are not symmetric."""
+    mean, low, high = (part * scale for part in estimate)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return number(mean)
+    above, below = high - mean, mean - low
+    if math.isclose(above, below, rel_tol=0.01, abs_tol=1e-12):
+        return f"{number(mean)} ± {number(above)}"
+    return f"{number(mean)} ({number(low)} to {number(high)})"
+
+
+def _rate(name: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figures: with_interval(figures[name])
+
+
+def _milliseconds(name: str, quantile: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figures: with_interval(figures[name][quantile], 1e3)
+
+
+def _server(name: str, scale: float = 1.0) -> Callable[[Mapping[str, Any]], str]:
+    return lambda figures: number(figures["server"][name] * scale) if name in figures["server"] else NOTHING
+
+
+def _errors(figures: Mapping[str, Any]) -> str:
+    return ", ".join(f"{code} {count}" for code, count in sorted(figures["errors"].items())) or "0"
+
+
+CLIENT = (
+    Column("goodput", "req/s", _rate("goodput_per_s")),
+    Column("goodput e2e", "req/s", _rate("goodput_e2e_per_s")),
+    Column("done", "req/s", _rate("requests_per_s")),
+    Column("output", "tok/s", _rate("output_tokens_per_s")),
+    Column("TTFT p50", "ms", _milliseconds("ttft_s", "p50")),
+    Column("TTFT p95", "ms", _milliseconds("ttft_s", "p95")),
+    Column("TTFT p99", "ms", _milliseconds("ttft_s", "p99")),
+    Column("TPOT p50", "ms", _milliseconds("tpot_s", "p50")),
+    Column("TPOT p99", "ms", _milliseconds("tpot_s", "p99")),
+    Column("ITL p99", "ms", _milliseconds("itl_s", "p99")),
+    Column("e2e p50", "ms", _milliseconds("e2e_s", "p50")),
+    Column("e2e p99", "ms", _milliseconds("e2e_s", "p99")),
+    Column("fairness", "Jain", _rate("fairness")),
+    Column("errors", "", _errors),
+)
+SERVER = (
+    Column("queue", "ms", _server("queue_s", 1e3)),
+    Column("batch", "req/step", _server("batch_size")),
+    Column("tokens", "per step", _server("tokens_per_step")),
+    Column("step", "ms", _server("step_s", 1e3)),
+    Column("busy", "%", _server("device_busy", 100.0)),
+    Column("KV use", "% mean", _server("kv_use", 100.0)),
+    Column("KV use", "% max", _server("kv_use_max", 100.0)),
+    Column("preempted", "", _server("preemptions")),
+)
+SHORT = tuple(CLIENT[index] for index in (0, 1, 3, 4, 6, 7, 11, 13))
+
+
+def table(result: StageResult, columns: Sequence[Column]) -> Table:
+    """A row per load and target that was measured."""
+    header = ["load", "target", *(f"{c.title} {c.unit}".strip() for c in columns)]
+    rows = []
+    for index, load in enumerate(result.stage.loads):
+        for target in result.stage.targets:
+            if figures := result.figures(target.name, index):
+                rows.append([str(load), target.name, *(column.cell(figures) for column in columns)])
+    return Table(header, rows)
+
+
+def without_empty(one: Table) -> Table:
+    """Without the columns in which nothing is known; no rows if that leaves none."""
+    kept = [i for i in range(len(one.header)) if i < 2 or any(row[i] != NOTHING for row in one.rows)]
+    if len(kept) <= 2:
+        return Table(one.header, [])
+    return Table([one.header[i] for i in kept], [[row[i] for i in kept] for row in one.rows])
+
+
+def as_text(one: Table) -> str:
+    """Aligned for a terminal."""
+    lines = [one.header, *one.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(one.header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def as_markdown(one: Table) -> str:
+    rule = ["---", "---", *["--:"] * (len(one.header) - 2)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [one.header, rule, *one.rows])

@@ -1,0 +1,153 @@
+"""What can be measured, and how it is written on the command line.
+
+continuous, static, dynamic, predictive, hybrid   our engine with that scheduling strategy, served by this command
+baseline_dynamic, baseline_static                 transformers `generate` behind Triton's own batcher, likewise
+transformers, llm                                 a peer engine in a process beside; llm: ours, for offline loads
+vllm=PYTHON, openvino=PYTHON                      a peer of another environment: the path of its python
+grpc://HOST:PORT/MODEL                            a model that Triton serves: a stream, or a unary call
+http://HOST:PORT/v2/models/MODEL/generate_stream  or …/infer
+http://HOST:PORT/v1/completions?model=NAME        OpenAI-compatible; or …/v1/chat/completions
+
+`NAME=SPEC` names a target; `SPEC,KEY=VALUE,…` gives it settings: those of the engine, of the peer, or `metrics=URL`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+from urllib.parse import parse_qs, urlsplit
+
+from tidewheel.bench.errors import BenchError
+from tidewheel.bench.transports.base import Transport
+from tidewheel.bench.transports.http import GenerateStream, Infer, OpenAi
+from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from tidewheel.config import StrategyName
+
+STRATEGIES: tuple[str, ...] = get_args(StrategyName)
+BASELINES = ("baseline_dynamic", "baseline_static")
+PEERS = ("transformers", "llm", "vllm", "openvino")
+ELSEWHERE = ("vllm", "openvino")  # peers that need an environment of their own
+COMPARED = ("static", "dynamic", "predictive", "hybrid", "continuous", "baseline_dynamic", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`kind` is ours, baseline, a peer, grpc, generate_stream, infer or openai."""
+
+    name: str
+    kind: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    url: str = ""
+    python: str = ""  # of a peer in another environment
+
+    @property
+    def is_served_here(self) -> bool:
+        return self.kind in ("ours", "baseline")
+
+    @property
+    def is_peer(self) -> bool:
+        return self.kind in PEERS
+
+    @property
+    def metrics_url(self) -> str | None:
+        return self.settings.get("metrics")
+
+    @property
+    def model(self) -> str:
+        """Its label in the server's metrics."""
+        if self.kind == "grpc":
+            return urlsplit(self.url).path.strip("/")
+        match = re.search(r"/v2/models/([^/]+)/", self.url)
+        return match[1] if match else ""
+
+    def transport(self, *, with_ids: bool) -> Transport:
+        """Of a target that is there already."""
+        parts = urlsplit(self.url)
+        if self.kind == "grpc":
+            return TritonGrpc(parts.netloc, self.model, with_ids=with_ids)
+        if self.kind == "generate_stream":
+            return GenerateStream(self.url)
+        if self.kind == "infer":
+            return Infer(self.url)
+        assert self.kind == "openai"
+        model = parse_qs(parts.query).get("model", [""])[0]
+        return OpenAi(f"{parts.scheme}://{parts.netloc}{parts.path}", model)
+
+
+def parse_targets(texts: list[str]) -> list[Target]:
+    """Raises `BenchError` for a text that names nothing, and for two of one name."""
+    targets = [parse_target(text) for text in texts]
+    names = [target.name for target in targets]
+    for name in names:
+        if names.count(name) > 1:
+            raise BenchError(f"--target: {name!r} stands twice: name one of them otherwise, as in other={name}")
+    return targets
+
+
+def parse_target(text: str) -> Target:
+    spec, *pairs = re.split(r",(?=[\w-]+=)", text)
+    settings = _settings(pairs, text)
+    name, equals, rest = spec.partition("=")
+    if not equals or "/" in name:
+        return _target(spec, spec, settings, text)
+    if name in ELSEWHERE:
+        return _elsewhere(name, name, rest, settings)
+    if rest.partition("=")[0] in ELSEWHERE:
+        kind, _, python = rest.partition("=")
+        return _elsewhere(name, kind, python, settings)
+    return _target(name, rest, settings, text)
+
+
+def _target(name: str, spec: str, settings: dict[str, str], text: str) -> Target:
+    if spec in STRATEGIES:
+        return Target(name, "ours", {"scheduling_strategy": spec, **settings})
+    if spec in BASELINES:
+        return Target(name, "baseline", {"entry": spec, **settings})
+    if spec in ELSEWHERE:
+        raise BenchError(f"--target {text!r}: give the python of its environment: {spec}=/path/to/bin/python")
+    if spec in PEERS:
+        return Target(name, spec, settings)
+    if "://" in spec:
+        return Target(_url_name(spec) if name == spec else name, _url_kind(spec, text), settings, url=spec)
+    known = ", ".join((*STRATEGIES, *BASELINES, *PEERS))
+    raise BenchError(f"--target {text!r}: neither a URL nor one of {known}")
+
+
+def _elsewhere(name: str, kind: str, python: str, settings: dict[str, str]) -> Target:
+    if not Path(python).is_file():
+        raise BenchError(f"--target {name}: no python at {python!r}: make an environment with the peer in it")
+    return Target(name, kind, settings, python=python)
+
+
+def _url_kind(url: str, text: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme == "grpc" and parts.netloc and re.fullmatch(r"/[^/]+", parts.path):
+        return "grpc"
+    if parts.scheme in ("http", "https"):
+        for kind in ("generate_stream", "infer"):
+            if re.fullmatch(rf"/v2/models/[^/]+/{kind}", parts.path):
+                return kind
+        if parts.path.endswith("/completions"):
+            return "openai"
+    raise BenchError(
+        f"--target {text!r}: write grpc://HOST:PORT/MODEL, http://HOST:PORT/v2/models/MODEL/generate_stream, "
+        "…/infer, or http://HOST:PORT/v1/completions?model=NAME"
+    )
+
+
+def _url_name(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.netloc}{parts.path}"
+
+
+def _settings(pairs: list[str], text: str) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key in settings:
+            raise BenchError(f"--target {text!r}: {key} stands twice")
+        settings[key] = value
+    return settings

@@ -1,0 +1,1 @@
+"""Ways to send one request and to see its tokens arrive."""

@@ -1,0 +1,190 @@
+"""HTTP: Triton's `generate_stream` and `infer`, and OpenAI-compatible `completions`, all read as they arrive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tidewheel.bench.errors import BenchError, RequestFailed
+from tidewheel.bench.transports.base import words
+from tidewheel.bench.values import Offered, Outcome
+
+PROBE_S = 5.0
+_READ_BUFFER = 1 << 20  # of one SSE line
+
+
+class _Http:
+    """One connection per request in flight, kept alive."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=_READ_BUFFER)
+        try:
+            await self._probe()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _probe(self) -> None:
+        raise NotImplementedError
+
+    async def _get(self, url: str) -> tuple[int, str]:
+        """Raises `BenchError` if nobody answers."""
+        assert self._session is not None
+        try:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_S)) as answer:
+                return answer.status, await answer.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            where = urlsplit(url).netloc
+            raise BenchError(f"no server answers at {where}: start one, or correct the address") from None
+
+    async def _post(self, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
+        """The lines of the answer. Raises `RequestFailed`."""
+        assert self._session is not None
+        try:
+            async with self._session.post(self.url, data=json.dumps(body).encode()) as answer:
+                if answer.status != 200:
+                    text = await answer.text(errors="replace")
+                    raise RequestFailed(f"HTTP {answer.status}", _message(text))
+                async for line in answer.content:
+                    yield line
+        except (aiohttp.ClientError, OSError) as error:
+            raise RequestFailed("CONNECTION", str(error) or type(error).__name__) from None
+
+    async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        """The JSON of each server-sent event."""
+        async for line in self._post(body):
+            data = line.removeprefix(b"data:").strip()
+            if line.startswith(b"data:") and data != b"[DONE]":
+                yield json.loads(data)
+
+
+class _TritonModel(_Http):
+    """`url` ends with /v2/models/NAME/VERB."""
+
+    async def _probe(self) -> None:
+        model_url = self.url.rpartition("/")[0]
+        name = model_url.rpartition("/")[2]
+        status, _ = await self._get(f"{model_url}/ready")
+        if status != 200:
+            raise BenchError(f"model {name!r} at {urlsplit(self.url).netloc} is not ready: wait until it is loaded")
+        status, text = await self._get(f"{model_url}/config")
+        config = json.loads(text) if status == 200 else {}
+        self._inputs = {tensor["name"] for tensor in config.get("input", ())}
+        self._is_batched = config.get("max_batch_size", 0) > 0
+
+
+class GenerateStream(_TritonModel):
+    """Triton's /generate_stream, of this backend or of vLLM's."""
+
+    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+        body: dict[str, Any] = {"stream": True, "max_tokens": offered.num_output_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, **offered.parameters}
+        if "input_ids" in self._inputs:
+            body["input_ids"] = list(input_ids)
+        else:
+            body["text_input"] = words(input_ids)
+        for flag in ("return_num_output_tokens", "return_finish_reason"):
+            if flag in self._inputs:
+                body[flag] = True
+        async for event in self._events(body):
+            if "error" in event:
+                raise RequestFailed("ERROR", str(event["error"]))
+            counted = event.get("num_output_tokens")
+            outcome.add_tokens(int(bool(event.get("text_output"))) if counted is None else int(counted))
+            reason = str(event.get("finish_reason", "None"))
+            outcome.finish_reason = outcome.finish_reason if reason == "None" else reason
+
+
+class Infer(_TritonModel):
+    """Triton's /infer: the whole answer at once."""
+
+    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+        outcome.streamed = False
+        inputs = [self._tensor("input_ids", "INT32", list(input_ids))]
+        if "sampling_parameters" in self._inputs:
+            sampling = {"max_tokens": offered.num_output_tokens, "temperature": 0, "ignore_eos": True}
+            text = json.dumps({**sampling, **offered.parameters})
+            inputs.append(self._tensor("sampling_parameters", "BYTES", [text]))
+        else:
+            inputs.append(self._tensor("max_tokens", "INT32", [offered.num_output_tokens]))
+        inputs += [
+            self._tensor(flag, "BOOL", [True])
+            for flag in ("return_num_output_tokens", "exclude_input_in_output", "ignore_eos")
+            if flag in self._inputs and not (flag == "ignore_eos" and "sampling_parameters" in self._inputs)
+        ]
+        body = b"".join([line async for line in self._post({"inputs": inputs})])
+        outputs = {tensor["name"]: tensor["data"] for tensor in json.loads(body)["outputs"]}
+        outcome.add_tokens(int(outputs.get("num_output_tokens", [offered.num_output_tokens])[0]))
+
+    def _tensor(self, name: str, datatype: str, data: list[Any]) -> dict[str, Any]:
+        shape = [1, len(data)] if self._is_batched else [len(data)]
+        return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+
+
+class OpenAi(_Http):
+    """`…/v1/completions` with token ids as the prompt, or `…/v1/chat/completions` with words."""
+
+    def __init__(self, url: str, model: str) -> None:
+        super().__init__(url)
+        self._model = model
+        self._is_chat = url.endswith("/chat/completions")
+
+    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": offered.num_output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+        }
+        if self._is_chat:
+            body["messages"] = [{"role": "user", "content": words(input_ids)}]
+        else:
+            body["prompt"] = list(input_ids)
+        usage: Mapping[str, Any] = {}
+        async for event in self._events(body):
+            if "error" in event:
+                raise RequestFailed("ERROR", _message(json.dumps(event)))
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                text = choice.get("text") or choice.get("delta", {}).get("content")
+                outcome.add_tokens(1 if text else 0)
+                outcome.finish_reason = choice.get("finish_reason") or outcome.finish_reason
+        if "completion_tokens" in usage:  # chunks of several tokens, and tokens without text
+            outcome.num_tokens = int(usage["completion_tokens"])
+
+    async def _probe(self) -> None:
+        base = self.url.partition("/v1/")[0]
+        status, text = await self._get(f"{base}/v1/models")
+        if status != 200:
+            return  # the list of models is optional
+        names = [entry["id"] for entry in json.loads(text).get("data", ())]
+        if not self._model and len(names) == 1:
+            self._model = names[0]
+        if names and self._model not in names:
+            raise BenchError(f"model {self._model!r} is not served at {base}: it has {', '.join(names)}")
+
+
+def _message(text: str) -> str:
+    """What a JSON error says; the text itself otherwise."""
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        return text.strip()[:500]
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)

@@ -1,0 +1,198 @@
+"""What is asked for: lengths, conversations, shared prompts and classes, from a seed.
+
+Request number i of a workload and a seed is always the same, whatever the load, so every target gets the same work.
+Prompts are random token ids: no two are alike unless the workload says so, and no prefix cache helps by accident.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tidewheel.bench.errors import BenchError
+from tidewheel.bench.trace_files import read_any_trace
+from tidewheel.bench.values import Conversation, Offered
+from tidewheel.simulate.lengths import Lengths
+from tidewheel.simulate.traces import NOBODY, Trace
+
+FIRST_ID = 4  # below it, models keep special tokens
+_BLOCK = 256  # requests whose lengths are drawn together
+
+# Means of ShareGPT conversations in tokens: Kwon and others, "Efficient memory management for large language model
+# serving with PagedAttention", SOSP 2023, figure 11. The shape is an assumption: lognormal, sigma 1.
+SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA, SHAREGPT_MAX = 161.31, 337.99, 1.0, 1024
+
+
+class Kind(NamedTuple):
+    """Some of the requests, by their share, with parameters of their own."""
+
+    share: float
+    parameters: Mapping[str, Any]
+
+
+CLASSES = (
+    Kind(0.1, {"priority": 1}),
+    Kind(0.2, {"priority": 2}),
+    Kind(0.4, {"priority": 3}),
+    Kind(0.3, {"priority": 4}),
+)
+PLAIN = (Kind(1.0, {}),)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Lengths in tokens. `turns` over 1 makes conversations, with a pause between an answer and the next turn."""
+
+    name: str
+    inputs: Lengths
+    outputs: Lengths
+    source: str = "synthetic"
+    kinds: tuple[Kind, ...] = PLAIN
+    prefix_tokens: int = 0  # the same for all requests, in front of their own
+    turns: int = 1
+    pause_s: float = 0.0  # mean; exponentially distributed
+    vocab: int = 4096
+    max_tokens: int = 1024  # prompt and output of one request; longer ones are cut
+    trace: Trace | None = None
+
+    def conversations(self, seed: int) -> Iterator[Conversation]:
+        """Without end; of a trace, each request once."""
+        if self.trace is not None:
+            yield from _recorded(self, self.trace)
+            return
+        rng = np.random.default_rng(seed)
+        prefix = self._ids(self.prefix_tokens, np.random.default_rng(seed + 1))
+        shares = np.array([kind.share for kind in self.kinds])
+        number = 0
+        while True:
+            inputs = self.inputs.draw(_BLOCK * self.turns, rng).reshape(-1, self.turns)
+            outputs = self.outputs.draw(_BLOCK * self.turns, rng).reshape(-1, self.turns)
+            kinds = rng.choice(len(self.kinds), size=_BLOCK, p=shares / shares.sum())
+            for row in range(_BLOCK):
+                parameters = dict(self.kinds[kinds[row]].parameters)
+                if self.turns > 1:
+                    parameters["session_id"] = f"bench-{seed}-{number}"
+                yield self._turns(inputs[row].tolist(), outputs[row].tolist(), prefix, parameters, rng)
+                number += 1
+
+    def summary(self) -> dict[str, Any]:
+        """For the record: what is needed to make the same again."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "trace"}
+        fields["inputs"], fields["outputs"] = dataclasses.asdict(self.inputs), dataclasses.asdict(self.outputs)
+        fields["kinds"] = [{"share": kind.share, "parameters": dict(kind.parameters)} for kind in self.kinds]
+        return fields
+
+    def _turns(
+        self,
+        inputs: list[int],
+        outputs: list[int],
+        prefix: list[int],
+        parameters: dict[str, Any],
+        rng: np.random.Generator,
+    ) -> Conversation:
+        turns: list[Offered] = []
+        room = self.max_tokens - len(prefix)
+        for turn, (num_input, num_output) in enumerate(zip(inputs, outputs, strict=True)):
+            if room < 2:
+                break
+            num_input = min(num_input, room - 1)
+            num_output = min(num_output, room - num_input)
+            room -= num_input + num_output
+            ids = self._ids(num_input, rng)
+            pause = float(rng.exponential(self.pause_s)) if turn and self.pause_s else 0.0
+            turns.append(Offered(0.0, ids if turn else prefix + ids, num_output, parameters, pause))
+        return tuple(turns)
+
+    def _ids(self, count: int, rng: np.random.Generator) -> list[int]:
+        ids: list[int] = rng.integers(FIRST_ID, self.vocab, count).tolist()
+        return ids
+
+
+def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
+    """The requests of a trace. Those of a session, and of a prefix group, begin alike."""
+    for index in range(len(trace)):
+        session, group = int(trace.sessions[index]), int(trace.prefix_groups[index])
+        num_prompt = min(int(trace.prompt_tokens[index]), workload.max_tokens - 1)
+        num_shared = min(int(trace.prefix_tokens[index]), num_prompt)
+        own = np.random.default_rng([1, session] if session != NOBODY else [0, index])
+        shared = np.random.default_rng([2, max(0, group)]).integers(FIRST_ID, workload.vocab, num_shared)
+        ids = [*shared.tolist(), *own.integers(FIRST_ID, workload.vocab, num_prompt)[num_shared:].tolist()]
+        num_output = min(int(trace.output_tokens[index]), workload.max_tokens - num_prompt)
+        yield (Offered(float(trace.arrivals[index]), ids, num_output, _recorded_parameters(trace, index)),)
+
+
+def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"priority": int(trace.priorities[index])}
+    if name := trace.tenant_names[trace.tenants[index]]:
+        parameters["tenant"] = name
+    if trace.sessions[index] != NOBODY:
+        parameters["session_id"] = trace.session_names[trace.sessions[index]]
+    if np.isfinite(trace.deadlines[index]):
+        parameters["deadline_ms"] = round(float(trace.deadlines[index]) * 1e3)
+    return parameters
+
+
+def _lengths(kind: str, mean: float, shape: float = 1.0, maximum: int = 1 << 20) -> Lengths:
+    return Lengths(kind, mean, shape, maximum)
+
+
+def _sharegpt(scale: float) -> Workload:
+    maximum = max(2, round(SHAREGPT_MAX * scale))
+    return Workload(
+        "sharegpt",
+        _lengths("lognormal", max(1.0, SHAREGPT_INPUT * scale), SHAREGPT_SIGMA, maximum),
+        _lengths("lognormal", max(1.0, SHAREGPT_OUTPUT * scale), SHAREGPT_SIGMA, maximum),
+        source=f"lognormal with the ShareGPT means of Kwon and others (SOSP 2023), times {scale:g}; sigma 1 assumed",
+    )
+
+
+_MIXED = Workload("mixed", _lengths("uniform", 64), _lengths("uniform", 64))
+WORKLOADS: Mapping[str, Workload] = {
+    "fixed": Workload("fixed", _lengths("constant", 64), _lengths("constant", 64)),
+    "mixed": _MIXED,
+    "sharegpt": _sharegpt(1.0),
+    "chat": Workload("chat", _lengths("lognormal", 32), _lengths("lognormal", 32), turns=4, pause_s=1.0),
+    "shared-prefix": dataclasses.replace(_MIXED, name="shared-prefix", prefix_tokens=256),
+    "qos": dataclasses.replace(_MIXED, name="qos", kinds=CLASSES),
+}
+SYNTAX = f"{', '.join(WORKLOADS)}, sharegpt:SCALE or trace:FILE"
+
+
+def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int, max_tokens: int) -> Workload:
+    """The workload of a name, with other lengths if given. Raises `BenchError`, or `ConfigError` of a bad trace."""
+    name, _, argument = text.partition(":")
+    if name == "trace" and argument:
+        zero = _lengths("constant", 1)
+        workload = Workload(text, zero, zero, source=argument, trace=read_any_trace(Path(argument)))
+        if inputs or outputs:
+            raise BenchError("--input and --output do not go with a trace: it has its own lengths")
+    elif name == "sharegpt" and argument:
+        workload = _sharegpt(_scale(argument))
+    elif name in WORKLOADS and not argument:
+        workload = WORKLOADS[name]
+    else:
+        raise BenchError(f"--workload {text!r}: choose one of {SYNTAX}")
+    changes: dict[str, Any] = {"vocab": vocab, "max_tokens": max_tokens}
+    if inputs:
+        changes["inputs"] = Lengths.parse(inputs, name="--input")
+    if outputs:
+        changes["outputs"] = Lengths.parse(outputs, name="--output")
+    workload = dataclasses.replace(workload, **changes)
+    if workload.prefix_tokens + 2 > max_tokens:
+        raise BenchError(f"--max-tokens is {max_tokens}: {name} needs more than {workload.prefix_tokens + 2}")
+    return workload
+
+
+def _scale(text: str) -> float:
+    try:
+        scale = float(text)
+    except ValueError:
+        scale = 0.0
+    if not 0.001 <= scale <= 100.0:
+        raise BenchError(f"--workload sharegpt:{text}: the scale must be a number from 0.001 to 100")
+    return scale

@@ -11,11 +11,22 @@
 * *class forgotten*: requests enter in the order of arrival, whatever their class.
 * *budget overdrawn*: every chunk is as long as its prompt.
 * *rows not announced*: the runner is not told which rows are free.
+* *most progress lost*: of a class, the row that has computed most loses its blocks.
+* *preempted without bound*: `max_preemptions` protects nobody.
+* *oldest evicted*: a full waiting set gives up the oldest of the best class that it may.
+* *half a group admitted*: room is looked for as if a group were one request.
+* *aged to CRITICAL*: a waiting request is lifted two classes at a time.
+* *place kept when lifted*: a request changes its class and not its place.
+* *running never expires*: a deadline ends only those that wait.
+* *children not parked*: sequences enter before their leader has computed the prompt that they share.
+* *copies forgotten*: the runner is not told what to copy for forks, swaps and sessions.
+* *long prompts unlimited*: one prompt takes the whole budget.
+* *strategy ignored*: requests join a static batch that runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,11 +38,19 @@ from support.scheduler_machine import SchedulerMachine
 from tidewheel.errors import InternalError
 from tidewheel.kvcache import manager, prefix
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.scheduler import reserve
-from tidewheel.scheduler import scheduler as scheduler_module
+from tidewheel.kvcache.transfers import NO_TRANSFERS, Transfers
+from tidewheel.request import Priority, Request, RequestState
+from tidewheel.scheduler import room, service_class, victims
+from tidewheel.scheduler import state as state_module
+from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.columns import Columns
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.control import Control
+from tidewheel.scheduler.events import Event, EventHeap
+from tidewheel.scheduler.order import SortedQueue
 from tidewheel.scheduler.plan import Chunk, StepPlan
-from tidewheel.scheduler.policy import fifo
+from tidewheel.scheduler.policy import POLICIES
+from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.state import State
 
 # No shrinking: that it fails is all that is asked.
@@ -80,7 +99,24 @@ def tokens_in_flight_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_victim(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reserve, "choose_victim", lambda ranks: min(ranks, key=ranks.__getitem__))
+    patch.setattr(room, "choose_victim", lambda columns, **limits: victims.protected_row(columns))
+
+
+def most_progress_lost(patch: pytest.MonkeyPatch) -> None:
+    real = victims.choose_victim
+
+    def choose_victim(columns: Columns, **limits: Any) -> int | None:
+        kept, columns.num_computed_tokens = columns.num_computed_tokens, -columns.num_computed_tokens
+        victim = real(columns, **limits)
+        columns.num_computed_tokens = kept
+        return victim
+
+    patch.setattr(room, "choose_victim", choose_victim)
+
+
+def preempted_without_bound(patch: pytest.MonkeyPatch) -> None:
+    real = victims.choose_victim
+    patch.setattr(room, "choose_victim", lambda columns, **limits: real(columns, **limits | {"max_preemptions": 99}))
 
 
 def salt_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +136,7 @@ def stale_answer_taken(patch: pytest.MonkeyPatch) -> None:
 
 
 def class_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler_module, "POLICIES", {"priority": fifo, "fifo": fifo})
+    patch.setattr(state_module, "POLICIES", dict.fromkeys(POLICIES, POLICIES["fifo"]))
 
 
 def budget_overdrawn(patch: pytest.MonkeyPatch) -> None:
@@ -115,9 +151,64 @@ def rows_not_announced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Columns, "take_left_rows", lambda self: np.empty(0, dtype=np.int32))
 
 
+def oldest_evicted(patch: pytest.MonkeyPatch) -> None:
+    real = WaitingSet.evictable
+
+    def evictable(self: WaitingSet, better_class: Priority) -> Iterator[Request]:
+        return reversed(list(real(self, better_class)))
+
+    patch.setattr(WaitingSet, "evictable", evictable)
+
+
+def half_a_group_admitted(patch: pytest.MonkeyPatch) -> None:
+    real = Admission.find_room
+    patch.setattr(Admission, "find_room", lambda self, request, count, *rest: real(self, request, 1, *rest))
+
+
+def aged_to_critical(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(service_class, "lifted", lambda level: Priority(max(level - 2, 1)))
+
+
+def place_kept_when_lifted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SortedQueue, "move", lambda self, old, new, request: None)
+
+
+def running_never_expires(patch: pytest.MonkeyPatch) -> None:
+    real = EventHeap.pop_due
+
+    def pop_due(self: EventHeap, now: float) -> Iterator[Event]:
+        return (event for event in real(self, now) if event.request.state is not RequestState.RUNNING)
+
+    patch.setattr(EventHeap, "pop_due", pop_due)
+
+
+def children_not_parked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingSet, "park", lambda self, request, sequence, leader: self.push(request, sequence))
+
+
+def copies_forgotten(patch: pytest.MonkeyPatch) -> None:
+    real = KVCacheManager.take_transfers
+
+    def take_transfers(self: KVCacheManager, step_id: int) -> Transfers:
+        real(self, step_id)
+        return NO_TRANSFERS
+
+    patch.setattr(KVCacheManager, "take_transfers", take_transfers)
+
+
+def long_prompts_unlimited(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerConfig, "max_chunk_tokens", property(lambda self: self.max_num_batched_tokens))
+
+
+def strategy_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Control, "_max_joins", lambda self, *view: 999)
+
+
 MUTATIONS = (
     free_at_once, hash_before_commit, hit_too_long, tokens_in_flight_forgotten, wrong_victim, salt_forgotten,
-    stale_answer_taken, class_forgotten, budget_overdrawn, rows_not_announced,
+    stale_answer_taken, class_forgotten, budget_overdrawn, rows_not_announced, most_progress_lost,
+    preempted_without_bound, oldest_evicted, half_a_group_admitted, aged_to_critical, place_kept_when_lifted,
+    running_never_expires, children_not_parked, copies_forgotten, long_prompts_unlimited, strategy_ignored,
 )  # fmt: skip
 
 

@@ -41,25 +41,25 @@ TENANTS = {
 SETTINGS = st.fixed_dictionaries(
     {
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
-        "max_num_seqs": st.sampled_from([4, 6, 3, 2, 1]),
+        "max_num_seqs": st.sampled_from([4, 6, 4, 6, 3, 2, 1]),
         "max_num_batched_tokens": st.one_of(st.sampled_from([8, 24]), st.integers(1, 24)),
         "max_inflight_steps": st.sampled_from([2, 1]),
-        "policy": st.sampled_from(["priority", *POLICIES]),
+        "policy": st.sampled_from(["priority", "fifo", *POLICIES]),
         "watermark": st.sampled_from([0.0, 0.25]),
         "ageing_s": st.sampled_from([10.0, 3.0, 1000.0]),
-        "max_preemptions": st.sampled_from([4, 1, 0]),
+        "max_preemptions": st.sampled_from([1, 4, 1, 0]),
         "long_prefill_token_threshold": st.sampled_from([None, 3]),
         "num_host_blocks": st.sampled_from([0, 0, 6]),
         "strategy": st.sampled_from(
             [
-                *[StrategyConfig()] * 3,
+                *[StrategyConfig()] * 8,
                 StrategyConfig(name="static", batch_size=2),
                 StrategyConfig(name="dynamic"),
                 StrategyConfig(name="predictive"),
                 StrategyConfig(name="hybrid", hybrid_threshold=3, hybrid_backlog=4),
             ]
         ),
-        "enable_seqs_governor": st.sampled_from([False, False, True]),
+        "enable_seqs_governor": st.sampled_from([*[False] * 7, True]),
         "target_tpot_s": st.sampled_from([None, None, 0.5]),
     }
 )
@@ -86,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.base = self.random.choices(range(10), k=30)
         self.num_requests = 0
         self.num_joined = 0  # since the running set was empty
+        self.ready: set[str] = set()  # ids of requests that have computed their prompt, but for its last token
         self.num_over_quota = self.num_evicted = self.num_expired = self.num_hopeless = 0
 
     def having(self, *states: RequestState) -> list[Request]:
@@ -111,10 +112,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         draw = self.random
         shared = draw.choice([0, 4, 8, 16, 30])  # at times all of it: the whole prompt may then be in the cache
         prompt = [*self.base[:shared], *draw.choices(range(10), k=draw.randint(0 if shared else 1, 4))]
-        max_tokens = draw.choice([1, 2, 8, 16, 24])
+        max_tokens = draw.choice([1, 2, 8, 16, 24, 24])
         self.driver.now += draw.choice([0.0, 1.0])
-        time_left = draw.choice([None, None, None, 0.0, 4.0, 30.0])
-        soft_time_left = draw.choice([None, None, 2.0, 12.0])
+        time_left = draw.choice([*[None] * 16, 0.0, 9.0, 40.0])
+        soft_time_left = draw.choice([None, None, None, 2.0, 12.0])
         return make_request(
             self.next_id(),
             prompt,
@@ -124,8 +125,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_time=self.driver.now,
             stop_token_ids=tuple(draw.sample(range(VOCAB_SIZE), k=draw.randint(0, 3))),
             cache_salt=draw.choice(["", "", "x"]),
-            tenant=draw.choice(["", "", "quota", "slow"]),
-            session_id=draw.choice(["", "", "s"]),
+            tenant=draw.choice(["", "", "", "other", "quota", "slow"]),
+            session_id=draw.choice(["", "", "", "s"]),
             session_ttl=20.0,
             deadline=None if time_left is None else self.driver.now + time_left,
             soft_deadline=None if soft_time_left is None else self.driver.now + soft_time_left,
@@ -210,6 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.model.pass_time(in_time, now)
         running = [r for r in in_time if r.state is RequestState.RUNNING]
         computed = {r.request_id: driver.num_computed_tokens(r) for r in running}
+        self.ready |= {r.request_id for r in running if computed[r.request_id] >= r.num_prompt_tokens - 1}
         started = {r.request_id for r in in_time if r.first_scheduled_time is not None}
         num_preemptions = {r.request_id: r.num_preemptions for r in running}
         if not running:
@@ -262,19 +264,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [r for r in self.having(RequestState.WAITING, RequestState.PREEMPTED) if not self.may_be_parked(r)]
         for request in entered:
             assert request.deadline is None or request.deadline > driver.now
+            assert not self.may_be_parked(request) or request.request_id in started
             rivals = [r for r in waiting if config.policy != "fair" or r.tenant == request.tenant]
             assert all(self.model.key(request) < self.model.key(rival) for rival in rivals)
         self.num_joined += sum(request.request_id not in started for request in entered)
         assert config.strategy.name != "static" or self.num_joined <= config.strategy.batch_size
-        assert batch.num_scheduled_tokens.max() <= config.max_chunk_tokens
+        assert batch.num_scheduled_tokens.max() <= (config.long_prefill_token_threshold or 99)
         if len(driver.in_flight) == 1:
             rows = driver.runner.rows
             for row_index in rows.keys() - batch.rows.tolist():
                 assert len(rows[row_index].token_ids) - rows[row_index].num_computed_tokens > 1
 
     def may_be_parked(self, request: Request) -> bool:
+        """Its leader is still to compute the prompt that they share."""
         leader = request.leader
-        return leader is not None and request.first_scheduled_time is None and not leader.is_finished
+        return leader is not None and not leader.is_finished and leader.request_id not in self.ready
 
     @precondition(lambda self: self.driver.in_flight)
     @rule()

@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one more argument for tritonserver, as --triton-arg=--log-verbose=1 (repeatable)",
     )
     how.add_argument("--log-file", type=Path, metavar="FILE", help="write all that tritonserver and its stubs print")
+    how.add_argument(
+        "--record",
+        type=Path,
+        metavar="DIR",
+        help="record every scheduling decision of --model there, for tidewheel simulate; no text, no tokens",
+    )
     how.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
@@ -66,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> ServeOptions:
     from tidewheel.server.ports import Ports
-    from tidewheel.server.repository import parse_settings
     from tidewheel.server.serve import ServeOptions
 
     model_repository = args.model_repository
@@ -74,6 +79,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         raise UsageError("--model and --model-repository exclude each other")
     if args.model is not None and args.models:
         raise UsageError("--models chooses entries of a model repository: it does not go with --model")
+    if args.model is None and args.record is not None:
+        raise UsageError("--record goes with --model; in a repository, set record in config.pbtxt")
     if args.model is None and (args.set or args.model_name):
         raise UsageError("--set and --model-name go with --model; settings of a repository stand in its config.pbtxt")
     if args.model is None and model_repository is None:
@@ -85,7 +92,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         models=args.models,
         model=args.model,
         model_name=args.model_name,
-        settings=parse_settings(args.set),
+        settings=_settings(args),
         host=args.host,
         ports=Ports(http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
         drain_s=args.drain_s,
@@ -94,6 +101,19 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         log_file=args.log_file,
         verbose=args.verbose,
     )
+
+
+def _settings(args: argparse.Namespace) -> dict[str, str]:
+    from tidewheel.server.repository import parse_settings
+
+    settings = parse_settings(args.set)
+    if args.record is None:
+        return settings
+    if "record" in settings:
+        raise UsageError("--record and --set record=... say the same thing: give one")
+    if not args.record.is_dir():
+        raise UsageError(f"--record is {str(args.record)!r}: no such folder")
+    return {**settings, "record": str(args.record.resolve())}
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -14,13 +14,13 @@ from tidewheel.cli.usage import UsageError
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.recording import check_folder, recorded
+from tidewheel.engine.recording import check_folder
 from tidewheel.engine.simulated import simulated_info
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
+from tidewheel.scheduler.interface import EngineScheduler
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
 from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.replica import EngineScheduler
 from tidewheel.simulate.report import Report, summarise
 from tidewheel.simulate.router import make_router
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
@@ -175,8 +175,7 @@ def _simulator(plan: Plan, config: EngineConfig, trace: Trace, num_replicas: int
     info = simulated_info(config, plan.cost, max_model_len=max(trace.max_num_tokens, 2))
 
     def make_scheduler(_number: int) -> EngineScheduler:
-        scheduler = build_scheduler(config, info)
-        return recorded(scheduler, config, info) if config.record else scheduler
+        return build_scheduler(config, info)
 
     return Simulator(
         trace,

@@ -9,12 +9,14 @@ from typing import Protocol
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.recording import record_decisions
 from tidewheel.engine.runner import Runner
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.interface import EngineScheduler
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits, parse_tenants
@@ -42,8 +44,9 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
     return EngineInfo(pid=os.getpid(), enable_prefix_caching=config.enable_prefix_caching, **facts)
 
 
-def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """Raises `ConfigError` for settings that do not fit the model or the cache."""
+def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
+    """Raises `ConfigError` for settings that do not fit the model or the cache, and for a folder to record in that
+    cannot be written."""
     tenants = parse_tenants(config.tenants)
     _check_quotas(config, tenants, info.num_blocks)
     settings = SchedulerConfig(
@@ -83,7 +86,8 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
             config.max_sessions, config.session_max_blocks, lambda tenant: settings.limits_of(tenant).max_blocks
         ),
     )
-    return Scheduler(settings, kv)
+    scheduler = Scheduler(settings, kv)
+    return record_decisions(scheduler, config, info) if config.record else scheduler
 
 
 def _seconds(milliseconds: float | None) -> float | None:

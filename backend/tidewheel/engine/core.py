@@ -13,7 +13,7 @@ from tidewheel.engine.recovery import is_out_of_memory, recover
 from tidewheel.engine.runner import Computed, PendingTokens, Runner
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.interface import EngineScheduler
 
 
 class _InFlight(NamedTuple):
@@ -35,7 +35,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: EngineScheduler,
         runner: Runner,
         deliver: Deliver,
         *,

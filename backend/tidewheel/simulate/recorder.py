@@ -81,7 +81,7 @@ class Recorder:
     # --- what is written ------------------------------------------------------------------------------------------
 
     def added(self, now: float, requests: Sequence[Request], refused: str, evicted: Sequence[Request]) -> None:
-        recorded = [self._recorded(request) for request in requests]
+        recorded = [self._recorded(request, with_contents=not refused) for request in requests]
         self._write(Added(now, recorded, refused, self._ended(evicted)))
         if refused:
             self._ended(requests)
@@ -158,9 +158,10 @@ class Recorder:
         elif self._num_unwritten > FLUSH_BYTES:
             self.flush()
 
-    def _recorded(self, request: Request) -> RecordedRequest:
+    def _recorded(self, request: Request, *, with_contents: bool) -> RecordedRequest:
+        """A refusal does not depend on contents."""
         state, names = self._names.root, b""
-        if self._with_contents:
+        if self._with_contents and with_contents:
             state, ids = self._names.extend(state, request.prompt_token_ids.tolist())
             names = np.array(ids, dtype="<i4").tobytes()
         self._streams[request.request_id] = _Stream(request.request_id, state, frozenset(request.stop_token_ids))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import NotFound, TidewheelError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.interface import EngineScheduler
 from tidewheel.scheduler.stats import SchedulerStats
 from tidewheel.simulate.recorder import Recorder
 
@@ -15,7 +15,7 @@ from tidewheel.simulate.recorder import Recorder
 class RecordingScheduler:
     """Passes every call on, and what came of it to the recorder. Decisions are those of the scheduler inside."""
 
-    def __init__(self, scheduler: Scheduler, recorder: Recorder) -> None:
+    def __init__(self, scheduler: EngineScheduler, recorder: Recorder) -> None:
         self._scheduler = scheduler
         self._recorder = recorder
 

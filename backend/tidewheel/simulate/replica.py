@@ -5,34 +5,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import TidewheelError
 from tidewheel.request import Request
+from tidewheel.scheduler.interface import EngineScheduler
 from tidewheel.simulate.contents import STOP_TOKEN
 from tidewheel.simulate.cost_model import CostModel, step_features
 
 IDLE_POLL_S = 1e-3  # how soon an engine that could not start anything looks again
 
 Ended = Callable[[int, Request], None]  # the number of the replica, and the request
-
-
-class EngineScheduler(Protocol):
-    """What a step needs of a scheduler: the real one, or one that is recorded."""
-
-    @property
-    def has_unfinished(self) -> bool: ...
-
-    def add(self, request: Request, now: float) -> list[Request]: ...
-
-    def expire(self, now: float) -> list[Request]: ...
-
-    def schedule(self, now: float) -> ScheduledBatch | None: ...
-
-    def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs: ...
 
 
 class _InFlight(NamedTuple):

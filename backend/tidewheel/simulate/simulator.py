@@ -11,10 +11,11 @@ import numpy as np
 
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.interface import EngineScheduler
 from tidewheel.simulate.contents import STOP_TOKEN, Contents
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.replica import EngineScheduler, Replica
+from tidewheel.simulate.replica import Replica
 from tidewheel.simulate.router import RouteKey, Router
 from tidewheel.simulate.traces import NOBODY, Trace
 

@@ -1,0 +1,48 @@
+"""What a recording of an engine is good for: the scheduler that it had, and how long its steps took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.errors import ConfigError
+from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.simulate.calibration import fit
+from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.events import Header
+from tidewheel.simulate.replay import Recording, measured_steps
+
+
+def scheduler_of(header: Header) -> EngineScheduler:
+    """A new scheduler like the recorded one. Raises `ConfigError` when this version cannot make it."""
+    config, info = _engine_of(header)
+    return build_scheduler(config, info)
+
+
+def calibrated(path: Path) -> CostModel:
+    """The cost model of the steps of a recording."""
+    recording = Recording(path)
+    _, info = _engine_of(recording.header)
+    return fit(
+        measured_steps(recording.events()),
+        name=path.stem,
+        device=info.device,
+        weights_bytes=info.weights_bytes,
+        kv_bytes_per_token=info.kv_cache_bytes / max(info.num_cache_tokens, 1),
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+    )
+
+
+def _engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
+    try:
+        info = msgspec.convert(header.info, EngineInfo)
+        return EngineConfig.from_settings(header.settings | {"record": ""}), info
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(
+            f"the recording is of version {header.version}, and this one cannot read it: {error}"
+        ) from None

@@ -16,6 +16,8 @@ from tidewheel.engine.status import Status, read_status
 from tidewheel.errors import TidewheelError
 from tidewheel.sampling import SamplingParams
 
+Key = int | tuple[int, int]
+
 LIMIT_S = 30.0
 LINGER_S = 0.6
 COMMAND = (sys.executable, "-P", "-m", "support.faulty_engine", "--linger-s", str(LINGER_S))
@@ -23,25 +25,29 @@ CONFIG = EngineConfig(model="ok", max_num_seqs=16)
 
 
 class Recorder:
-    """An `EngineListener` that keeps everything and can be waited on."""
+    """An `EngineListener` that keeps everything and can be waited on.
+
+    Of a request with several sequences, the first goes by the request's key, the others by key and index.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.tokens: dict[int, list[int]] = {}
-        self.endings: dict[int, str] = {}  # finish reason, or the tag of the error
-        self.errors: dict[int, str] = {}
-        self.num_endings: dict[int, int] = {}
+        self.tokens: dict[Key, list[int]] = {}
+        self.endings: dict[Key, str] = {}  # finish reason, or the tag of the error
+        self.errors: dict[Key, str] = {}
+        self.num_endings: dict[Key, int] = {}
         self.stats = [EngineStats()]
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         with self.changed:
             for delta in deltas:
-                assert delta.key not in self.endings, "something follows the end"
-                self.tokens.setdefault(delta.key, []).extend(delta.token_ids)
+                key = delta.key if delta.index <= 0 else (delta.key, delta.index)
+                assert key not in self.endings, "something follows the end"
+                self.tokens.setdefault(key, []).extend(delta.token_ids)
                 if delta.error is not None:
-                    self._end(delta.key, delta.error.tag, delta.error.message)
+                    self._end(key, delta.error.tag, delta.error.message)
                 elif delta.finish_reason:
-                    self._end(delta.key, delta.finish_reason, "")
+                    self._end(key, delta.finish_reason, "")
             self.changed.notify_all()
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
@@ -55,7 +61,7 @@ class Recorder:
             self.stats.append(stats)
             self.changed.notify_all()
 
-    def _end(self, key: int, how: str, message: str) -> None:
+    def _end(self, key: Key, how: str, message: str) -> None:
         self.endings[key] = how
         self.errors[key] = message
         self.num_endings[key] = self.num_endings.get(key, 0) + 1
@@ -64,10 +70,10 @@ class Recorder:
         with self.changed:
             assert self.changed.wait_for(condition, limit_s), f"{what}: not within {limit_s} s"
 
-    def wait_ended(self, *keys: int, limit_s: float = LIMIT_S) -> None:
+    def wait_ended(self, *keys: Key, limit_s: float = LIMIT_S) -> None:
         self.wait(lambda: all(key in self.endings for key in keys), f"end of {keys}", limit_s)
 
-    def wait_started(self, *keys: int) -> None:
+    def wait_started(self, *keys: Key) -> None:
         self.wait(lambda: all(self.tokens.get(key) for key in keys), f"first token of {keys}")
 
 
@@ -88,10 +94,11 @@ class Client(EngineClient):
         return status
 
 
-def request(key: int, *token_ids: int, max_tokens: int = 8) -> AddRequest:
-    return AddRequest(key, prompt_bytes(*token_ids), SamplingParams(max_tokens=max_tokens, temperature=0.0))
+def request(key: int, *token_ids: int, max_tokens: int = 8, **fields: object) -> AddRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return AddRequest(key, prompt_bytes(*token_ids), sampling, **fields)  # type: ignore[arg-type]
 
 
-def endless(key: int) -> AddRequest:
+def endless(key: int, **fields: object) -> AddRequest:
     """Runs for seconds."""
-    return request(key, 1, 2, 3, max_tokens=4000)
+    return request(key, 1, 2, 3, max_tokens=4000, **fields)

@@ -1,0 +1,165 @@
+"""Several sequences, deadlines, sessions and full waiting sets, through a real engine process with a fake device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from support.engine_clients import Client, endless, request
+from support.fake_runner import naive_output
+from support.scheduling import make_request
+from tidewheel.config import EngineConfig
+from tidewheel.engine.messages import CloseSession, Delta
+
+Connect = Callable[..., Client]
+
+
+def expected(*token_ids: int, max_tokens: int = 8) -> list[int]:
+    return naive_output(make_request(prompt=token_ids, max_tokens=max_tokens))[0]
+
+
+def moment(seconds: float) -> int:
+    return time.monotonic_ns() + int(seconds * 1e9)
+
+
+def test_sequences_end_one_by_one(connect: Connect) -> None:
+    client = connect()
+    client.add(request(1, 5, 6, 7, n=3))
+    client.recorder.wait_ended(1, (1, 1), (1, 2))
+    for key in (1, (1, 1), (1, 2)):
+        assert client.recorder.tokens[key] == expected(5, 6, 7)
+        assert client.recorder.endings[key] == "length"
+
+
+def test_one_sequence_is_cancelled(connect: Connect) -> None:
+    client = connect()
+    client.add(endless(1, n=3))
+    client.recorder.wait_started(1, (1, 1), (1, 2))
+    client.cancel_sequence(1, 1)
+    client.recorder.wait_ended((1, 1))
+    assert client.recorder.endings == {(1, 1): "cancelled"}
+    client.cancel_sequence(1, 1)  # once more, and one that never was
+    client.cancel_sequence(1, 9)
+    client.cancel([1])
+    client.recorder.wait_ended(1, (1, 2))
+    assert set(client.recorder.endings.values()) == {"cancelled"}
+    assert set(client.recorder.num_endings.values()) == {1}
+
+
+def test_cancelled_before_all_sequences_started(connect: Connect) -> None:
+    client = connect(config=EngineConfig(model="ok", max_num_seqs=1))
+    client.add(endless(1, n=4))
+    client.recorder.wait_started(1)
+    client.cancel([1])
+    client.recorder.wait_ended(1, (1, 1), (1, 2), (1, 3))
+    client.add(request(2, 5))
+    client.recorder.wait_ended(2)
+    assert client.recorder.tokens[2] == expected(5)
+
+
+@pytest.mark.parametrize("n", [0, 17])
+def test_a_number_of_sequences_that_is_refused(connect: Connect, n: int) -> None:
+    client = connect()
+    client.add(request(1, 5, n=n))
+    client.recorder.wait_ended(1)
+    assert client.recorder.errors[1] == f"n is {n}: it must be 1 to 16"
+
+
+def test_all_sequences_wait_or_none(connect: Connect) -> None:
+    client = connect(config=EngineConfig(model="ok", max_num_seqs=1, max_waiting_requests=3))
+    client.add(endless(1))
+    client.recorder.wait_started(1)
+    client.add(request(2, 5, n=2))
+    client.add(request(3, 5, n=2))
+    client.recorder.wait_ended(3)
+    assert client.recorder.errors[3].startswith("waiting set is full")
+    client.add(request(4, 5))
+    client.cancel([1])
+    client.recorder.wait_ended(2, (2, 1), 4)
+
+
+def note_full(client: Client) -> list[Delta]:
+    """The deltas to come that say that the waiting set is full."""
+    full: list[Delta] = []
+    on_deltas = client.recorder.on_deltas
+
+    def watch(deltas: list[Delta]) -> None:
+        full.extend(delta for delta in deltas if delta.error is not None and delta.error.is_waiting_set_full)
+        on_deltas(deltas)
+
+    client.recorder.on_deltas = watch  # type: ignore[method-assign]
+    return full
+
+
+def test_a_full_waiting_set_is_told_from_other_refusals(connect: Connect) -> None:
+    tenants = '{"poor": {"requests_per_s": 1}}'
+    client = connect(config=EngineConfig(model="ok", max_num_seqs=1, max_waiting_requests=1, tenants=tenants))
+    full = note_full(client)
+    client.add(request(1, 5, tenant="poor"))
+    client.recorder.wait_ended(1)
+    client.add(request(2, 5, tenant="poor"))
+    client.recorder.wait_ended(2)
+    assert client.recorder.endings[2] == "TW-BUSY"
+    assert "poor" in client.recorder.errors[2]
+    assert full == []
+    client.add(endless(3))
+    client.recorder.wait_started(3)
+    client.add(request(4, 5))
+    client.add(request(5, 5))
+    client.recorder.wait_ended(5)
+    assert [delta.key for delta in full] == [5]
+    client.cancel([3])
+    client.recorder.wait_ended(4)
+
+
+def test_a_better_class_takes_the_place_of_a_lower_one(connect: Connect) -> None:
+    client = connect(config=EngineConfig(model="ok", max_num_seqs=1, max_waiting_requests=2))
+    client.add(endless(1, priority=1))
+    client.recorder.wait_started(1)
+    client.add(request(2, 5, priority=4))
+    client.add(request(3, 5, priority=4))
+    client.add(request(4, 5, priority=2))
+    client.recorder.wait_ended(3)  # the newest of the lowest class
+    assert client.recorder.endings[3] == "TW-BUSY"
+    assert "took the place" in client.recorder.errors[3]
+    client.cancel([1])
+    client.recorder.wait_ended(4, 2)
+    assert client.recorder.num_endings[3] == 1
+
+
+def test_a_deadline_while_it_runs(connect: Connect) -> None:
+    client = connect()
+    client.add(endless(1, deadline_ns=moment(0.5)))
+    client.recorder.wait_ended(1)
+    assert client.recorder.endings[1] == "deadline"
+    assert client.recorder.tokens[1] == expected(1, 2, 3, max_tokens=4000)[: len(client.recorder.tokens[1])]
+    assert client.recorder.tokens[1]
+
+
+def test_a_deadline_in_the_queue(connect: Connect) -> None:
+    client = connect(config=EngineConfig(model="ok", max_num_seqs=1))
+    client.add(endless(1))
+    client.recorder.wait_started(1)
+    client.add(request(2, 5, deadline_ns=moment(0.3)))
+    client.add(request(3, 5, deadline_ns=moment(-1.0)))
+    client.recorder.wait_ended(2, 3)
+    for key in (2, 3):
+        assert client.recorder.endings[key] == "TW-DEADLINE"
+        assert client.recorder.tokens[key] == []
+    client.cancel([1])
+    client.recorder.wait_ended(1)
+
+
+def test_a_session_is_closed_once(connect: Connect) -> None:
+    client = connect()
+    client.add(request(1, *range(2, 30), session_id="s", tenant="acme"))
+    client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 1, "the session")
+    assert client.recorder.endings[1] == "length"
+    client.add(CloseSession(2, "other", "s"))
+    client.add(CloseSession(3, "acme", "s"))
+    client.add(CloseSession(4, "acme", "s"))
+    client.recorder.wait_ended(2, 3, 4)
+    assert [client.recorder.endings[key] for key in (2, 3, 4)] == ["TW-NOT-FOUND", "stop", "TW-NOT-FOUND"]
+    client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 0, "no session")

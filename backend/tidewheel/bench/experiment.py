@@ -25,11 +25,20 @@ WARM_UP_LIMIT_S = 60.0
 
 
 class Experiment:
-    """Stages on one deployment. `one_at_a_time`: only the target that is measured is up."""
+    """Stages on one deployment. All `targets` are up from the first stage on, also while a few of them are measured;
+    `one_at_a_time`: only the one that is.
+    """
 
     def __init__(
-        self, deployment: Deployment, recorder: Recorder, *, warm_up: int = 16, one_at_a_time: bool = False
+        self,
+        deployment: Deployment,
+        recorder: Recorder,
+        targets: Sequence[Target] = (),
+        *,
+        warm_up: int = 16,
+        one_at_a_time: bool = False,
     ) -> None:
+        self._targets = targets
         self._deployment = deployment
         self._recorder = recorder
         self._warm_up = warm_up
@@ -68,6 +77,8 @@ class Experiment:
         """What is up already stays, if nothing new is wanted."""
         if self._places and all(target.name in self._places for target in targets):
             return
+        if not self._one_at_a_time and set(targets) <= set(self._targets):
+            targets = self._targets
         self._end()
         live.say("starting " + ", ".join(target.name for target in targets))
         with_ids = stage.workload.turns > 1

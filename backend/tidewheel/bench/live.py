@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from tidewheel.bench.driver import Progress
 from tidewheel.bench.plan import Run
+from tidewheel.bench.tables import number
 
 TICK_S = 0.5
 
@@ -65,11 +66,11 @@ def run_line(run: Run, summary: Mapping[str, Any], server: Mapping[str, float]) 
     parts = [
         f"{run.target.name:18} {run.load!s:>16} #{run.repeat + 1}",
         f"{summary['completed']}/{summary['requests']} done",
-        f"{summary['requests_per_s']:.1f} req/s",
-        f"{summary['output_tokens_per_s']:.0f} tok/s",
-        f"goodput {summary['goodput_per_s']:.1f}/s",
-        f"TTFT p50 {ttft['p50'] * 1e3:.0f} p99 {ttft['p99'] * 1e3:.0f} ms",
-        f"TPOT p50 {tpot['p50'] * 1e3:.1f} ms",
+        f"{number(summary['requests_per_s'])} req/s",
+        f"{number(summary['output_tokens_per_s'])} tok/s",
+        f"goodput {number(summary['goodput_per_s'])}/s",
+        f"TTFT p50 {number(ttft['p50'] * 1e3)} p99 {number(ttft['p99'] * 1e3)} ms",
+        f"TPOT p50 {number(tpot['p50'] * 1e3)} ms",
     ]
     if "batch_size" in server:
         parts.append(f"batch {server['batch_size']:.1f}")

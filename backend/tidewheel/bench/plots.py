@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.stats import UNKNOWN, Estimate
@@ -71,8 +73,7 @@ def _bars(result: StageResult, targets: Sequence[str], name: str) -> Picture:
     _grouped(panels[0], result, targets, {k: f.get("goodput_per_s") for k, f in figures.items()})
     _title(panels[0], "Goodput, requests/s", "within the objective: more is better")
     p99 = {k: f["ttft_s"]["p99"] if f else None for k, f in figures.items()}
-    _grouped(panels[1], result, targets, p99, scale=1e3)
-    panels[1].set_yscale("log")
+    _grouped(panels[1], result, targets, p99, scale=1e3, is_logarithmic=True)
     _title(panels[1], "Time to first token, p99, ms", "logarithmic: less is better")
     _grouped(panels[2], result, targets, {k: f.get("output_tokens_per_s") for k, f in figures.items()})
     _title(panels[2], "Output, tokens/s", "more is better")
@@ -92,16 +93,25 @@ def _grouped(
     targets: Sequence[str],
     values: dict[tuple[str, int], Estimate | None],
     scale: float = 1.0,
+    *,
+    is_logarithmic: bool = False,
 ) -> None:
     colour, width = colours(result), 0.84 / len(targets)
     num_loads = len(result.stage.loads)
+    heights_of_all: list[float] = []
     for number, target in enumerate(targets):
         places = [index + (number - (len(targets) - 1) / 2) * width for index in range(num_loads)]
         estimates = [values.get((target, index)) or UNKNOWN for index in range(num_loads)]
         heights = [estimate.mean * scale for estimate in estimates]
+        heights_of_all += heights
         axes.bar(places, heights, width * 0.9, color=colour[target], label=target)
         _whiskers(axes, places, estimates, scale)
     axes.set_xticks(range(num_loads), [str(load) for load in result.stage.loads])
+    if is_logarithmic:
+        axes.set_yscale("log")
+        _readable(axes.yaxis)
+    else:  # few repeats make wide intervals, which would squash the bars
+        axes.set_ylim(0, 1.4 * max((height for height in heights_of_all if height > 0), default=1.0))
 
 
 def _whiskers(axes: Axes, places: Sequence[float], estimates: Sequence[Estimate], scale: float) -> None:
@@ -133,8 +143,9 @@ def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Pictur
     _title(panels[2], "Whole answer, p99, ms", "logarithmic; circle: the knee")
     for panel in panels:
         panel.set_xlabel("offered, requests/s")
-    panels[1].set_yscale("log")
-    panels[2].set_yscale("log")
+    for panel in panels[1:]:
+        panel.set_yscale("log")
+        _readable(panel.yaxis)
     panels[0].legend(frameon=False, fontsize=9)
     return Picture(name, f"{result.stage.title}. The knee is found by Kneedle (Satopää and others, 2011).", figure)
 
@@ -170,7 +181,7 @@ def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Pi
     """Share of requests whose first token had come by then, at each load (three of them, spread, when many)."""
     count = len(result.stage.loads)
     shown = sorted({0, count // 2, count - 1})
-    figure = Figure(figsize=(4 * len(shown), 3.9), layout="constrained")
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
     panels = figure.subplots(1, len(shown), squeeze=False)[0]
     for panel, index in zip(panels, shown, strict=True):
         for target in targets:
@@ -181,12 +192,20 @@ def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Pi
                 panel.step(times, shares, where="post", color=colours(result)[target], linewidth=1.6, label=target)
         panel.axvline(result.stage.slo.ttft_s * 1e3, color=_INK, linewidth=0.8, linestyle=":")
         panel.set_xscale("log")
+        _readable(panel.xaxis)
         panel.set_ylim(0, 1.02)
         panel.set_xlabel("ms, logarithmic")
         _title(panel, f"First token within …, {result.stage.loads[index]}", "dotted: the objective")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)
     return Picture(f"{name}_ttft", "Share of requests that had their first token by then.", figure)
+
+
+def _readable(axis: Axis) -> None:
+    """Ticks of a logarithmic axis: 1, 2 and 5 of each power of ten, written out."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _title(axes: Axes, title: str, note: str) -> None:

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.tables import CLIENT, SERVER, Table, number, table, without_empty
+from tidewheel.bench.tables import LATENCIES, RATES, SERVER, Table, number, table, without_empty
 
 if TYPE_CHECKING:
     from tidewheel.bench.plots import Picture
@@ -89,7 +89,7 @@ def _cards(findings: Mapping[str, Any]) -> str:
 def _stage(result: StageResult, pictures: Sequence[Picture]) -> str:
     parts = [f"<h2>{escape(result.stage.title)}</h2>", f'<p class="note">{escape(_conditions(result))}</p>']
     parts += [_figure(picture) for picture in pictures]
-    parts += [_table(without_empty(table(result, columns))) for columns in (CLIENT, SERVER)]
+    parts += [_table(without_empty(table(result, columns))) for columns in (RATES, LATENCIES, SERVER)]
     if any(run.interrupted for run in result.runs):
         parts.append('<p class="note">Cut short: its last run was interrupted.</p>')
     return "\n".join(part for part in parts if part)

@@ -58,11 +58,15 @@ def _errors(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{code} {count}" for code, count in sorted(figures["errors"].items())) or "0"
 
 
-CLIENT = (
+RATES = (
     Column("goodput", "req/s", _rate("goodput_per_s")),
     Column("goodput e2e", "req/s", _rate("goodput_e2e_per_s")),
     Column("done", "req/s", _rate("requests_per_s")),
     Column("output", "tok/s", _rate("output_tokens_per_s")),
+    Column("fairness", "Jain", _rate("fairness")),
+    Column("errors", "", _errors),
+)
+LATENCIES = (
     Column("TTFT p50", "ms", _milliseconds("ttft_s", "p50")),
     Column("TTFT p95", "ms", _milliseconds("ttft_s", "p95")),
     Column("TTFT p99", "ms", _milliseconds("ttft_s", "p99")),
@@ -71,8 +75,6 @@ CLIENT = (
     Column("ITL p99", "ms", _milliseconds("itl_s", "p99")),
     Column("e2e p50", "ms", _milliseconds("e2e_s", "p50")),
     Column("e2e p99", "ms", _milliseconds("e2e_s", "p99")),
-    Column("fairness", "Jain", _rate("fairness")),
-    Column("errors", "", _errors),
 )
 SERVER = (
     Column("queue", "ms", _server("queue_s", 1e3)),
@@ -84,7 +86,11 @@ SERVER = (
     Column("KV use", "% max", _server("kv_use_max", 100.0)),
     Column("preempted", "", _server("preemptions")),
 )
-SHORT = tuple(CLIENT[index] for index in (0, 1, 3, 4, 6, 7, 11, 13))
+SHORT = tuple(
+    column
+    for column in (*RATES, *LATENCIES)
+    if column.title in ("goodput", "goodput e2e", "output", "TTFT p50", "TTFT p99", "TPOT p50", "e2e p99", "errors")
+)
 
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:

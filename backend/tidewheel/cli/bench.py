@@ -147,7 +147,9 @@ def _measure(args: argparse.Namespace) -> int:
     }
     interrupted = False
     try:
-        with Experiment(deployment, recorder, warm_up=args.warm_up, one_at_a_time=args.one_at_a_time) as experiment:
+        with Experiment(
+            deployment, recorder, stage.targets, warm_up=args.warm_up, one_at_a_time=args.one_at_a_time
+        ) as experiment:
             _steps(args, stage)(Suite(experiment, recorder, stage))
     except KeyboardInterrupt:
         interrupted = True

@@ -64,7 +64,26 @@ def test_the_first_block_with_a_content_keeps_its_name() -> None:
     assert pool.hash_of(second) is None
 
 
-@pytest.mark.parametrize("misuse", ["double free", "hash of a free block", "second hash", "drop of a free block"])
+def test_a_kept_block_is_neither_free_nor_evicted() -> None:
+    pool = BlockPool(3)
+    kept, other = take(pool, 2)
+    pool.register_hash(kept, HASHES[0])
+    pool.keep([kept])
+    pool.free([kept, other])
+    assert (pool.num_free, pool.num_kept, pool.num_cached) == (2, 1, 0)
+    assert kept not in take(pool, 2)
+    assert pool.allocate(1) is None
+    pool.touch([kept])
+    assert pool.num_kept == 0
+    pool.free([kept])
+    pool.release([kept])
+    assert (pool.num_free, pool.num_kept, pool.num_cached) == (1, 0, 1)
+    assert pool.lookup(HASHES[0]) == kept
+
+
+@pytest.mark.parametrize(
+    "misuse", ["double free", "release", "hash of a free block", "second hash", "drop of a free block"]
+)
 def test_misuse_is_told(misuse: str) -> None:
     pool = BlockPool(2)
     used, freed = take(pool, 2)
@@ -72,6 +91,7 @@ def test_misuse_is_told(misuse: str) -> None:
     pool.free([freed])
     calls = {
         "double free": lambda: pool.free([freed]),
+        "release": lambda: pool.release([used]),
         "hash of a free block": lambda: pool.register_hash(freed, HASHES[1]),
         "second hash": lambda: pool.register_hash(used, HASHES[1]),
         "drop of a free block": lambda: pool.drop_hash(freed),
@@ -83,7 +103,7 @@ def test_misuse_is_told(misuse: str) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["ref_count", "num_free", "num_cached", "link", "hash"],
+    ["ref_count", "num_free", "num_cached", "num_kept", "link", "hash"],
 )
 def test_check_invariants_sees_damage(damage: str) -> None:
     pool = BlockPool(4)
@@ -97,6 +117,8 @@ def test_check_invariants_sees_damage(damage: str) -> None:
         pool.num_free += 1
     elif damage == "num_cached":
         pool.num_cached += 1
+    elif damage == "num_kept":
+        pool.num_kept += 1
     elif damage == "link":
         pool._previous[blocks[0]] = blocks[0]
     else:
@@ -112,6 +134,7 @@ class NaivePool:
         self.order = list(range(num_blocks))
         self.references = dict.fromkeys(range(num_blocks), 0)
         self.hashes: dict[int, bytes] = {}
+        self.keepers: list[int] = []
 
     def allocate(self, count: int) -> list[int] | None:
         if count > len(self.order):
@@ -125,13 +148,25 @@ class NaivePool:
     def free(self, block_ids: list[int]) -> None:
         for block_id in block_ids:
             self.references[block_id] -= 1
-            if self.references[block_id] == 0:
-                self.order.insert(len(self.order) if block_id in self.hashes else 0, block_id)
+            self.set_aside(block_id)
+
+    def set_aside(self, block_id: int) -> None:
+        if self.references[block_id] == 0 and block_id not in self.keepers:
+            self.order.insert(len(self.order) if block_id in self.hashes else 0, block_id)
 
     def touch(self, block_id: int) -> None:
-        if self.references[block_id] == 0:
+        if block_id in self.order:
             self.order.remove(block_id)
         self.references[block_id] += 1
+
+    def keep(self, block_id: int) -> None:
+        if block_id in self.order:
+            self.order.remove(block_id)
+        self.keepers.append(block_id)
+
+    def release(self, block_id: int) -> None:
+        self.keepers.remove(block_id)
+        self.set_aside(block_id)
 
     def lookup(self, block_hash: bytes) -> int | None:
         return next((block_id for block_id, known in self.hashes.items() if known == block_hash), None)
@@ -165,6 +200,27 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.touch([block_id])
             self.naive.touch(block_id)
 
+    @rule(block_hash=st.sampled_from(HASHES))
+    def keep_a_hit(self, block_hash: bytes) -> None:
+        block_id = self.pool.lookup(block_hash)
+        if block_id is not None:
+            self.pool.keep([block_id])
+            self.naive.keep(block_id)
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data())
+    def keep_what_is_used(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.used()))
+        self.pool.keep([block_id])
+        self.naive.keep(block_id)
+
+    @precondition(lambda self: self.naive.keepers)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(sorted(self.naive.keepers)))
+        self.pool.release([block_id])
+        self.naive.release(block_id)
+
     @precondition(lambda self: set(self.used()) - self.naive.hashes.keys())
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
     def register_hash(self, data: st.DataObject, block_hash: bytes) -> None:
@@ -188,6 +244,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert list(self.pool.free_blocks()) == self.naive.order
         assert self.pool.ref_count == list(self.naive.references.values())
         assert {b: h for b in self.naive.references if (h := self.pool.hash_of(b))} == self.naive.hashes
+        assert all(self.pool.num_keepers(block) == self.naive.keepers.count(block) for block in self.naive.references)
+        kept = [block for block in set(self.naive.keepers) if self.naive.references[block] == 0]
+        assert self.pool.num_kept == len(kept)
         assert self.pool.num_cached == sum(block_id in self.naive.hashes for block_id in self.naive.order)
 
 

@@ -346,9 +346,11 @@ class KVCacheManager:
             self._free_table(table)
 
     def all_steps_done(self) -> None:
-        """No batch is in flight any more, and those that were may never have run: their transfers count as failed.
-        The content of rows that they filled is not to be trusted (`forget`)."""
+        """No batch is in flight any more, and those that were may never have run: their transfers count as failed,
+        and what they left behind cannot be found. Rows that are still there must be forgotten before they go."""
         self._transfers.abandon()
+        for block_id in {block_id for tables in self._held.values() for table in tables for block_id in table}:
+            self._pool.drop_hash(block_id)
         for step_id in list(self._held):
             self.step_done(step_id)
 

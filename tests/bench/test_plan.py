@@ -1,0 +1,56 @@
+"""Which runs there are, in which order, on which requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from support.bench import stage
+from tidewheel.bench.arrivals import Load
+from tidewheel.bench.workloads import parse_workload
+
+TARGETS = ("continuous", "static", "baseline_dynamic")
+
+
+def test_all_targets_take_their_turn_before_any_comes_again() -> None:
+    runs = list(stage(TARGETS, repeats=3).runs())
+    assert len(runs) == 3 * 2 * 3
+    for start in range(0, len(runs), 3):
+        turn = runs[start : start + 3]
+        assert {run.target.name for run in turn} == set(TARGETS)
+        assert len({(run.load, run.repeat, run.seed) for run in turn}) == 1
+
+
+def test_no_target_is_always_the_first() -> None:
+    runs = list(stage(TARGETS, repeats=3).runs())
+    first = Counter(run.target.name for run in runs[::3])
+    assert set(first.values()) == {2}
+
+
+def test_targets_get_the_same_requests_and_repeats_get_others() -> None:
+    one = stage(TARGETS, loads=[Load("poisson", 5.0)])
+    loads = {(run.target.name, run.repeat): list(one.conversations(run)) for run in one.runs()}
+    assert loads["continuous", 0] == loads["static", 0] == loads["baseline_dynamic", 0]
+    assert loads["continuous", 0] != loads["continuous", 1]
+    times = [turns[0].at for turns in loads["continuous", 0]]
+    assert times == sorted(times)
+    assert len(times) > 0
+    assert times[-1] < 10.0
+
+
+def test_a_number_of_requests_cuts_an_open_loop() -> None:
+    one = stage(loads=[Load("poisson", 50.0)], max_requests=12)
+    assert len(list(one.conversations(next(one.runs())))) == 12
+
+
+def test_everything_at_once() -> None:
+    one = stage(loads=[Load("all")], max_requests=9)
+    assert [turns[0].at for turns in one.conversations(next(one.runs()))] == [0.0] * 9
+
+
+def test_a_trace_is_played_at_its_speed_within_the_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("arrival,prompt_tokens,output_tokens\n" + "".join(f"{at},4,5\n" for at in (0, 8, 16, 40)))
+    workload = parse_workload(f"trace:{path}", vocab=100, max_tokens=50)
+    one = stage(loads=[Load("trace", 2.0)], workload=workload)
+    assert [turns[0].at for turns in one.conversations(next(one.runs()))] == [0.0, 4.0, 8.0]

@@ -1,0 +1,113 @@
+"""Measurements without a server: a target in this process, outcomes by hand, a stage of both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidewheel.bench.arrivals import Load
+from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.results import Recorder, RunResult, StageResult
+from tidewheel.bench.targets import Target
+from tidewheel.bench.values import Offered, Outcome, Slo
+from tidewheel.bench.workloads import WORKLOADS
+
+ENVIRONMENT: dict[str, Any] = {
+    "commit": "0123456789ab",
+    "command": "tidewheel bench --target <continuous>",
+    "started": "2026-01-01T00:00:00+00:00",
+    "machine": {"processor": "A & B", "cores": 2, "gpu": None, "system": "Linux"},
+    "versions": {"python": "3.11"},
+}
+
+
+def outcome(
+    *,
+    sent: float = 0.0,
+    ttft: float = 0.1,
+    tpot: float = 0.01,
+    tokens: int = 11,
+    wanted: int | None = None,
+    code: str = "",
+    streamed: bool = True,
+    **parameters: Any,
+) -> Outcome:
+    """An answered request with evenly spaced tokens; with a `code`, one that failed after `ttft`."""
+    one = Outcome(Offered(sent, [5, 6], wanted or tokens, parameters), sent, streamed=streamed, num_prompt_tokens=2)
+    if code:
+        one.error, one.code, one.ended = "refused", code, ttft
+        return one
+    times = [ttft + index * tpot for index in range(tokens)]
+    one.first_token, one.last_token, one.num_tokens = times[0], times[-1], tokens
+    one.chunks = [(time, 1) for time in times]
+    one.ended, one.finish_reason = times[-1], "length"
+    return one
+
+
+class FakeTransport:
+    """Answers at once with as many tokens as were asked for; `answer` may do something else first."""
+
+    def __init__(self, answer: Callable[[Outcome], Any] | None = None) -> None:
+        self._answer = answer
+        self.prompts: list[list[int]] = []
+        self.running = 0
+        self.most_running = 0
+        self.is_open = False
+
+    async def open(self) -> None:
+        self.is_open = True
+
+    async def close(self) -> None:
+        self.is_open = False
+
+    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+        self.prompts.append(list(input_ids))
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(0)
+            if self._answer is not None:
+                waited = self._answer(outcome)
+                if waited is not None:
+                    await waited
+            outcome.add_tokens(1)
+            outcome.add_tokens(offered.num_output_tokens - 1)
+            outcome.token_ids += [7] * offered.num_output_tokens
+        finally:
+            self.running -= 1
+
+
+def stage(
+    names: Sequence[str] = ("continuous", "baseline_dynamic"), loads: Sequence[Load] = (), **changes: Any
+) -> Stage:
+    kinds = {"baseline_dynamic": "baseline", "transformers": "transformers"}
+    settings: dict[str, Any] = {
+        "name": "run",
+        "title": "A <test>",
+        "targets": tuple(Target(name, kinds.get(name, "ours")) for name in names),
+        "loads": tuple(loads) or (Load("poisson", 2.0), Load("closed", 4)),
+        "workload": WORKLOADS["mixed"],
+        "seconds": 10.0,
+        "repeats": 2,
+        "slo": Slo(1.0, 0.1),
+    }
+    return Stage(**{**settings, **changes})
+
+
+def measured(of: Stage, make: Callable[[Run], list[Outcome]]) -> StageResult:
+    """As if every run of the stage had given the outcomes that `make` says."""
+    result = StageResult(of)
+    for run in of.runs():
+        result.runs.append(RunResult(run, make(run), {"batch_size": 4.0, "device_busy": 0.5}))
+    return result
+
+
+def recorder(folder: Path, *stages: StageResult) -> Recorder:
+    one = Recorder(folder, ENVIRONMENT)
+    for result in stages:
+        recorded = one.begin(result.stage)
+        for run in result.runs:
+            one.add(recorded, run)
+    return one

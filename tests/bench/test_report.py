@@ -1,0 +1,170 @@
+"""Results on disk, in tables, pictures and the page."""
+
+from __future__ import annotations
+
+import base64
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from support.bench import ENVIRONMENT, measured, outcome, recorder, stage
+from tidewheel.bench.arrivals import Load
+from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.plots import pictures
+from tidewheel.bench.report import render
+from tidewheel.bench.results import SAMPLE_COLUMNS, Recorder, RunResult, StageResult
+from tidewheel.bench.tables import LATENCIES, RATES, SERVER, SHORT, as_markdown, as_text, table, without_empty
+from tidewheel.bench.values import Outcome
+
+VOID = {"meta", "img", "br"}
+
+
+def some(run: Run) -> list[Outcome]:
+    slow = 3.0 if run.target.name == "baseline_dynamic" else 0.2
+    streamed = run.target.name != "baseline_dynamic"
+    return [outcome(sent=0.5 * i, ttft=slow + 0.01 * i, streamed=streamed) for i in range(20)] + [
+        outcome(sent=9.0, code="TW-BUSY")
+    ]
+
+
+class Page(HTMLParser):
+    """Checks that tags are closed, and collects what matters."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.images: list[str] = []
+        self.cells: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("href", "src", "srcset", "action"):
+                self.links.append(value or "")
+        if tag == "img":
+            self.images.append(dict(attrs)["src"] or "")
+        if tag in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+STAGES = {
+    "bars": stage(),
+    "curve": stage(loads=[Load("poisson", rate) for rate in (1.0, 2.0, 3.0, 4.0)]),
+    "batch": stage(loads=[Load("closed", size) for size in (1, 2, 4)]),
+    "one repeat": stage(repeats=1),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, name: str) -> None:
+    result = measured(STAGES[name], some)
+    one = recorder(tmp_path, result)
+    one.extra |= {"reference": "baseline_dynamic", "goodput_ratio": 12.3456, "goodput_ratio_is_lower_bound": True}
+    page = Page(render(one, {"run": pictures(result)}))
+    assert page.images
+    assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
+    for image in page.images:
+        ElementTree.fromstring(base64.b64decode(image.partition(",")[2]))
+    assert "@import" not in page.text
+    assert "≥ 12.3x" in page.text
+    assert "A <test>" in page.text  # escaped, so that it reads as it was written
+    assert "tidewheel bench --target <continuous>" in page.text
+    assert "commit 0123456789ab" in page.text
+    assert {"continuous", "baseline_dynamic"} <= set(page.cells)
+    assert "nan" not in " ".join(page.cells)
+
+
+def test_the_page_without_pictures_has_its_tables(tmp_path: Path) -> None:
+    page = Page(render(recorder(tmp_path, measured(stage(), some)), {}))
+    assert not page.images
+    assert "TW-BUSY 2" in page.cells
+
+
+def test_pictures_are_png_for_the_readme() -> None:
+    for picture in pictures(measured(stage(), some)):
+        assert picture.png().startswith(b"\x89PNG")
+        assert picture.caption
+
+
+def test_nothing_measured_gives_no_picture() -> None:
+    assert pictures(StageResult(stage())) == []
+
+
+def test_tables_have_a_row_per_load_and_target() -> None:
+    result = measured(stage(), some)
+    rows = table(result, SHORT).rows
+    assert [row[:2] for row in rows] == [
+        ["2/s", "continuous"],
+        ["2/s", "baseline_dynamic"],
+        ["4 in flight", "continuous"],
+        ["4 in flight", "baseline_dynamic"],
+    ]
+    text = as_text(table(result, RATES)).splitlines()
+    assert len(text) == 5
+    assert len({line.index("continuous") for line in text if "continuous" in line}) == 1
+    markdown = as_markdown(table(result, LATENCIES)).splitlines()
+    assert len({line.count("|") for line in markdown}) == 1
+
+
+def test_columns_in_which_nothing_is_known_are_left_out() -> None:
+    shown = without_empty(table(measured(stage(), some), SERVER))
+    assert shown.header == ["load", "target", "batch req/step", "busy %"]
+    assert shown.rows[0][2:] == ["4.00", "50.0"]
+    silent = StageResult(stage(), [RunResult(run, some(run), {}) for run in stage().runs()])
+    assert without_empty(table(silent, SERVER)).rows == []
+
+
+def test_the_record_has_all_that_is_needed_to_repeat_and_every_sample(tmp_path: Path) -> None:
+    one = recorder(tmp_path, measured(stage(), some))
+    document = json.loads(one.save().read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert {name: document[name] for name in ENVIRONMENT} == ENVIRONMENT
+    (recorded,) = document["stages"]
+    assert recorded["seed"] == 0
+    assert recorded["workload"]["inputs"] == {"kind": "uniform", "mean": 64, "shape": 1.0, "maximum": 1 << 20}
+    assert recorded["slo"] == {"ttft_s": 1.0, "tpot_s": 0.1}
+    assert [target["name"] for target in recorded["targets"]] == ["continuous", "baseline_dynamic"]
+    assert len(recorded["runs"]) == 8
+    for run in recorded["runs"]:
+        assert len(run["samples"]) == 21
+        assert {len(sample) for sample in run["samples"]} == {len(SAMPLE_COLUMNS)}
+    columns = document["sample_columns"]
+    refused = dict(zip(columns, recorded["runs"][0]["samples"][-1], strict=True))
+    assert refused["error"] == "TW-BUSY"
+    assert refused["ttft_s"] is None
+
+
+def test_runs_are_kept_as_they_come(tmp_path: Path) -> None:
+    recorder(tmp_path, measured(stage(), some))
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["target"] for line in lines[:2]] == ["continuous", "baseline_dynamic"]
+    assert len(lines) == 8
+
+
+def test_a_run_that_was_cut_short_counts_only_when_there_is_no_other(tmp_path: Path) -> None:
+    of: Stage = stage(repeats=2)
+    result = measured(of, some)
+    result.runs[0].interrupted = True
+    assert result.figures("continuous", 0)["repeats"] == 1
+    alone = StageResult(of, [RunResult(result.runs[0].run, some(result.runs[0].run), {}, interrupted=True)])
+    assert alone.figures("continuous", 0)["requests"] == 21
+    assert alone.figures("baseline_dynamic", 1) == {}
+    one = Recorder(tmp_path, ENVIRONMENT)
+    one.stages.append(alone)
+    assert "Cut short" in Page(render(one, {"run": pictures(alone)})).text

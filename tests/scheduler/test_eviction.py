@@ -1,0 +1,175 @@
+"""A full waiting set: who gives way to whom, and groups that get in whole or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.scheduling import Driver, make_request
+from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.scheduler.breaker import BreakerState
+from tidewheel.tenants import TenantLimits
+
+CRITICAL, HIGH, NORMAL, LOW = Priority
+
+
+def full_driver(*levels: Priority, **changes: object) -> Driver:
+    driver = Driver(max_waiting_requests=len(levels), **changes)
+    for number, level in enumerate(levels):
+        driver.add(make_request(f"r{number}", priority=level, arrival_time=float(number)))
+    return driver
+
+
+def evicted(driver: Driver, *requests: Request) -> list[str]:
+    return [request.request_id for request in driver.add_group(list(requests))]
+
+
+def test_the_newest_of_the_lowest_class_gives_way() -> None:
+    driver = full_driver(LOW, NORMAL, LOW, HIGH)
+    assert evicted(driver, make_request("x", priority=CRITICAL)) == ["r2"]
+    victim = driver.requests["r2"]
+    assert isinstance(victim.error, Busy) and victim.error.retry_after_ms
+    assert "4 of 4 requests" in str(victim.error)
+    assert "class CRITICAL took the place of this one, of class LOW" in str(victim.error)
+    assert evicted(driver, make_request("y", priority=CRITICAL)) == ["r0"]
+    assert evicted(driver, make_request("z", priority=CRITICAL)) == ["r1"]
+    stats = driver.scheduler.stats()
+    assert (stats.num_evicted, stats.evicted_by_class) == (3, (0, 0, 1, 2))
+    driver.run()
+
+
+def test_nobody_gives_way_to_his_own_class() -> None:
+    driver = full_driver(NORMAL, HIGH)
+    with pytest.raises(Busy, match="2 of 2 requests"):
+        driver.add(make_request("x", priority=NORMAL))
+    assert driver.scheduler.stats().num_evicted == 0
+    driver.run()
+
+
+def test_who_was_lifted_does_not_give_way_to_the_class_it_stands_in() -> None:
+    driver = Driver(max_num_seqs=1, num_blocks=64, max_waiting_requests=1, ageing_s=1.0)
+    driver.add(make_request("running", max_tokens=100, priority=CRITICAL))
+    driver.step()
+    low = driver.add(make_request("low", priority=LOW))
+    for _ in range(4):
+        driver.step()
+    assert low.service_class is HIGH
+    with pytest.raises(Busy):
+        driver.add(make_request("high", priority=HIGH))
+    assert evicted(driver, make_request("critical", priority=CRITICAL)) == ["low"]
+    driver.run()
+
+
+def test_as_many_give_way_as_the_tokens_ask_for() -> None:
+    driver = Driver(max_waiting_tokens=30)
+    for number in range(3):
+        driver.add(make_request(f"r{number}", prompt=10, priority=LOW, arrival_time=float(number)))
+    assert evicted(driver, make_request("x", prompt=15, priority=HIGH)) == ["r2", "r1"]
+    with pytest.raises(Busy, match="25 of 30 tokens, and this prompt has 16"):
+        driver.add(make_request("y", prompt=16, priority=HIGH))
+    assert driver.scheduler.stats().num_evicted == 2
+    driver.run()
+
+
+def test_who_has_started_does_not_give_way() -> None:
+    driver = Driver(num_blocks=4, block_size=4, max_num_batched_tokens=64, max_waiting_requests=2)
+    for name in "ab":
+        driver.add(make_request(name, prompt=[ord(name)] * 8, max_tokens=4, priority=LOW))
+    driver.step()
+    driver.step()
+    assert driver.requests["b"].num_preemptions == 1
+    for name in "cd":
+        driver.add(make_request(name, prompt=2, priority=NORMAL))
+    with pytest.raises(Busy):
+        driver.add(make_request("e", prompt=2, priority=NORMAL))
+    assert not driver.requests["b"].is_finished
+    driver.run()
+
+
+def group(count: int, **fields: object) -> list[Request]:
+    leader = make_request("g0", **fields)
+    return [leader, *(make_request(f"g{number}", leader=leader, **fields) for number in range(1, count))]
+
+
+def test_a_group_counts_as_many_requests_and_prompts() -> None:
+    driver = Driver(max_waiting_requests=4, max_waiting_tokens=100)
+    with pytest.raises(InvalidRequest, match="n is 5: at most 4 requests may wait"):
+        driver.add_group(group(5))
+    with pytest.raises(PromptTooLarge, match="prompt of 26 tokens, 4 times: at most 100 tokens"):
+        driver.add_group(group(4, prompt=26))
+    driver.add_group(group(3, prompt=20))
+    assert driver.scheduler.stats().num_waiting_tokens == 60
+    with pytest.raises(Busy, match="3 of 4 requests, and this one asks for 2 sequences"):
+        driver.add_group([make_request("x"), make_request("y")])
+    assert driver.scheduler.num_waiting == 3
+    driver.run()
+
+
+def test_a_group_evicts_for_all_of_its_sequences_or_for_none() -> None:
+    driver = full_driver(LOW, HIGH, LOW)
+    with pytest.raises(Busy):
+        driver.add_group(group(3, priority=NORMAL))
+    assert driver.scheduler.stats().num_evicted == 0
+    assert evicted(driver, *group(2, priority=NORMAL)) == ["r2", "r0"]
+    driver.run()
+
+
+def test_ids_of_a_group_must_differ() -> None:
+    driver = Driver()
+    with pytest.raises(InvalidRequest, match="'g0'"):
+        driver.add_group([*group(1), make_request("g0")])
+    assert not driver.scheduler.has_unfinished
+
+
+def test_a_tenant_over_its_rate_is_refused_and_others_are_not() -> None:
+    driver = Driver(tenants={"slow": TenantLimits(tokens_per_s=20.0)})
+    driver.add(make_request("a", prompt=10, max_tokens=10, tenant="slow"))
+    before = driver.scheduler.stats()
+    with pytest.raises(Busy, match="tokens_per_s of 20") as caught:
+        driver.add(make_request("b", prompt=10, max_tokens=10, tenant="slow"))
+    assert caught.value.retry_after_ms == 1000
+    assert driver.scheduler.stats() == before._replace(num_rate_limited=1)
+    driver.add(make_request("c", prompt=10, max_tokens=10, tenant="other"))
+    driver.now += 1.0
+    driver.add(make_request("b", prompt=10, max_tokens=10, tenant="slow"))
+    driver.run()
+
+
+def test_a_refused_request_costs_its_tenant_nothing() -> None:
+    driver = Driver(max_waiting_requests=1, tenants={"slow": TenantLimits(requests_per_s=2.0)})
+    driver.add(make_request("a"))
+    for _ in range(10):
+        with pytest.raises(Busy, match="waiting set is full"):
+            driver.add(make_request("b", tenant="slow"))
+    driver.cancel("a")
+    driver.add(make_request("b", tenant="slow"))
+    driver.run()
+
+
+def test_the_breaker_sheds_low_when_requests_wait_too_long() -> None:
+    driver = Driver(max_num_seqs=1, breaker_queue_time_s=2.0, ageing_s=1000.0)
+    for number in range(40):
+        driver.add(make_request(f"r{number}", prompt=1, max_tokens=1, arrival_time=driver.now))
+    while driver.scheduler.stats().breaker_state == BreakerState.CLOSED.value:
+        assert driver.step() is not None
+    with pytest.raises(Busy, match="class LOW are refused, queue time"):
+        driver.add(make_request("low", priority=LOW, arrival_time=driver.now))
+    driver.add(make_request("critical", priority=CRITICAL, arrival_time=driver.now))
+    assert driver.scheduler.stats().num_shed_by_class == (0, 0, 0, 1)
+    driver.run()
+
+
+def test_the_breaker_counts_errors_of_ours_only() -> None:
+    driver = Driver(max_num_seqs=8, breaker_error_rate=0.5, max_num_batched_tokens=64)
+    for number in range(20):
+        request = driver.add(make_request(f"late{number}", max_tokens=50, deadline=driver.now + 2.0))
+        driver.cancel(request.request_id, FinishReason.CANCELLED)
+    for number in range(5):
+        driver.add(make_request(f"expires{number}", max_tokens=50, deadline=driver.now + 2.0))
+    driver.run()
+    assert driver.scheduler.stats().breaker_state == "closed"
+    for number in range(25):
+        driver.runner.not_finite.add(f"bad{number}")
+        driver.add(make_request(f"bad{number}", priority=CRITICAL))
+        driver.run()
+    assert driver.scheduler.stats().breaker_state == "open"

@@ -32,10 +32,14 @@ def calibrated(path: Path) -> CostModel:
         name=path.stem,
         device=info.device,
         weights_bytes=info.weights_bytes,
-        kv_bytes_per_token=info.kv_cache_bytes / max(info.num_cache_tokens, 1),
+        kv_bytes_per_token=kv_bytes_per_token(info),
         block_size=info.block_size,
         num_blocks=info.num_blocks,
     )
+
+
+def kv_bytes_per_token(info: EngineInfo) -> float:
+    return info.kv_cache_bytes / info.num_cache_tokens
 
 
 def _engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:

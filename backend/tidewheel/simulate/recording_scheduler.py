@@ -8,7 +8,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import NotFound, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.interface import EngineScheduler
-from tidewheel.scheduler.stats import SchedulerStats
+from tidewheel.scheduler.stats import SchedulerStats, WaitingRoom
 from tidewheel.simulate.recorder import Recorder
 
 
@@ -73,10 +73,15 @@ class RecordingScheduler:
         outputs = self._scheduler.apply(batch, sampled, now)
         if self._recorder.is_open:
             self._recorder.applied(now, sampled, outputs)
+            if not self._scheduler.has_unfinished:
+                self._recorder.flush()
         return outputs
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
+
+    def room(self, now: float) -> WaitingRoom:
+        return self._scheduler.room(now)
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

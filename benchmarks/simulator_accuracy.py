@@ -1,0 +1,199 @@
+"""How well the simulator predicts the real engine on this CPU, at loads that it was not calibrated on.
+
+    python benchmarks/simulator_accuracy.py [--save] [--seconds 60] [--cpu-clock]
+
+The engine runs with a random 40M-parameter model (Qwen3 shape) in this process and is recorded at three loads; a cost
+model is fitted to the steps. Then three other loads run on the engine and in the simulator: other rates, lengths and
+arrivals. Compared are output tokens per second and the p99 of the time to first token. Calibration and the loads to
+predict take turns, so that a drifting machine hits both alike. `--cpu-clock` goes by processor time instead of the
+wall clock: for a machine that others use too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import record
+from open_loop import Engine, loaded, run_engine
+from random_model import SHAPES, make_model
+from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.recorded_runs import kv_bytes_per_token
+from tidewheel.simulate.calibration import MeasuredStep, fit
+from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.lengths import Lengths
+from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.replay import Recording, measured_steps
+from tidewheel.simulate.report import Report, summarise
+from tidewheel.simulate.router import make_router
+from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.traces import FloatArray, Trace, bursty_arrivals, poisson_arrivals, synthesise
+
+LIMIT = 0.15
+SETTINGS: dict[str, object] = {
+    "dtype": "float32", "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 256,
+    "kv_cache_memory_mb": 512, "enable_prefix_caching": False,
+}  # fmt: skip
+
+Arrivals = Callable[[int, float, np.random.Generator], FloatArray]
+
+
+class Load(NamedTuple):
+    """`share` of the capacity that is found first."""
+
+    name: str
+    share: float
+    prompt: str
+    output: str
+    arrivals: Arrivals = poisson_arrivals
+
+
+CALIBRATION = (
+    Load("calibration 40 %", 0.4, "lognormal:64:0.8:512", "geometric:32"),
+    Load("calibration 75 %", 0.75, "uniform:64", "lognormal:32:0.8:256"),
+    Load("calibration 130 %", 1.3, "lognormal:64:0.8:512", "geometric:32"),
+)
+PREDICTED = (
+    Load("60 %, Poisson", 0.6, "lognormal:96:1:512", "lognormal:48:1:256"),
+    Load("70 %, bursts", 0.7, "geometric:48", "uniform:48", bursty_arrivals),
+    Load("115 %, Poisson", 1.15, "uniform:96", "geometric:24"),
+)
+
+
+def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Trace:
+    """A rate that asks for `share` of so many output tokens a second, for so long."""
+    prompt, output = Lengths.parse(load.prompt, name="prompt"), Lengths.parse(load.output, name="output")
+    rate = load.share * tokens_per_s / (output.mean + prompt.mean / PROMPT_WEIGHT)
+    count = max(30, round(rate * seconds))
+    rng = np.random.default_rng(seed)
+    return synthesise(count, load.arrivals(count, rate, rng), prompt, output, rng)
+
+
+PROMPT_WEIGHT = 4.0  # prompt tokens that cost about as much as one output token: sets rates only
+
+
+def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
+    """Weighted tokens per second while the batch is full: 64 prompt and 32 output tokens, all at once."""
+    rng = np.random.default_rng(99)
+    constant = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
+    outcomes = run_engine(engine, synthesise(requests, np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
+    weighted = outcomes.output_tokens.sum() + outcomes.trace.prompt_tokens.sum() / PROMPT_WEIGHT
+    return float(weighted) / outcomes.span
+
+
+def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: bool) -> list[MeasuredStep]:
+    """Runs the trace and reads the recording of it."""
+    before = set(folder.iterdir())
+    run_engine(engine, trace, dataclasses.replace(engine.config, record=str(folder)), cpu_clock=cpu_clock)
+    (path,) = set(folder.iterdir()) - before
+    return measured_steps(Recording(path).events())
+
+
+def predict(engine: Engine, trace: Trace, cost: CostModel) -> tuple[Outcomes, Report]:
+    info = engine.info
+    simulator = Simulator(
+        trace,
+        lambda _: build_scheduler(engine.config, info),
+        cost,
+        ReplicaSettings(num_rows=info.max_num_seqs, max_model_len=info.max_model_len, enable_prefix_caching=False),
+        num_replicas=1,
+        router=make_router("round-robin", 1),
+    )
+    return simulator.run(), summarise(simulator.outcomes, simulator.replicas)
+
+
+def cost_model(info: EngineInfo, steps: list[MeasuredStep]) -> CostModel:
+    return fit(
+        steps,
+        name="cpu",
+        device=info.device,
+        weights_bytes=info.weights_bytes,
+        kv_bytes_per_token=kv_bytes_per_token(info),
+        block_size=info.block_size,
+        num_blocks=info.num_blocks,
+    )
+
+
+def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, Any]:
+    figures = {
+        "output_tokens_per_s": [float(o.output_tokens.sum()) / o.span for o in (measured, predicted)],
+        "ttft_p99_s": [float(np.nanquantile(o.ttft, 0.99)) for o in (measured, predicted)],
+        "ttft_p50_s": [float(np.nanquantile(o.ttft, 0.5)) for o in (measured, predicted)],
+        "tpot_mean_s": [float(np.nanmean(o.tpot)) for o in (measured, predicted)],
+    }
+    return {
+        "load": load.name,
+        "requests": len(measured.trace),
+        "requests_per_s": measured.trace.rate,
+        **{
+            name: {"measured": real, "predicted": simulated, "error": simulated / real - 1}
+            for name, (real, simulated) in figures.items()
+        },
+    }
+
+
+def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -> dict[str, Any]:
+    capacity(engine, 64, cpu_clock=cpu_clock)  # warms up
+    tokens_per_s = capacity(engine, 192, cpu_clock=cpu_clock)
+    steps: list[MeasuredStep] = []
+    real: list[tuple[Load, Outcomes]] = []
+    for seed, (known, unknown) in enumerate(zip(CALIBRATION, PREDICTED, strict=True)):
+        steps += calibration_steps(
+            engine, make_trace(known, tokens_per_s, seconds, seed), scratch, cpu_clock=cpu_clock
+        )
+        trace = make_trace(unknown, tokens_per_s, seconds, 100 + seed)
+        real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock)))
+        print(f"ran {known.name} and {unknown.name}", flush=True)
+    cost = cost_model(engine.info, steps)
+    loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)[0]) for load, outcomes in real]
+    return {"cost_model": dataclasses.asdict(cost), "weighted_tokens_per_s": tokens_per_s, "loads": loads}
+
+
+def show(result: dict[str, Any]) -> float:
+    """Prints a line for each load; the largest error."""
+    worst = 0.0
+    for load in result["loads"]:
+        cells = []
+        for name, scale, unit in (("output_tokens_per_s", 1, "tok/s"), ("ttft_p99_s", 1e3, "ms p99 TTFT")):
+            figure = load[name]
+            real, simulated = figure["measured"] * scale, figure["predicted"] * scale
+            cells.append(f"{real:8.0f} -> {simulated:8.0f} {unit} ({figure['error']:+.1%})")
+            worst = max(worst, abs(figure["error"]))
+        print(f"{load['load']:16} {load['requests']:5} requests  {'   '.join(cells)}")
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each of the six loads (default: %(default)g)")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/simulator_accuracy.json")
+    arguments = parser.parse_args()
+    environment = record.environment("torch", "numpy")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_model(Path(scratch) / "model", SHAPES[arguments.shape])
+        recordings = Path(scratch) / "recordings"
+        recordings.mkdir()
+        with loaded(folder, **SETTINGS, num_threads=arguments.threads) as engine:
+            result = measure(engine, arguments.seconds, recordings, cpu_clock=arguments.cpu_clock)
+    worst = show(result)
+    print(f"largest error {worst:.1%}: {'within' if worst <= LIMIT else 'over'} {LIMIT:.0%}")
+    if arguments.save:
+        settings = {**SETTINGS, **vars(arguments)}
+        del settings["save"]
+        print(
+            record.save("simulator_accuracy", {**environment, "settings": settings, "largest_error": worst, **result})
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -183,6 +183,13 @@ class Columns:
     def num_used_slots(self) -> int:
         return int(self.num_computed_tokens[self.running].sum())
 
+    @property
+    def num_full_rows(self) -> int:
+        """Rows that need a block for their next token."""
+        starts = self.num_computed_tokens + self.num_inflight_tokens
+        may_go_on = self.num_tokens + self.num_inflight_samples < self.max_num_tokens
+        return int(np.count_nonzero(self.running & may_go_on & (starts >= self.num_slots)))
+
     def num_slots_of(self, tenant: str) -> int:
         """Of the tenant's running rows. O(rows)."""
         tenant_id = self.tenants.find(tenant)

@@ -73,9 +73,10 @@ def _make_way(state: State, limits: StepLimits, num_rows: int, num_blocks: int, 
     columns, kv = state.columns, state.kv
     while True:
         missing_rows = num_rows - min(columns.num_free_rows, limits.max_running - columns.num_running)
-        missing_blocks = num_blocks - kv.num_free_blocks - kv.num_held_blocks
+        num_wanted = num_blocks + columns.num_full_rows  # those that decode take theirs first
+        missing_blocks = num_wanted - kv.num_free_blocks - kv.num_held_blocks
         if missing_rows <= 0 and missing_blocks <= 0:
-            return num_blocks <= kv.num_free_blocks
+            return num_wanted <= kv.num_free_blocks
         lower = columns.running & (columns.classes > Priority.CRITICAL)
         if missing_blocks * kv.block_size > int(columns.num_slots[lower].sum()):
             return False

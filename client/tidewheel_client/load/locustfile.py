@@ -1,0 +1,32 @@
+"""Load on a Tidewheel server, for locust:
+
+    locust -f client/tidewheel_client/load/locustfile.py --headless -u 200 -r 50 -t 2m GrpcStreamUser
+
+Name the users to have (GrpcStreamUser, HttpStreamUser, HttpInferUser; without a name all three, in equal shares);
+leave out --headless for the web page. `locust -f … --help` lists their options; what the rows of the
+statistics mean stands in `tidewheel_client/load/report.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpc.experimental import gevent as grpc_gevent
+from locust import events
+
+from tidewheel_client.load.options import add_arguments
+from tidewheel_client.load.users import GrpcStreamUser, HttpInferUser, HttpStreamUser
+
+__all__ = ["GrpcStreamUser", "HttpInferUser", "HttpStreamUser"]
+
+
+@events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
+def _add_options(parser: Any) -> None:
+    add_arguments(parser)
+
+
+@events.init.add_listener  # type: ignore[untyped-decorator]
+def _let_grpc_yield(environment: Any, **kwargs: Any) -> None:
+    """Without it a waiting call would stop every user. Not earlier: worker processes are forked before this event."""
+    del environment, kwargs
+    grpc_gevent.init_gevent()

@@ -1,0 +1,98 @@
+"""What locust gets to know of a request. Rows of its statistics, by request type:
+
+    GRPC, SSE, INFER   the whole request, from sending to its last token; what fails counts here, under its tag
+    TTFT               the first token of one that succeeded and streamed
+    TPOT               the mean time between the tokens of such a one, if it had more than one
+
+The name of a row is the model and the QoS class; rows of TTFT and TPOT put the type of the request before it. All
+times are milliseconds. Locust's percentiles are rounded to whole ones, its averages are not. Its "Aggregated" row
+mixes all of these: read the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from tidewheel_client.errors import RequestError
+from tidewheel_client.load.work import Ask
+
+logger = logging.getLogger(__name__)
+
+
+class Timing:
+    """Of one request, from its making on."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._start
+        self._num_tokens = 0
+        self.num_bytes = 0  # of text
+
+    def arrived(self, num_tokens: int, num_bytes: int) -> None:
+        """A part of the answer has come."""
+        self.num_bytes += num_bytes
+        if num_tokens == 0:
+            return
+        self._last = time.perf_counter()
+        if self._first is None:
+            self._first = self._last
+        self._num_tokens += num_tokens
+
+    @property
+    def elapsed_ms(self) -> float:
+        return 1e3 * (time.perf_counter() - self._start)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """None before the first token."""
+        return None if self._first is None else 1e3 * (self._first - self._start)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """None before the second token."""
+        if self._first is None or self._num_tokens < 2:
+            return None
+        return 1e3 * (self._last - self._first) / (self._num_tokens - 1)
+
+
+class Reporter:
+    """Fires locust's `request` event for the users of one kind."""
+
+    def __init__(self, event: Any, kind: str, model: str) -> None:
+        """`event` is `environment.events.request`; `kind` is GRPC, SSE or INFER."""
+        self._event = event
+        self._kind = kind
+        self._model = model
+        self._is_stream = kind != "INFER"
+
+    def succeeded(self, ask: Ask, timing: Timing) -> None:
+        name = f"{self._model} {ask.qos}"
+        self._fire(self._kind, name, timing.elapsed_ms, timing.num_bytes)
+        if not self._is_stream:
+            return
+        for row, value in (("TTFT", timing.ttft_ms), ("TPOT", timing.tpot_ms)):
+            if value is not None:
+                self._fire(row, f"{self._kind} {name}", value, 0)
+
+    def failed(self, ask: Ask, timing: Timing, error: RequestError) -> None:
+        """Counted under the error's tag, else its class; the text of the first of each goes to the log."""
+        label = error.tag or type(error).__name__
+        _log_first(self._kind, label, error)
+        self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, label)
+
+    def _fire(self, row: str, name: str, value: float, num_bytes: int, label: str | None = None) -> None:
+        self._event.fire(
+            request_type=row, name=name, response_time=value, response_length=num_bytes, exception=label, context={}
+        )
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def _log_first(kind: str, label: str, error: RequestError) -> None:
+    if (kind, label) not in _logged:
+        _logged.add((kind, label))
+        logger.warning("first %s of %s users: %s", label, kind, error)

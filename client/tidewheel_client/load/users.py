@@ -1,0 +1,199 @@
+"""The users: one that streams over gRPC, one that streams over HTTP, one that waits for whole answers.
+
+Each has connections of its own, as a client program would. The gRPC user runs on the raw stub: the callback stream
+of `tritonclient` and gevent do not end together. The HTTP users run on `requests`, whose body arrives as the server
+sends it; locust's FastHttpUser collects a kilobyte first, and shows a late first token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import gevent
+import requests
+from locust import User, task
+from locust.exception import StopUser
+
+from tidewheel_client.client import Client
+from tidewheel_client.errors import RequestError, RequestTimeout, ServerUnavailable, from_text
+from tidewheel_client.load.options import LoadOptions, OptionError
+from tidewheel_client.load.report import Reporter, Timing, logger
+from tidewheel_client.load.work import Ask, Work
+
+_INCOMPLETE = "the stream ended before its last response"
+
+
+class LoadUser(User):
+    """Asks, takes the answer, thinks, and asks again; not before the time that a refusal names."""
+
+    abstract = True
+    kind: ClassVar[str]
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+    _retry_after_s = 0.0
+
+    def on_start(self) -> None:
+        try:
+            self.options = LoadOptions.from_arguments(self.environment.parsed_options)
+        except OptionError as error:  # of the web page: those of the command line are checked at once
+            logger.error("%s", error)
+            gevent.spawn(self.environment.runner.stop)
+            raise StopUser from None
+        worker = getattr(self.environment.runner, "worker_index", 0)
+        self._work = Work(self.options, f"{worker} {next(self._numbers)}")
+        self._reporter = Reporter(self.environment.events.request, self.kind, self.target_model())
+        self.connect()
+
+    def on_stop(self) -> None:
+        self.disconnect()
+
+    def wait_time(self) -> float:
+        return max(self._work.think_time(), self._retry_after_s)
+
+    @task
+    def ask(self) -> None:
+        ask = self._work.next()
+        timing = Timing()
+        self._retry_after_s = 0.0
+        try:
+            self.send(ask, timing)
+        except RequestError as error:
+            self._retry_after_s = (error.retry_after_ms or 0) / 1e3
+            self._reporter.failed(ask, timing, error)
+        else:
+            self._reporter.succeeded(ask, timing)
+
+    def target_model(self) -> str:
+        return self.options.model
+
+    def connect(self) -> None:
+        raise NotImplementedError
+
+    def disconnect(self) -> None:
+        """Called after a failed start too."""
+        raise NotImplementedError
+
+    def send(self, ask: Ask, timing: Timing) -> None:
+        """Returns at the end of a complete answer. Raises `RequestError`."""
+        raise NotImplementedError
+
+
+class GrpcStreamUser(LoadUser):
+    kind = "GRPC"
+    _client: Client | None = None
+
+    def connect(self) -> None:
+        self._client = Client(self.options.grpc_url, self.options.model, timeout_s=self.options.request_timeout_s)
+
+    def disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def send(self, ask: Ask, timing: Timing) -> None:
+        assert self._client is not None
+        with self._client.stream(ask.prompt, **ask.parameters) as stream:
+            for chunk in stream:
+                timing.arrived(chunk.num_output_tokens or 0, len(chunk.text.encode()))
+        if stream.finish_reason is None:
+            raise ServerUnavailable(_INCOMPLETE)
+
+
+class _HttpUser(LoadUser):
+    abstract = True
+    host = "http://127.0.0.1:8000"
+    _session: requests.Session | None = None
+
+    def connect(self) -> None:
+        self._session = requests.Session()
+        self._session.trust_env = False  # a proxy for web pages is never meant for the server
+
+    def disconnect(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+    def send(self, ask: Ask, timing: Timing) -> None:
+        try:
+            self.post(ask, timing)
+        except requests.Timeout:
+            raise RequestTimeout("the time limit of the request has passed") from None
+        except requests.RequestException as error:
+            raise ServerUnavailable(f"{self.host}: {error}") from None
+
+    def post(self, ask: Ask, timing: Timing) -> None:
+        raise NotImplementedError
+
+    def request(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
+        """The response, whose status says that the request was taken."""
+        assert self._session is not None
+        url = f"{str(self.host).rstrip('/')}/v2/models/{self.target_model()}/{path}"
+        response = self._session.post(url, json=body, stream=stream, timeout=self.options.request_timeout_s)
+        if response.status_code != requests.codes.ok:
+            raise from_text(_error_text(response.text))
+        return response
+
+
+class HttpStreamUser(_HttpUser):
+    """`/generate_stream`: server-sent events."""
+
+    kind = "SSE"
+
+    def post(self, ask: Ask, timing: Timing) -> None:
+        body = {
+            "text_input": ask.prompt,
+            "stream": True,
+            "return_num_output_tokens": True,
+            "return_finish_reason": True,
+            **ask.parameters,
+        }
+        finish_reason = "None"
+        with self.request("generate_stream", body, stream=True) as response:
+            for event in _events(response):
+                if "error" in event:
+                    raise from_text(event["error"])
+                finish_reason = event["finish_reason"]
+                timing.arrived(event["num_output_tokens"], len(event["text_output"].encode()))
+        if finish_reason == "None":
+            raise ServerUnavailable(_INCOMPLETE)
+
+
+class HttpInferUser(_HttpUser):
+    """`/infer`: one answer, in Triton's inference protocol."""
+
+    kind = "INFER"
+
+    def target_model(self) -> str:
+        return self.options.infer_model
+
+    def post(self, ask: Ask, timing: Timing) -> None:
+        body: dict[str, Any] = {
+            "inputs": [
+                _tensor("text_input", "BYTES", ask.prompt),
+                _tensor("sampling_parameters", "BYTES", json.dumps(ask.parameters)),
+                _tensor("exclude_input_in_output", "BOOL", True),
+                _tensor("return_num_output_tokens", "BOOL", True),
+            ]
+        }
+        answer = self.request("infer", body, stream=False).json()
+        outputs = {output["name"]: output["data"][0] for output in answer["outputs"]}
+        timing.arrived(outputs["num_output_tokens"], len(outputs["text_output"].encode()))
+
+
+def _tensor(name: str, datatype: str, value: object) -> dict[str, object]:
+    return {"name": name, "datatype": datatype, "shape": [1], "data": [value]}
+
+
+def _events(response: Any) -> Iterator[dict[str, Any]]:
+    """The JSON of server-sent events, each when it comes: a chunk of the body is handed on as it is read."""
+    for line in response.iter_lines(chunk_size=None):
+        if line.startswith(b"data:"):
+            yield json.loads(line[5:])
+
+
+def _error_text(body: str) -> str:
+    """Triton's errors are JSON; what stands before it may answer with anything."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body[:500] or "an empty answer"

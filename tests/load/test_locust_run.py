@@ -1,0 +1,105 @@
+"""The locustfile as locust runs it: in a process of its own, under gevent, against servers that answer nobody before
+everybody has asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.grpc_triton import Answer, Asked, FakeTriton
+from support.grpc_triton import say_words as say_words_over_grpc
+from support.http_triton import Body, FakeHttpTriton, one_answer
+
+LOCUSTFILE = Path(__file__).parents[2] / "client" / "tidewheel_client" / "load" / "locustfile.py"
+NUM_USERS = 12
+KINDS = {"GrpcStreamUser": "GRPC", "HttpStreamUser": "SSE", "HttpInferUser": "INFER"}
+
+
+def run_locust(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", *arguments]
+    environment = {key: value for key, value in os.environ.items() if key != "LOCUST_SKIP_MONKEY_PATCH"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    # Workers print an empty list each, wherever it falls.
+    text = done.stdout.replace("[]", "")
+    return {(row["method"], row["name"]): row for row in json.loads(text)}
+
+
+class Everybody:
+    """Holds the first requests until so many are there. Without gevent's help in gRPC, one waiting call stops all."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._there = threading.Event()
+
+    def wait(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._there.set()
+        assert self._there.wait(60), f"{self._left} requests did not come"
+
+
+@pytest.mark.parametrize("processes", [(), ("--processes", "2")], ids=["one process", "two processes"])
+def test_all_users_at_once(triton: FakeTriton, http_triton: FakeHttpTriton, processes: tuple[str, ...]) -> None:
+    everybody = Everybody(NUM_USERS)
+
+    def over_grpc(asked: Asked) -> Answer:
+        everybody.wait()
+        return say_words_over_grpc(asked)
+
+    def over_http(body: Body) -> Body:
+        everybody.wait()
+        return one_answer(body)
+
+    triton.answer, http_triton.answer = over_grpc, over_http
+    say = http_triton.events
+    http_triton.events = lambda body: (everybody.wait(), say(body))[1]
+    done = run_locust(
+        *("-u", str(NUM_USERS), "-r", "100", "-t", "4s", "--stop-timeout", "30", "--json", *processes),
+        *("--grpc-url", f"127.0.0.1:{triton.port}", "--host", http_triton.url),
+        *("--think-time", "0.05-0.1", "--qos-mix", "high,low", "--prompt-words", "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = rows(done)
+    assert sum(row["num_failures"] for row in found.values()) == 0
+    asked = {
+        "GRPC": len(triton.asked),
+        "SSE": sum(path.endswith("_stream") for path, _ in http_triton.asked),
+        "INFER": sum(path.endswith("/infer") for path, _ in http_triton.asked),
+    }
+    for kind, count in asked.items():
+        assert count >= NUM_USERS / 3
+        assert sum(row["num_requests"] for (method, _), row in found.items() if method == kind) == count
+    for kind in ("GRPC", "SSE"):
+        for row in ("TTFT", "TPOT"):
+            counts = [found[row, f"{kind} demo {qos}"]["num_requests"] for qos in ("high", "low")]
+            assert sum(counts) == asked[kind]
+
+
+def test_failures_make_the_exit_code(http_triton: FakeHttpTriton) -> None:
+    url = http_triton.url
+    http_triton.__exit__(None, None, None)
+    done = run_locust(
+        "-u", "1", "-t", "3s", "--stop-timeout", "30", "--think-time", "0.1", "--json", "--host", url, "HttpInferUser"
+    )
+    assert done.returncode == 1
+    assert "first ServerUnavailable of INFER users" in done.stderr
+    http_triton.__enter__()
+
+
+def test_a_wrong_option_is_one_line() -> None:
+    done = run_locust("--output-tokens", "0-5")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].endswith("write whole numbers from 1")

@@ -152,8 +152,12 @@ def simulate_all(plan: Plan) -> Iterator[Result]:
 
 
 def simulate(plan: Plan, policy: str, trace: Trace) -> Report:
-    run = _simulator(plan, plan.config(policy), trace, plan.num_replicas)
-    return summarise(run.run(), run.replicas)
+    simulator = build_simulator(plan, policy, trace)
+    return summarise(simulator.run(), simulator.replicas)
+
+
+def build_simulator(plan: Plan, policy: str, trace: Trace) -> Simulator:
+    return _simulator(plan, plan.config(policy), trace, plan.num_replicas)
 
 
 def find_capacity(plan: Plan, policy: str) -> float:

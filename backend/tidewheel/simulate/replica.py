@@ -60,6 +60,7 @@ class Replica:
         self._lasts: dict[str, tuple[int, int]] = {}  # by id of a request without a row
         self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position that its last token comes from
         self._offsets = np.zeros(num_rows, dtype=np.int64)  # row → where in the pool it reads
+        self._ordinary = np.ones(num_rows, dtype=np.int32)
         self._in_flight: deque[_InFlight] = deque()
         self._device_free = 0.0
         self._completes = False  # this turn begins with the end of the oldest batch
@@ -127,7 +128,7 @@ class Replica:
         rows = batch.rows
         positions = batch.start_positions + batch.num_scheduled_tokens
         if self._pool is None:
-            tokens = np.ones(len(rows), dtype=np.int32)
+            tokens = self._ordinary[: len(rows)].copy()
         else:
             tokens = self._pool.take(self._offsets.take(rows) + positions)
         tokens[positions == self._last_positions.take(rows)] = STOP_TOKEN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tidewheel.batch import Int32Array
 from tidewheel.kvcache.manager import KVCacheManager
@@ -38,20 +39,27 @@ class StepLoop:
         num_blocks: int | None = None,
         token_budget: int = 2048,
         prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        **settings: Any,
     ) -> None:
         info = runner.info
         config = SchedulerConfig(
             max_num_seqs=info.max_num_seqs, max_num_batched_tokens=token_budget, max_model_len=info.max_model_len,
-            max_waiting_requests=1024, max_waiting_tokens=1 << 20, watermark=0.0,
+            max_waiting_requests=1024, max_waiting_tokens=1 << 20, watermark=0.0, **settings,
         )  # fmt: skip
-        kv = KVCacheManager(num_blocks or info.num_blocks, info.block_size, enable_prefix_caching=prefix_caching)
+        kv = KVCacheManager(
+            num_blocks or info.num_blocks,
+            info.block_size,
+            enable_prefix_caching=prefix_caching,
+            num_host_blocks=num_host_blocks,
+        )
         self.scheduler = Scheduler(config, kv)
         self.runner = runner
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each request, after all have ended."""
-        for item in requests:
-            self.scheduler.add(item, 0.0)
+        """The tokens of each request, after all have ended. Those that name a leader form one group with it."""
+        for leader in [item for item in requests if item.leader is None]:
+            self.scheduler.add_group([leader, *(item for item in requests if item.leader is leader)], 0.0)
         now = 0.0
         while self.scheduler.has_unfinished:
             batch = self.scheduler.schedule(now)

@@ -127,7 +127,7 @@ class State:
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
         """The one place where a request ends. Without `keep_cached`, nothing that it computed is used again."""
         if request.state is RequestState.RUNNING:
-            if keep_cached and request.session_id:
+            if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row
                 self.kv.keep_session(row, request, int(self.columns.num_computed_tokens[row]), now)
             self._leave(request.row, keep_cached=keep_cached)

@@ -1,0 +1,192 @@
+"""The host tier's memory: what it holds, what is copied, who waits for whom, and settings that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tidewheel.batch import ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError, InternalError
+from tidewheel.models.base import ModelShape
+from tidewheel.runner import host_blocks
+from tidewheel.runner.block_transfers import BlockTransfers
+from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.runner.host_memory import GIB, available_host_bytes, decide_num_host_blocks
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.model_runner import ModelRunner
+
+SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
+LAYOUT = CacheLayout(SHAPE, 16, torch.float32)
+CPU = torch.device("cpu")
+
+
+def int32(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def numbered_cache(num_blocks: int) -> KVTensors:
+    """Every element of every block differs from all others."""
+    kv = KVTensors(LAYOUT, num_blocks, CPU)
+    kv.blocks.copy_(torch.arange(kv.blocks.numel(), dtype=torch.float32).view(kv.blocks.shape))
+    return kv
+
+
+def batch(step_id: int = 0, **columns: np.ndarray) -> ScheduledBatch:
+    return ScheduledBatch(
+        step_id=step_id, rows=int32(0), start_positions=int32(0), num_scheduled_tokens=int32(1),
+        samples=np.array([True]), num_decodes=1, num_tokens=1, **columns,
+    )  # fmt: skip
+
+
+@pytest.fixture(params=["one slab", "slabs and chunks"])
+def small_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "one slab":
+        monkeypatch.setattr(host_blocks, "SLAB_BYTES", 2 * LAYOUT.block_bytes)
+        monkeypatch.setattr(host_blocks, "STAGING_BYTES", 3 * LAYOUT.block_bytes)
+
+
+@pytest.mark.usefixtures("small_memory")
+def test_blocks_go_out_and_come_back_as_they_were() -> None:
+    kv = numbered_cache(8)
+    before = kv.blocks.clone()
+    host = HostBlocks(kv, 7)
+    assert host.num_bytes == 7 * LAYOUT.block_bytes
+    blocks, slots = int32(5, 0, 3, 7, 1), int32(6, 2, 0, 5, 3)
+    host.write_out(blocks, slots)
+    for block_id, slot in zip(blocks, slots, strict=True):
+        assert torch.equal(host.slot(slot), before[block_id])
+    kv.blocks.fill_(float("nan"))
+    host.read_in(slots[:4], int32(2, 6, 4, 0))
+    for target, block_id in zip((2, 6, 4, 0), blocks, strict=False):
+        assert torch.equal(kv.blocks[target], before[block_id])
+    assert kv.blocks[1].isnan().all()
+
+
+def test_a_batch_moves_out_then_in_then_copies() -> None:
+    kv = numbered_cache(4)
+    before = kv.blocks.clone()
+    transfers = BlockTransfers(kv, HostBlocks(kv, 2))
+    transfers.start(batch(swap_out_blocks=int32(0), swap_out_slots=int32(1)))
+    columns = {"swap_out_blocks": int32(2), "swap_out_slots": int32(0)}
+    columns |= {"swap_in_slots": int32(1), "swap_in_blocks": int32(2)}
+    transfers.start(batch(**columns, copy_sources=int32(3), copy_targets=int32(0)))
+    assert torch.equal(kv.blocks[2], before[0])
+    assert torch.equal(kv.blocks[0], before[3])
+    transfers.start(batch(swap_in_slots=int32(0), swap_in_blocks=int32(1)))
+    assert torch.equal(kv.blocks[1], before[2])
+
+
+class RecordedSide:
+    """Tells when copies were queued and when the computation was made to wait for them."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.events.append("copies")
+        yield
+
+    def join(self) -> None:
+        self.events.append("join")
+
+    def synchronize(self) -> None:
+        self.events.append("synchronize")
+
+
+OUT = {"swap_out_blocks": int32(3), "swap_out_slots": int32(0)}
+TAKEN = {"block_rows": int32(0), "block_indices": int32(0), "block_ids": int32(3)}
+IN = {"swap_in_slots": int32(1), "swap_in_blocks": int32(2)}
+
+
+@pytest.mark.parametrize(
+    ("columns", "events"),
+    [
+        ({}, ["next step"]),
+        ({"copy_sources": int32(0), "copy_targets": int32(1)}, ["next step"]),
+        (OUT, ["copies", "next step", "join"]),
+        (IN, ["copies", "join", "next step"]),
+        ({**OUT, **IN}, ["copies", "join", "next step"]),
+        (OUT | TAKEN, ["copies", "join", "next step"]),
+        (OUT | {"copy_sources": int32(0), "copy_targets": int32(3)}, ["copies", "join", "next step"]),
+    ],
+    ids=["nothing", "copies inside", "out", "in", "both", "out of a block that is taken", "out of a copy's target"],
+)
+def test_the_computation_waits_for_no_more_than_it_must(columns: dict[str, np.ndarray], events: list[str]) -> None:
+    kv, side = numbered_cache(4), RecordedSide()
+    transfers = BlockTransfers(kv, HostBlocks(kv, 2), side)
+    transfers.start(batch(**columns))
+    side.events.append("next step")
+    transfers.start(batch(1))
+    assert side.events == events
+
+
+def test_the_time_of_a_copy_is_measured_after_a_first_one() -> None:
+    kv, side = numbered_cache(4), RecordedSide()
+    seconds = BlockTransfers(kv, HostBlocks(kv, 3), side).seconds_per_block()
+    assert seconds is not None and seconds > 0.0
+    assert side.events == ["copies", "synchronize"] * 2
+    assert BlockTransfers(kv, None, side).seconds_per_block() is None
+
+
+def test_a_swap_without_a_tier_and_a_copy_that_fails_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = numbered_cache(4)
+    with pytest.raises(InternalError, match="step 3 swaps blocks, and there is no host tier"):
+        BlockTransfers(kv, None).start(batch(3, **OUT))
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(HostBlocks, "write_out", refuse)
+    with pytest.raises(InternalError, match="step 4: blocks could not be copied: out of memory"):
+        BlockTransfers(kv, HostBlocks(kv, 1)).start(batch(4, **OUT))
+
+
+def test_the_setting_is_in_gib_and_must_be_possible() -> None:
+    assert decide_num_host_blocks(0.0, LAYOUT, None) == 0
+    assert decide_num_host_blocks(1.0, LAYOUT, None) == GIB // LAYOUT.block_bytes
+    with pytest.raises(ConfigError, match=r"swap_space is 3 GiB, but 2.0 GiB of host memory are available: lower it"):
+        decide_num_host_blocks(3.0, LAYOUT, 2 * GIB)
+    with pytest.raises(ConfigError, match=r"swap_space is 1e-06 GiB, which does not hold one block of"):
+        decide_num_host_blocks(1e-6, LAYOUT, None)
+
+
+def test_available_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
+    info, limit, use = tmp_path / "meminfo", tmp_path / "max", tmp_path / "current"
+    assert available_host_bytes(info, limit, use) is None
+    info.write_text("MemTotal:  9000 kB\nMemAvailable:  4000 kB\n")
+    assert available_host_bytes(info, limit, use) == 4000 * 1024
+    limit.write_text("max\n")
+    use.write_text("1000\n")
+    assert available_host_bytes(info, limit, use) == 4000 * 1024
+    limit.write_text("3000\n")
+    assert available_host_bytes(info, limit, use) == 2000
+    use.write_text("5000\n")
+    assert available_host_bytes(info, limit, use) == 0
+
+
+def with_swap(config: EngineConfig, **changes: object) -> ModelRunner:
+    return ModelRunner.load(dataclasses.replace(config, swap_space=0.01, **changes))
+
+
+def test_a_runner_says_what_its_tier_holds(config: EngineConfig) -> None:
+    info = with_swap(config).info
+    assert info.num_host_blocks == int(0.01 * GIB) // (info.kv_cache_bytes // info.num_blocks)
+    assert info.swap_seconds_per_block is not None and info.swap_seconds_per_block > 0.0
+    plain = ModelRunner.load(config).info
+    assert (plain.num_host_blocks, plain.swap_seconds_per_block) == (0, None)
+
+
+def test_a_tier_larger_than_the_memory_stops_the_load(config: EngineConfig) -> None:
+    with pytest.raises(
+        ConfigError, match=r"swap_space is 4096 GiB, but .* GiB of host memory are available"
+    ) as caught:
+        ModelRunner.load(dataclasses.replace(config, swap_space=4096.0))
+    assert "\n" not in str(caught.value)

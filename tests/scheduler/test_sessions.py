@@ -1,0 +1,87 @@
+"""Sessions through the scheduler: who leaves one, what the next turn computes, how long it stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.scheduling import Driver, make_request
+from tidewheel.errors import NotFound
+from tidewheel.request import FinishReason, Request
+
+
+def turn(request_id: str, prompt: list[int], *, max_tokens: int = 3) -> Request:
+    request = make_request(request_id, prompt, max_tokens=max_tokens)
+    request.session_id, request.session_ttl = "s", 1000.0
+    return request
+
+
+def follow_up(request: Request, request_id: str = "next") -> Request:
+    return turn(request_id, [*request.prompt_token_ids.tolist(), *request.output_token_ids, 7])
+
+
+def test_the_next_turn_computes_its_new_tokens_alone() -> None:
+    driver = Driver()
+    first = driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
+    driver.run()
+    second = driver.add(follow_up(first))
+    driver.run()
+    assert second.num_cached_tokens == 8  # six of the prompt, two of three tokens: the last was never computed
+    stats = driver.scheduler.stats()
+    assert (stats.num_sessions, stats.num_session_hits) == (1, 8)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE])
+def test_what_a_request_has_when_it_is_stopped_is_kept(reason: FinishReason) -> None:
+    """A stop string is found outside, and ends the request by a cancel."""
+    driver = Driver()
+    first = driver.add(turn("a", [1, 2, 3, 4, 5, 6], max_tokens=9))
+    driver.step()
+    driver.step()
+    driver.cancel("a", reason)
+    driver.run()
+    second = driver.add(follow_up(first))
+    driver.run()
+    assert second.num_cached_tokens == 7
+
+
+def test_a_request_that_failed_leaves_its_session_as_it_was() -> None:
+    driver = Driver()
+    first = driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
+    driver.run()
+    for request_id, reason in (("given up", FinishReason.ERROR), ("not finite", None)):
+        failed = driver.add(turn(request_id, [*range(20, 30)], max_tokens=9))
+        if reason is None:
+            driver.runner.not_finite.add(request_id)
+        driver.step()
+        if reason is not None:
+            driver.cancel(request_id, reason)
+        driver.run()
+        assert failed.finish_reason is FinishReason.ERROR
+    second = driver.add(follow_up(first))
+    driver.run()
+    assert second.num_cached_tokens == 8
+
+
+def test_a_session_that_is_closed_or_expires_is_gone() -> None:
+    driver = Driver()
+    driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
+    driver.run()
+    with pytest.raises(NotFound, match="session 'other' is not known"):
+        driver.scheduler.close_session("", "other")
+    driver.scheduler.close_session("", "s")
+    assert driver.scheduler.stats().num_sessions == 0
+    driver.add(turn("b", [1, 2, 3, 4, 5, 6]))
+    driver.run()
+    driver.scheduler.expire(driver.now + 999.0)
+    assert driver.scheduler.stats().num_sessions == 1
+    driver.scheduler.expire(driver.now + 1000.0)
+    assert driver.scheduler.stats().num_sessions == 0
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    driver = Driver(enable_prefix_caching=False)
+    first = driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
+    driver.run()
+    second = driver.add(follow_up(first))
+    driver.run()
+    assert (second.num_cached_tokens, driver.scheduler.stats().num_sessions) == (0, 0)

@@ -1,10 +1,10 @@
 """What scheduling costs on the host: `schedule` + `apply` of the real Scheduler, with tokens that cost nothing.
 
-    python benchmarks/scheduler_cost.py --running 256 4096 [--steps 2000] [--finished 0] [--json] [--save]
+    python benchmarks/scheduler_cost.py --running 256 4096 [--policy priority fair] [--finished 0 20000] [--json]
 
 Steady decoding: every row gets one token a step, the rows stand at different places in their blocks, prefix caching
 is on, so each step allocates, hashes and registers blocks for one row in `block_size`. `--finished N` lets N requests
-run to their end first: the cost must not depend on how many there were.
+run to their end first: the cost must not depend on how many there were. `--save` records what was measured.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -31,6 +32,7 @@ MEAN_PROMPT_TOKENS = 128
 EOS_IDS = (1, 2)
 VOCAB_SIZE = 32_000
 WARM_UP_STEPS = 200
+NUM_TENANTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Cost:
     """Microseconds a step, over `steps` steps of `running` decoding requests."""
 
     running: int
+    policy: str
     finished: int
     steps: int
     median_us: float
@@ -47,8 +50,9 @@ class Cost:
 
 
 class Bench:
-    def __init__(self, running: int, steps: int, seed: int = 0) -> None:
+    def __init__(self, running: int, steps: int, policy: str, seed: int = 0) -> None:
         self.running = running
+        self.policy = policy
         self.steps = steps
         self.rng = np.random.default_rng(seed)
         max_model_len = 2 * MEAN_PROMPT_TOKENS + WARM_UP_STEPS + steps + 1024
@@ -58,6 +62,7 @@ class Bench:
             max_model_len=max_model_len,
             max_waiting_requests=running,
             max_waiting_tokens=running * max_model_len,
+            policy=policy,
         )
         num_blocks = running * (max_model_len // BLOCK_SIZE + 1)
         self.scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE, enable_prefix_caching=True))
@@ -73,6 +78,7 @@ class Bench:
             max_tokens=max_tokens,
             arrival_time=time.monotonic(),
             stop_token_ids=EOS_IDS,
+            tenant=f"tenant-{self.num_added % NUM_TENANTS}",
         )
         self.num_added += 1
         self.scheduler.add(request, time.monotonic())
@@ -110,6 +116,7 @@ class Bench:
         total = halves.sum(axis=1)
         return Cost(
             running=self.running,
+            policy=self.policy,
             finished=finished,
             steps=self.steps,
             median_us=round(statistics.median(total.tolist()), 1),
@@ -122,20 +129,26 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of schedule + apply per step, in microseconds.")
     parser.add_argument("--running", type=int, nargs="+", default=[256, 4096], help="running requests")
-    parser.add_argument("--finished", type=int, default=0, help="requests that end before the measurement")
+    parser.add_argument("--finished", type=int, nargs="+", default=[0], help="requests that end first")
+    parser.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", action="store_true", help="machine readable, one list")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/scheduler_cost.json")
     options = parser.parse_args()
     environment = record.environment("numpy")
-    costs = [Bench(running, options.steps).run(options.finished) for running in options.running]
+    costs = [
+        Bench(running, options.steps, policy).run(finished)
+        for policy in options.policy
+        for finished in options.finished
+        for running in options.running
+    ]
     if options.save:
         record.save("scheduler_cost", {**environment, "unit": "us", "costs": [asdict(cost) for cost in costs]})
     if options.json:
         print(json.dumps([asdict(cost) for cost in costs]))
         return
     print(f"python {platform.python_version()}, numpy {np.__version__}, {platform.processor() or platform.machine()}")
-    columns = ("running", "finished", "steps", "median_us", "p99_us", "schedule_us", "apply_us")
+    columns = ("running", "policy", "finished", "steps", "median_us", "p99_us", "schedule_us", "apply_us")
     print(" ".join(f"{name:>12}" for name in columns))
     for cost in costs:
         print(" ".join(f"{asdict(cost)[name]:>12}" for name in columns))

@@ -13,7 +13,7 @@ from support.fake_runner import FakeRunner, PendingTokens, naive_output
 from support.scheduling import make_config, make_request
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.engine.core import EngineCore
-from tidewheel.errors import Busy, EngineDead, InvalidRequest
+from tidewheel.errors import Busy, DeadlineExceeded, EngineDead, InvalidRequest, NotFound
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.scheduler import Scheduler
@@ -158,6 +158,42 @@ def test_fail_all_ends_everything_once() -> None:
     assert all(request.error is not None for request in harness.requests.values())
     harness.runner.in_flight.clear()
     harness.run()
+
+
+def test_deadlines_are_looked_at_before_every_step() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.add(make_request("runs", 4, max_tokens=50, deadline=6.5))
+    harness.add(make_request("waits", 4, deadline=6.5))
+    harness.run()
+    assert harness.ended == {"runs": FinishReason.DEADLINE, "waits": FinishReason.ERROR}
+    assert isinstance(harness.requests["waits"].error, DeadlineExceeded)
+    assert 0 < len(harness.delivered["runs"]) < 50
+
+
+def test_who_loses_its_place_is_told() -> None:
+    harness = Harness(max_waiting_requests=1)
+    harness.add(make_request("low", 4, priority=Priority.LOW))
+    harness.add(make_request("high", 4, priority=Priority.HIGH))
+    assert harness.ended == {"low": FinishReason.ERROR}
+    assert isinstance(harness.requests["low"].error, Busy)
+    harness.run()
+
+
+def test_a_group_is_one_prompt_and_several_ends() -> None:
+    harness = Harness()
+    leader = make_request("a", 9, max_tokens=2)
+    requests = [leader, *(make_request(name, 9, max_tokens=2, leader=leader) for name in "bc")]
+    for request in requests:
+        harness.requests[request.request_id] = request
+        harness.delivered[request.request_id] = []
+    harness.core.add_group(requests)
+    harness.run()
+    assert harness.core.stats().num_scheduled_tokens == 9 + 2 + 3
+
+
+def test_a_session_that_nobody_has_cannot_be_closed() -> None:
+    with pytest.raises(NotFound):
+        Harness().core.close_session("tenant", "s")
 
 
 @st.composite

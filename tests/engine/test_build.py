@@ -1,0 +1,105 @@
+"""Every scheduling setting of an engine reaches its scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.errors import ConfigError
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.tenants import TenantLimits
+
+INFO = EngineInfo(
+    pid=1, model="m", architecture="a", device="cpu", dtype="float32", vocab_size=100, max_model_len=512,
+    max_num_seqs=32, max_num_batched_tokens=256, block_size=16, num_blocks=64, weights_bytes=0, activation_bytes=0,
+    kv_cache_bytes=0, enable_prefix_caching=True, load_seconds=0.0, num_host_blocks=8, swap_seconds_per_block=0.001,
+)  # fmt: skip
+
+
+def built(**settings: object) -> SchedulerConfig:
+    return build_scheduler(EngineConfig(model="m", **settings), INFO)._config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "field", "expected"),
+    [
+        ("scheduling_policy", "sjf", "policy", "sjf"),
+        ("ageing_s", 3.0, "ageing_s", 3.0),
+        ("tenants", '{"t": {"weight": 2}}', "tenants", {"t": TenantLimits(weight=2)}),
+        ("predictor_prior_tokens", 7, "predictor_prior_tokens", 7),
+        ("max_waiting_requests", 5, "max_waiting_requests", 5),
+        ("max_waiting_tokens", 999, "max_waiting_tokens", 999),
+        ("breaker_error_rate", 0.5, "breaker_error_rate", 0.5),
+        ("breaker_queue_time_s", 2.0, "breaker_queue_time_s", 2.0),
+        ("preemption_mode", "recompute", "preemption_mode", "recompute"),
+        ("max_preemptions", 1, "max_preemptions", 1),
+        ("long_prefill_token_threshold", 64, "long_prefill_token_threshold", 64),
+        ("target_tpot_ms", 50.0, "target_tpot_s", 0.05),
+        ("enable_seqs_governor", True, "enable_seqs_governor", True),
+    ],
+)
+def test_a_setting_reaches_the_scheduler(setting: str, value: object, field: str, expected: object) -> None:
+    assert getattr(built(), field) != expected
+    assert getattr(built(**{setting: value}), field) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "field", "expected"),
+    [
+        ("batch_size", 3, "batch_size", 3),
+        ("batch_timeout_ms", 20.0, "batch_timeout_s", 0.02),
+        ("batch_target_latency_ms", 200.0, "target_latency_s", 0.2),
+        ("hybrid_threshold", 2, "hybrid_threshold", 2),
+        ("hybrid_backlog", 9, "hybrid_backlog", 9),
+    ],
+)
+def test_a_setting_reaches_the_strategy(setting: str, value: object, field: str, expected: object) -> None:
+    assert getattr(built().strategy, field) != expected
+    strategy = built(**{"scheduling_strategy": "static", setting: value}).strategy
+    assert strategy.name == "static"
+    assert getattr(strategy, field) == pytest.approx(expected)
+
+
+def test_the_latency_of_the_governor_is_in_seconds() -> None:
+    assert built(enable_seqs_governor=True, governor_target_latency_ms=30.0).governor_target_latency_s == 0.03
+
+
+def test_what_the_runner_measured_reaches_the_scheduler() -> None:
+    config = built()
+    assert (config.swap_seconds_per_block, config.strategy.batch_size) == (0.001, 32)
+    kv = build_scheduler(EngineConfig(model="m", max_sessions=3, session_max_blocks=2), INFO)._state.kv
+    assert (kv.num_blocks, kv.num_host_blocks, kv.block_size) == (64, 8, 16)
+    limits = kv._sessions._table.limits
+    assert (limits.max_sessions, limits.max_session_blocks) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tenants": '{"t": {"max_blocks": 65}}'}, "tenants.t: max_blocks is 65: the KV cache has 64 blocks"),
+        ({"session_max_blocks": 100}, "session_max_blocks is 100: the KV cache has 64 blocks"),
+    ],
+)
+def test_quotas_above_the_pool_stop_the_load(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(**settings)
+
+
+def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:
+    """But for those that are decided by the scheduler's own defaults."""
+    changed = built(
+        scheduling_policy="fair", ageing_s=1.0, tenants='{"t": {}}', predictor_prior_tokens=1, max_waiting_requests=1,
+        max_waiting_tokens=1, breaker_error_rate=0.1, breaker_queue_time_s=0.1, preemption_mode="recompute",
+        max_preemptions=0, long_prefill_token_threshold=1, target_tpot_ms=1.0, enable_seqs_governor=True,
+        governor_target_latency_ms=1.0, scheduling_strategy="hybrid",
+    )  # fmt: skip
+    default = {
+        field.name
+        for field in dataclasses.fields(SchedulerConfig)
+        if field.default is not dataclasses.MISSING and getattr(changed, field.name) == field.default
+    }
+    assert default == {"max_inflight_steps", "watermark"}

@@ -14,7 +14,7 @@ import pytest
 from support.fake_triton import InferenceRequest, Logger, MetricFamily, Tensor, TritonError, TritonModelException
 from tidewheel import model
 from tidewheel.adapter import instance
-from tidewheel.engine.messages import EngineInfo, EngineStats
+from tidewheel.engine.messages import EngineInfo, EngineStats, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.stats import FrontendStats, StatsRecorder
 from tidewheel.frontend.values import Chunk, GenerateRequest, Sink
@@ -70,6 +70,9 @@ class FakeFrontend:
         self.num_waits += 1
 
     def on_stats(self, stats: EngineStats) -> None:
+        pass
+
+    def on_room(self, room: Room) -> None:
         pass
 
     def stats(self) -> FrontendStats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from support.engine_clients import LIMIT_S, Client, endless, request
+from support.engine_clients import CONFIG, LIMIT_S, Client, endless, request
 from support.fake_runner import naive_output
 from support.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
 from support.scheduling import make_request
@@ -89,6 +90,24 @@ def test_the_log_says_what_fits(connect: Connect, folder: Path) -> None:
     assert "memory: weights 1.0 MiB" in log
     assert "KV cache size: 16,384 tokens" in log
     assert "Maximum concurrency for 4,096 tokens per request: 4.00x" in log
+
+
+def test_front_ends_are_told_how_full_the_waiting_set_is(connect: Connect) -> None:
+    config = dataclasses.replace(CONFIG, max_num_seqs=1, max_waiting_requests=2)
+    first, second = connect(config=config), connect(config=config)
+    first.add(endless(1))
+    first.recorder.wait_started(1)
+    first.add(endless(2))
+    first.add(endless(3))
+
+    def is_full(client: Client) -> bool:
+        last = client.recorder.rooms[-1] if client.recorder.rooms else None
+        return last is not None and (last.num_requests, last.max_requests) == (2, 2)
+
+    for client in (first, second):
+        client.recorder.wait(lambda client=client: is_full(client), "the waiting set is full")
+    assert sorted(key for room in first.recorder.rooms for key in room.received) == [1, 2, 3]
+    assert not any(room.received for room in second.recorder.rooms)
 
 
 def test_a_cancelled_request_ends_once(connect: Connect) -> None:

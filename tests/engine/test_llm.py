@@ -13,9 +13,10 @@ import pytest
 import tokenizers
 
 from support.tiny_models import llama, prompts, qwen3, save, transformers_tokens
-from tidewheel import LLM, SamplingParams
+from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.batch import Int32Array
-from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.errors import Busy, ConfigError, DeadlineExceeded, InvalidRequest, NotFound
+from tidewheel.request import Priority
 
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
@@ -265,3 +266,69 @@ def test_bad_words_never_appear(byte_llm: LLM) -> None:
 def test_the_progress_bar_counts_prompts(byte_llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     byte_llm.generate(["a", "b"], SamplingParams(max_tokens=2))
     assert "2/2" in capsys.readouterr().err
+
+
+# --- how requests are served --------------------------------------------------------------------------------------
+
+
+def test_sequences_of_one_prompt(reference: Reference) -> None:
+    seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
+    given = [{"input_ids": ids} for ids in reference.prompts[3:5]]
+    with load(reference.folder) as llm:
+        alone = [
+            llm.generate(prompt, dataclasses.replace(seeded, seed=7 + index), use_tqdm=False)[0].token_ids
+            for prompt in given
+            for index in range(3)
+        ]
+        results = llm.generate(given, seeded, RequestOptions(n=3), use_tqdm=False)
+        assert [result.index for result in results] == [0, 1, 2, 0, 1, 2]
+        assert [result.token_ids for result in results] == alone
+        assert len({tuple(result.token_ids) for result in results[:3]}) == 3
+        assert llm.stats().num_free_blocks == llm.info.num_blocks
+
+
+def test_options_for_each_prompt(reference: Reference) -> None:
+    given = [{"input_ids": ids} for ids in reference.prompts[:3]]
+    options = [RequestOptions(priority=Priority.LOW), RequestOptions(n=2), RequestOptions(tenant="acme")]
+    with load(reference.folder, max_num_seqs=1, max_waiting_requests=2) as llm:
+        results = llm.generate(given, GREEDY, options, use_tqdm=False)
+        assert [result.token_ids for result in results] == [reference.tokens[index] for index in (0, 1, 1, 2)]
+        with pytest.raises(InvalidRequest, match="2 options for 3 prompts"):
+            llm.generate(given, GREEDY, options[:2], use_tqdm=False)
+
+
+def test_a_deadline_that_has_passed(reference: Reference) -> None:
+    given = [{"input_ids": ids} for ids in reference.prompts[:2]]
+    options = [RequestOptions(deadline_ms=1e-6), RequestOptions(deadline_ms=1e12)]
+    with load(reference.folder) as llm:
+        late, whole = llm.generate(given, GREEDY, options, use_tqdm=False)
+    assert (late.finish_reason, late.token_ids, type(late.error)) == ("error", [], DeadlineExceeded)
+    assert (whole.finish_reason, whole.token_ids, whole.error) == ("length", reference.tokens[1], None)
+
+
+def test_a_tenant_over_its_rate(reference: Reference) -> None:
+    prompt = {"input_ids": reference.prompts[0]}
+    with load(reference.folder, tenants={"acme": {"requests_per_s": 0.001}}) as llm:
+        results = llm.generate([prompt] * 2, GREEDY, RequestOptions(tenant="acme"), use_tqdm=False)
+    assert [result.finish_reason for result in results] == ["length", "error"]
+    assert isinstance(results[1].error, Busy)
+    assert (results[1].error.retry_after_ms or 0) > 0
+
+
+def test_a_session_pays_for_new_tokens_only(reference: Reference) -> None:
+    options = RequestOptions(session_id="chat", tenant="acme", session_ttl_s=600)
+    first = reference.prompts[8]
+    with load(reference.folder) as llm:
+        (turn,) = llm.generate({"input_ids": first}, GREEDY, options, use_tqdm=False)
+        second = np.concatenate([first, np.array(turn.token_ids, dtype=np.int32), reference.prompts[2]])
+        assert llm.stats().num_sessions == 1
+        (again,) = llm.generate({"input_ids": second}, GREEDY, options, use_tqdm=False)
+        # The last token of the first turn was sampled and never computed.
+        assert again.num_cached_tokens == len(first) + NUM_TOKENS - 1
+        (fresh,) = llm.generate({"input_ids": second}, GREEDY, RequestOptions(tenant="x"), use_tqdm=False)
+        assert fresh.num_cached_tokens == 0
+        assert again.token_ids == fresh.token_ids
+        llm.close_session("chat", tenant="acme")
+        assert llm.stats().num_sessions == 0
+        with pytest.raises(NotFound):
+            llm.close_session("chat", tenant="acme")

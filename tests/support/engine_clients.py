@@ -11,7 +11,7 @@ from support.faulty_engine import prompt_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.engine.backoff import RestartPolicy
 from tidewheel.engine.client import ClientOptions, EngineClient
-from tidewheel.engine.messages import AddRequest, Delta, EngineStats
+from tidewheel.engine.messages import AddRequest, Delta, EngineStats, Room
 from tidewheel.engine.status import Status, read_status
 from tidewheel.errors import TidewheelError
 from tidewheel.sampling import SamplingParams
@@ -37,6 +37,7 @@ class Recorder:
         self.errors: dict[Key, str] = {}
         self.num_endings: dict[Key, int] = {}
         self.stats = [EngineStats()]
+        self.rooms: list[Room] = []
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         with self.changed:
@@ -59,6 +60,11 @@ class Recorder:
     def on_stats(self, stats: EngineStats) -> None:
         with self.changed:
             self.stats.append(stats)
+            self.changed.notify_all()
+
+    def on_room(self, room: Room) -> None:
+        with self.changed:
+            self.rooms.append(room)
             self.changed.notify_all()
 
     def _end(self, key: Key, how: str, message: str) -> None:

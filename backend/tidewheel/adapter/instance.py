@@ -18,7 +18,7 @@ from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMe
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.settings import ModelSettings, load_settings
 from tidewheel.engine.client import EngineClient
-from tidewheel.engine.messages import Delta, EngineInfo, EngineStats
+from tidewheel.engine.messages import Delta, EngineInfo, EngineStats, Room
 from tidewheel.engine.run_dir import engine_dir
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.frontend.frontend import Frontend
@@ -39,6 +39,10 @@ class EngineRelay:
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         if self.frontend is not None:
             self.frontend.on_lost(keys, error)
+
+    def on_room(self, room: Room) -> None:
+        if self.frontend is not None:
+            self.frontend.on_room(room)
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats

@@ -13,6 +13,7 @@ from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, 
 from tidewheel.engine.messages import EngineInfo, EngineStats
 from tidewheel.frontend.stats import (
     INTER_TOKEN_BOUNDS,
+    REFUSAL_BOUNDS,
     REJECTION_TAGS,
     REQUEST_BOUNDS,
     TTFT_BOUNDS,
@@ -48,6 +49,7 @@ REQUEST_HISTOGRAMS = (
     RequestHistogram(
         "vllm:request_queue_time_seconds", "Arrival to first step", REQUEST_BOUNDS, lambda s: s.queue_time
     ),
+    RequestHistogram("tidewheel_refusal_seconds", "Arrival to refusal", REFUSAL_BOUNDS, lambda s: s.refusal_time),
 )
 
 

@@ -36,6 +36,7 @@ from tidewheel.engine.messages import (
     Hello,
     Ping,
     Ready,
+    Room,
     Stats,
     encoder,
 )
@@ -62,6 +63,8 @@ class EngineListener(Protocol):
         """These requests are over, each with the error."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
+
+    def on_room(self, room: Room) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +250,8 @@ class EngineClient:
                 self._notify(self._listener.on_deltas, message.deltas)
             case Stats():
                 self._notify(self._listener.on_stats, message.stats)
+            case Room():
+                self._notify(self._listener.on_room, message)
             case Ready():
                 self._info = message.info
                 self._is_ready = True

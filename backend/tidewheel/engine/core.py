@@ -14,6 +14,7 @@ from tidewheel.engine.runner import Computed, PendingTokens, Runner
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.stats import WaitingRoom
 
 
 class _InFlight(NamedTuple):
@@ -134,6 +135,9 @@ class EngineCore:
     def _deliver_ended(self, requests: list[Request]) -> None:
         if requests:
             self._deliver(StepOutputs([], [], None, requests))
+
+    def room(self) -> WaitingRoom:
+        return self._scheduler.room(self._clock())
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

@@ -11,9 +11,10 @@ import zmq
 
 from tidewheel.batch import StepOutputs, TopLogprobs
 from tidewheel.engine.deltas import final_delta, refusal, to_wire
-from tidewheel.engine.messages import WHOLE_REQUEST, Delta, Deltas, FromEngine, encoder
+from tidewheel.engine.messages import WHOLE_REQUEST, Delta, Deltas, FromEngine, Room, encoder
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Request
+from tidewheel.scheduler.stats import WaitingRoom
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ MAX_UNSENT_DELTAS = 1 << 18  # of one front end that does not read; beyond it th
 class FrontEnd:
     """One connection. `identity` is ZeroMQ's name for it."""
 
-    __slots__ = ("identity", "last_seen", "name", "request_ids", "unsent")
+    __slots__ = ("identity", "last_seen", "name", "received", "request_ids", "room", "unsent")
 
     def __init__(self, identity: bytes, name: str, now: float) -> None:
         self.identity = identity
@@ -32,6 +33,8 @@ class FrontEnd:
         self.last_seen = now
         self.request_ids: dict[int, dict[int, str]] = {}  # by key and index, of unfinished sequences
         self.unsent: list[Delta] = []
+        self.received: list[int] = []  # keys of requests since it was told of the room
+        self.room: WaitingRoom | None = None  # as it was told
 
 
 class _Route(NamedTuple):
@@ -139,6 +142,14 @@ class FrontEnds:
         for front_end in self._by_identity.values():
             if front_end.unsent and self._send(front_end.identity, Deltas(front_end.unsent)):
                 front_end.unsent = []
+
+    def tell_room(self, room: WaitingRoom) -> None:
+        """To front ends that know another one, or that the room may have changed for by what they sent."""
+        for front_end in self._by_identity.values():
+            if not front_end.received and front_end.room == room:
+                continue
+            if self._send(front_end.identity, Room(*room, received=front_end.received)):
+                front_end.received, front_end.room = [], room
 
     def broadcast(self, message: FromEngine) -> None:
         self._send_all(self._by_identity, message)

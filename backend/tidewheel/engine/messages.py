@@ -1,8 +1,9 @@
 """What front ends and the engine say to each other: msgspec structs over a ZeroMQ ipc socket, never pickle.
 
 Front end → engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`.
-Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a step; `Stats` a few times a second;
-`Dropped` to one that it does not know (any more). `Drain` is answered with `Stats`, and needs no `Hello`.
+Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a step; `Stats` a few times a second; `Room`
+when it changes; `Dropped` to one that it does not know (any more). `Drain` is answered with `Stats`, and needs no
+`Hello`.
 
 A request is named by `key`, a number that its front end counts up; what a client calls it never travels. Every
 `AddRequest` is answered by deltas, the last of which carries `finish_reason`, and nothing follows that one; or
@@ -229,7 +230,20 @@ class Stats(Message, frozen=True):
     stats: EngineStats
 
 
-FromEngine = Ready | Failed | Dropped | Deltas | Stats
+class Room(Message, frozen=True):
+    """How full the waiting set is, sent when that changes, so that a front end refuses at once what the engine would
+    refuse after its step. Fields as in `scheduler.stats.WaitingRoom`."""
+
+    num_requests: int
+    max_requests: int
+    num_tokens: int
+    max_tokens: int
+    lowest_class: int
+    retry_after_ms: int
+    received: list[int]  # keys of this front end's requests that it has heard of since the last time
+
+
+FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -80,6 +80,7 @@ class EngineServer:
         """Until `must_stop` names a reason, or nobody has been here for `linger_s`; the reason."""
         while True:
             worked = self._core.step()
+            self._front_ends.tell_room(self._core.room())
             self._front_ends.flush()
             reason = self._keep_house(must_stop)
             if reason:
@@ -192,6 +193,7 @@ class EngineServer:
             self._check_draining()
             check_num_sequences(message.n)
             request_ids = self._front_ends.open(front_end, message.key, message.n)
+            front_end.received.append(message.key)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
             return

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from tidewheel.engine.messages import AddRequest, CloseSession, Delta, EngineInfo, EngineStats
+from tidewheel.engine.messages import AddRequest, CloseSession, Delta, EngineInfo, EngineStats, Room
 from tidewheel.errors import Busy, Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError
 from tidewheel.frontend.cancellation import CancellationPoller
 from tidewheel.frontend.gate import Gate
@@ -28,6 +28,7 @@ from tidewheel.frontend.live import Ending, LiveRequest
 from tidewheel.frontend.preparation import Preparer
 from tidewheel.frontend.senders import SenderPool
 from tidewheel.frontend.stats import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.vacancy import Vacancy
 from tidewheel.frontend.values import Chunk, GenerateRequest, Response, Sink, is_last
 from tidewheel.request import FinishReason
 
@@ -74,6 +75,7 @@ class Frontend:
         self._preparer = Preparer(info, model_dir, max_prompt_bytes=max_prompt_bytes)
         self._engine = engine
         self._gate = gate
+        self._vacancy = Vacancy() if gate is None else None
         self._max_preparing_bytes = _MAX_PREPARING_PROMPTS * max_prompt_bytes
         self._recorder = StatsRecorder()
         self._keys = itertools.count(1)
@@ -114,6 +116,7 @@ class Frontend:
                 self._tokenizers.submit(self._prepare, live)
         if refusal is not None:
             self._recorder.ended_by(refusal, began=False)
+            self._recorder.refused((time.monotonic_ns() - arrival_ns) * 1e-9)
             sink.fail(refusal)
 
     def wait_for_room(self) -> None:
@@ -155,6 +158,8 @@ class Frontend:
             message = prepared.message if isinstance(prepared.message, AddRequest) else None
             needs_every_delta = request.is_streamed or prepared.has_stop_strings
             if request.begin(prepared.outputs, message, needs_every_delta=needs_every_delta):
+                if self._vacancy is not None and message is not None:
+                    self._vacancy.claim(message)
                 if self._gate is not None and message is not None:
                     self._gate.weigh(request.key, message.n, message.n * len(message.prompt) // 4)
                 self._send_to_engine(request, prepared.message)
@@ -217,6 +222,8 @@ class Frontend:
         self._recorder.tokens(timings)
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
+        if self._vacancy is not None:
+            self._vacancy.reset()
         for key in keys:
             request = self._live.get(key)
             if request is not None:
@@ -226,6 +233,10 @@ class Frontend:
         """Engine-wide figures are published by whoever owns the engine, not by its front ends."""
         if self._gate is not None:
             self._send_again(self._gate.offer(stats.num_waiting))
+
+    def on_room(self, room: Room) -> None:
+        if self._vacancy is not None:
+            self._vacancy.hear(room)
 
     # --- ends from outside ----------------------------------------------------------------------------------------
 
@@ -297,6 +308,8 @@ class Frontend:
     def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
         self._close(request)
         self._recorder.ended_by(error, began=request.has_begun)
+        if not request.was_accepted:
+            self._recorder.refused((time.monotonic_ns() - request.arrival_ns) * 1e-9)
         with contextlib.suppress(Exception):  # nobody is left to tell
             request.sink.fail(error)
 
@@ -307,6 +320,8 @@ class Frontend:
         request.close()
         with self._lock:
             self._live.pop(request.key, None)
+        if self._vacancy is not None:
+            self._vacancy.forget(request.key)
         self._leave_gate(request)
 
 

@@ -51,6 +51,7 @@ class LiveRequest:
         self._expired: DeadlineExceeded | None = None  # of a sequence that never started
         self._has_outlived = False  # a sequence that ended in another way
         self._is_at_engine = False
+        self._was_accepted = False
         self._has_turn = False  # waits for one, or is in it
         self._is_answered = False
         self._needs_every_delta = False
@@ -59,6 +60,11 @@ class LiveRequest:
     def has_begun(self) -> bool:
         """It has got tokens."""
         return bool(self.last_token_ns)
+
+    @property
+    def was_accepted(self) -> bool:
+        """The scheduler took it: it has got tokens, or an end that is no refusal."""
+        return self._was_accepted
 
     def begin(self, outputs: Outputs | None, message: AddRequest | None, *, needs_every_delta: bool) -> bool:
         """Just before the engine gets it; False: it is over already. Without `needs_every_delta`, its turn comes
@@ -94,6 +100,7 @@ class LiveRequest:
     def post(self, delta: Delta) -> bool:
         """Takes news of the engine; True: it needs a turn now."""
         with self._lock:
+            self._was_accepted = self._was_accepted or delta.stats is not None or bool(delta.token_ids)
             ending = self._count_end(delta) if delta.finish_reason else None
             if self._ending is not None:
                 return False

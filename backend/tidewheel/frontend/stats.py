@@ -29,6 +29,8 @@ REQUEST_BOUNDS = (
     1920.0, 7680.0,
 )  # fmt: skip
 
+REFUSAL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
 # Refused before anything was computed; other errors ended a request that had been accepted.
 REJECTION_TAGS = frozenset(
     {"TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-DEADLINE", "TW-DRAINING"}
@@ -71,6 +73,7 @@ class FrontendStats:
     inter_token_latency: HistogramSnapshot
     e2e_latency: HistogramSnapshot  # of requests that finished
     queue_time: HistogramSnapshot  # from arrival to the first step that computed them
+    refusal_time: HistogramSnapshot  # from arrival to the answer, of requests that the engine never accepted
 
 
 class TokenTiming(NamedTuple):
@@ -97,6 +100,7 @@ class StatsRecorder:
         self._inter_token_latency = Histogram(INTER_TOKEN_BOUNDS)
         self._e2e_latency = Histogram(REQUEST_BOUNDS)
         self._queue_time = Histogram(REQUEST_BOUNDS)
+        self._refusal_time = Histogram(REFUSAL_BOUNDS)
 
     def received(self) -> None:
         with self._lock:
@@ -131,6 +135,11 @@ class StatsRecorder:
             is_rejection = error.tag in REJECTION_TAGS and not began
             (self._rejected if is_rejection else self._failed)[error.tag] += 1
 
+    def refused(self, seconds: float) -> None:
+        """So long after its arrival."""
+        with self._lock:
+            self._refusal_time.observe(seconds)
+
     def snapshot(self) -> FrontendStats:
         with self._lock:
             return FrontendStats(
@@ -145,4 +154,5 @@ class StatsRecorder:
                 inter_token_latency=self._inter_token_latency.snapshot(),
                 e2e_latency=self._e2e_latency.snapshot(),
                 queue_time=self._queue_time.snapshot(),
+                refusal_time=self._refusal_time.snapshot(),
             )

@@ -6,6 +6,7 @@ from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFul
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import WaitingSet
+from tidewheel.scheduler.stats import WaitingRoom
 
 _FIRST_RETRY_MS = 250  # while no pace is known
 _MIN_RETRY_MS = 50
@@ -58,6 +59,17 @@ class Admission:
             f"waiting set is full: {waiting.num_new} of {limits.max_waiting_requests} requests, "
             f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens; a request of class "
             f"{service_class.name} took the place of this one, of class {victim.service_class.name}",
+            retry_after_ms=self.retry_after_ms(waiting, now),
+        )
+
+    def room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
+        """What `find_room` goes by."""
+        return WaitingRoom(
+            num_requests=waiting.num_new,
+            max_requests=self._config.max_waiting_requests,
+            num_tokens=waiting.num_new_tokens,
+            max_tokens=self._config.max_waiting_tokens,
+            lowest_class=waiting.lowest_class,
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 

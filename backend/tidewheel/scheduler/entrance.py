@@ -14,6 +14,7 @@ from tidewheel.scheduler.predictor import OutputPredictor
 from tidewheel.scheduler.queue_time import ServiceEstimate
 from tidewheel.scheduler.service_class import dropped, is_over_quota
 from tidewheel.scheduler.state import State
+from tidewheel.scheduler.stats import WaitingRoom
 from tidewheel.scheduler.tenancy import TenantTable
 
 
@@ -52,6 +53,9 @@ class Entrance:
                 state.over_quota.add(newcomer.request_id)
                 state.counters.num_downgraded_quota += service_class is not newcomer.priority
         return victims
+
+    def room(self, now: float) -> WaitingRoom:
+        return self._admission.room(self._state.waiting, now)
 
     def observe_starts(self, requests: list[Request], now: float) -> None:
         """They were scheduled for the first time."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import TidewheelError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.stats import SchedulerStats
+from tidewheel.scheduler.stats import SchedulerStats, WaitingRoom
 
 
 class EngineScheduler(Protocol):
@@ -40,5 +40,7 @@ class EngineScheduler(Protocol):
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs: ...
 
     def stats(self) -> SchedulerStats: ...
+
+    def room(self, now: float) -> WaitingRoom: ...
 
     def check_invariants(self) -> None: ...

@@ -54,6 +54,11 @@ class WaitingSet:
         return sum(self._new_tokens.values())
 
     @property
+    def lowest_class(self) -> int:
+        """Of those that never started; 0 if there are none."""
+        return max((p for p, entries in self._new.items() if entries), default=0)
+
+    @property
     def oldest_arrival(self) -> float | None:
         """Of those that never started."""
         return min((entries[0][0] for entries in self._new.values() if entries), default=None)

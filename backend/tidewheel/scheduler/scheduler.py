@@ -31,7 +31,7 @@ from tidewheel.scheduler.report import snapshot
 from tidewheel.scheduler.reserve import plan_step
 from tidewheel.scheduler.service_class import reclassify_due
 from tidewheel.scheduler.state import State
-from tidewheel.scheduler.stats import SchedulerStats
+from tidewheel.scheduler.stats import SchedulerStats, WaitingRoom
 
 
 class Scheduler:
@@ -166,6 +166,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         return snapshot(self._state, self._control, self._entrance)
+
+    def room(self, now: float) -> WaitingRoom:
+        """How full the waiting set is. Cheap: asked at every step."""
+        return self._entrance.room(now)
 
     def check_invariants(self) -> None:
         """Raises `InternalError` naming what is broken. O(blocks + requests): for tests and idle moments."""

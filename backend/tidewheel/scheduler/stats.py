@@ -34,6 +34,17 @@ class Counters:
     max_wait_by_class: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
 
 
+class WaitingRoom(NamedTuple):
+    """How full the waiting set is, for those who would not ask in vain."""
+
+    num_requests: int  # that never started
+    max_requests: int
+    num_tokens: int  # of their prompts
+    max_tokens: int
+    lowest_class: int  # among them: newcomers of this class and lower ones take nobody's place; over LOW: some may
+    retry_after_ms: int
+
+
 class SchedulerStats(NamedTuple):
     """A snapshot. Times in seconds."""
 

@@ -10,13 +10,17 @@ _MIB = 1 << 20
 def describe(info: EngineInfo) -> list[str]:
     """The memory split, the size of the cache, and how many full-length requests fit it."""
     device = "CPU" if info.device.startswith("cpu") else "GPU"
-    return [
+    lines = [
         f"model: {info.architecture} in {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s",
         f"memory: weights {_mib(info.weights_bytes)}, activations {_mib(info.activation_bytes)}, "
         f"KV cache {_mib(info.kv_cache_bytes)} ({info.num_blocks:,} blocks of {info.block_size} tokens)",
         f"{device} KV cache size: {info.num_cache_tokens:,} tokens",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {info.max_concurrency:.2f}x",
     ]
+    if info.swap_seconds_per_block is not None:
+        milliseconds = 1e3 * info.swap_seconds_per_block
+        lines.append(f"host tier: {info.num_host_blocks:,} blocks, {milliseconds:.3f} ms to copy one in one direction")
+    return lines
 
 
 def _mib(size: int) -> str:

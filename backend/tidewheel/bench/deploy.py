@@ -28,6 +28,7 @@ from tidewheel.bench.transports.base import Transport
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.bench.transports.worker import Worker
 from tidewheel.errors import ConfigError
+from tidewheel.server import processes
 from tidewheel.server.repository import write_entry
 from tidewheel.server.triton_http import TritonHttp
 
@@ -138,7 +139,11 @@ def _serve(repository: Path, log: Path) -> Iterator[_Addresses]:
         command += [option, address.rpartition(":")[2]]
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - this package
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for this program, which ends the others
+            preexec_fn=processes.end_with_parent,
         )
     try:
         _wait_ready(process, addresses.http, log)

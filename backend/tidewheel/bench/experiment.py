@@ -77,7 +77,7 @@ class Experiment:
         """What is up already stays, if nothing new is wanted."""
         if self._places and all(target.name in self._places for target in targets):
             return
-        if not self._one_at_a_time and set(targets) <= set(self._targets):
+        if not self._one_at_a_time and all(target in self._targets for target in targets):
             targets = self._targets
         self._end()
         live.say("starting " + ", ".join(target.name for target in targets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -125,10 +126,14 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.bench.errors import BenchError
     from tidewheel.errors import ConfigError
 
+    # Whoever ends this politely gets what Ctrl-C gets: servers ended, results kept.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         return _measure(args)
     except (BenchError, ConfigError) as error:
         raise UsageError(str(error)) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _measure(args: argparse.Namespace) -> int:
@@ -248,9 +253,7 @@ def _deployment(args: argparse.Namespace, stage: Stage) -> Deployment:
 
     needed = [target.name for target in stage.targets if target.is_served_here or target.is_peer]
     if needed and not (args.model / "config.json").is_file():
-        raise UsageError(
-            f"--model {str(args.model)!r}: no Hugging Face folder (no config.json), and {needed[0]} needs one"
-        )
+        raise UsageError(f"--model {str(args.model)!r}: no folder with a config.json, and {needed[0]} needs one")
     return Deployment(
         model=str(args.model.resolve()),
         dtype=args.dtype,

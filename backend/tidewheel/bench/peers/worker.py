@@ -13,9 +13,10 @@ import os
 import queue
 import sys
 import threading
+import traceback
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
 Event = tuple[int, int, bool]  # request, new tokens, done
 
@@ -39,7 +40,7 @@ PEERS = {
 }
 
 
-def main() -> int:
+def main() -> NoReturn:
     kind, options = sys.argv[1], json.loads(sys.argv[2])
     # Libraries print to standard output as they like: the pipe moves out of their way.
     output = os.fdopen(os.dup(1), "w", buffering=1)
@@ -51,40 +52,39 @@ def main() -> int:
         _serve(peer, output)
     except Exception as error:
         output.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
-        raise
-    return 0
+        traceback.print_exc()
+    os._exit(1)
 
 
-def _serve(peer: Peer, output: TextIO) -> None:
-    inbox: queue.Queue[dict[str, Any] | None] = queue.Queue()
+def _serve(peer: Peer, output: TextIO) -> NoReturn:
+    inbox: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()
     running = 0
     while True:
-        item = inbox.get() if not running else _next(inbox)
+        item = _next(inbox) if running else inbox.get()
         while item is not None:
             peer.add(item["id"], item["input_ids"], item["max_tokens"])
             running += 1
             item = _next(inbox)
-        if not running:
-            return
         events = peer.step()
         running -= sum(done for _, _, done in events)
         if events:
             output.write(json.dumps(events) + "\n")
 
 
-def _next(inbox: queue.Queue[dict[str, Any] | None]) -> dict[str, Any] | None:
+def _next(inbox: queue.Queue[dict[str, Any]]) -> dict[str, Any] | None:
     try:
         return inbox.get_nowait()
     except queue.Empty:
         return None
 
 
-def _read(inbox: queue.Queue[dict[str, Any] | None]) -> None:
+def _read(inbox: queue.Queue[dict[str, Any]]) -> None:
+    """Until the pipe closes, which ends the process, whatever threads the peer has."""
     for line in sys.stdin:
         inbox.put(json.loads(line))
-    inbox.put(None)
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

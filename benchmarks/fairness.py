@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import record
-from open_loop import Outcome, offer, poisson_arrivals, run
+from offered_load import offer, run
 from overload import INPUTS, OUTPUTS, PORTS, SETTINGS, measure_capacity
 from serving import served
+from tidewheel.bench.arrivals import poisson_arrivals
+from tidewheel.bench.values import Outcome
 
 SMALL_LOAD = 0.6  # of the capacity
 TIMES_AS_MUCH = 10

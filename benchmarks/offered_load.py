@@ -1,0 +1,52 @@
+"""Open-loop load on one served model, by the driver of `tidewheel bench`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tidewheel.bench.driver import Driver, Limits, Progress
+from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from tidewheel.bench.values import Offered, Outcome
+from workload import Lengths
+
+TIMEOUT_S = 300.0  # of one request, far beyond what any of them should take
+
+
+def offer(
+    times: Iterable[float],
+    mix: Sequence[tuple[float, dict[str, Any]]],
+    inputs: Lengths,
+    outputs: Lengths,
+    rng: random.Random,
+    vocab: int = 10_000,
+) -> list[Offered]:
+    """A request for each time; `mix` gives the share and the parameters of each kind of request."""
+    weights = [share for share, _ in mix]
+    return [
+        Offered(
+            at,
+            [rng.randrange(4, vocab) for _ in range(inputs.draw(rng))],
+            outputs.draw(rng),
+            rng.choices(mix, weights)[0][1],
+        )
+        for at in times
+    ]
+
+
+def run(address: str, model: str, load: Sequence[Offered]) -> list[Outcome]:
+    """Sends the load, in order of time; waits until every request is answered."""
+    return asyncio.run(_run(address, model, load))
+
+
+async def _run(address: str, model: str, load: Sequence[Offered]) -> list[Outcome]:
+    transport, progress = TritonGrpc(address, model), Progress()
+    await transport.open()
+    try:
+        driver = Driver(transport, Limits(seconds=0.0, timeout_s=TIMEOUT_S), progress)
+        await driver.open_loop((offered,) for offered in load)
+    finally:
+        await transport.close()
+    return progress.outcomes

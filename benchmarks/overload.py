@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import requests
 from step_times import step_seconds
 
 import record
-from open_loop import Offered, Outcome, offer, poisson_arrivals, run
-from serving import Address, served
+from offered_load import offer, run
+from serving import Address, metric, served
+from tidewheel.bench.arrivals import poisson_arrivals
+from tidewheel.bench.values import Offered, Outcome
 from workload import Lengths
 
 INPUTS = Lengths(16, 112)
@@ -85,7 +86,7 @@ def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         table[name] = {
             "offered": len(mine),
             "finished": sum(o.finish_reason == "length" for o in mine),
-            "refused_or_shed": dict(Counter(o.tag for o in mine if o.error)),
+            "refused_or_shed": dict(Counter(o.code for o in mine if o.error)),
             "ttft_s": {
                 "p50": quantile(ttfts, 0.5),
                 "p99": quantile(ttfts, 0.99),
@@ -94,18 +95,6 @@ def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             "tpot_s": {"p50": quantile(tpots, 0.5), "p99": quantile(tpots, 0.99)},
         }
     return table
-
-
-def metric(address: Address, name: str, **labels: str) -> float:
-    """Sum of a metric over the samples whose labels match."""
-    text = requests.get(f"http://{address.metrics}/metrics", timeout=10).text
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    samples = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
-    return sum(
-        float(value)
-        for sample, _, value in samples
-        if sample.partition("{")[0] == name and all(label in sample for label in wanted)
-    )
 
 
 def refusals_within(address: Address, bound: str) -> float:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import requests
+
 from tidewheel_client import Client
 
 
@@ -40,3 +42,15 @@ def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+def metric(address: Address, name: str, **labels: str) -> float:
+    """Sum of a metric over the samples whose labels match."""
+    text = requests.get(f"http://{address.metrics}/metrics", timeout=10).text
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    samples = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
+    return sum(
+        float(value)
+        for sample, _, value in samples
+        if sample.partition("{")[0] == name and all(label in sample for label in wanted)
+    )

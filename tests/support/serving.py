@@ -106,8 +106,10 @@ class Server:
         return None
 
     def is_ready(self) -> bool:
+        """Triton opens its metrics port after the others."""
+        metrics = f"http://127.0.0.1:{self.metrics_port}/metrics"
         try:
-            return requests.get(f"{self.http}/v2/health/ready", timeout=2).status_code == 200
+            return all(requests.get(url, timeout=2).ok for url in (f"{self.http}/v2/health/ready", metrics))
         except requests.ConnectionError:
             return False
 

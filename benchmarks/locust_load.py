@@ -1,0 +1,161 @@
+"""Drives the demo model with locust users of each kind, and watches what server and client take meanwhile.
+
+Records failures, rates and times as locust counts them beside the server's own count, the memory of the server's
+processes over time, and how many cores either side used. Rates over numbers of users show where the server is full.
+
+    python benchmarks/locust_load.py --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import record
+from serving import Address, metric, served
+
+ROOT = Path(__file__).parents[1]
+LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
+WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
+KINDS = {"GrpcStreamUser": "GRPC", "HttpStreamUser": "SSE", "HttpInferUser": "INFER"}
+SAMPLE_S = 5.0
+FLUSH_S = 2.0  # the server publishes its counts a few times a second
+MIB = 1 << 20
+
+
+def processes() -> list[psutil.Process]:
+    """Of the server; locust, which runs beside it, is started later."""
+    return psutil.Process().children(recursive=True)
+
+
+def cpu_seconds(group: list[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in group if process.is_running())
+
+
+def memory_mib(group: list[psutil.Process]) -> float:
+    return sum(process.memory_info().rss for process in group if process.is_running()) / MIB
+
+
+def num_answered(address: Address) -> float:
+    return metric(address, "vllm:request_success_total", finished_reason="length")
+
+
+def run_locust(address: Address, kind: str, users: int, seconds: int, server: list[psutil.Process]) -> dict[str, Any]:
+    """One run. Its start and its end, when users come and go, are part of it."""
+    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--json", "--skip-log"]
+    command += ["-u", str(users), "-r", str(max(users // 4, 1)), "-t", f"{seconds}s", "--stop-timeout", "60"]
+    command += ["--grpc-url", address.grpc, "--host", f"http://{address.http}", "--model", address.model, kind]
+    answered, server_cpu, started = num_answered(address), cpu_seconds(server), time.perf_counter()
+    samples: list[tuple[float, float]] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        client = psutil.Process(process.pid)
+        while True:
+            samples.append((round(time.perf_counter() - started, 1), round(memory_mib(server), 1)))
+            client_cpu = sum(client.cpu_times()[:2])
+            try:
+                output, _ = process.communicate(timeout=SAMPLE_S)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    elapsed = time.perf_counter() - started
+    server_cores = (cpu_seconds(server) - server_cpu) / elapsed
+    time.sleep(FLUSH_S)
+    rows = {row["method"]: summarise(row) for row in json.loads(output)}
+    return {
+        "users": users,
+        "seconds": round(elapsed, 1),
+        "failures": sum(row["failures"] for row in rows.values()),
+        "requests": rows[KINDS[kind]]["count"],
+        "requests_counted_by_server": round(num_answered(address) - answered),
+        "requests_per_s": rows[KINDS[kind]]["count"] / elapsed,
+        "client_cores": client_cpu / samples[-1][0],  # up to the last sample
+        "server_cores": server_cores,
+        "server_memory_mib": samples,
+        "server_memory_growth_mib": growth([value for _, value in samples]),
+        "load_average": os.getloadavg()[0],
+        "rows_ms": rows,
+    }
+
+
+def summarise(row: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of one row of locust's statistics."""
+    times = {float(key): int(count) for key, count in row["response_times"].items()}
+    ordered = sorted(times.items())
+    return {
+        "count": row["num_requests"],
+        "failures": row["num_failures"],
+        "mean": row["total_response_time"] / max(row["num_requests"], 1),
+        **{f"p{q}": percentile(ordered, q / 100) for q in (50, 95, 99)},
+        "max": row["max_response_time"],
+    }
+
+
+def percentile(ordered: list[tuple[float, int]], share: float) -> float:
+    """Of values with their counts, in order; the values are locust's, rounded."""
+    left = share * sum(count for _, count in ordered)
+    for value, count in ordered:
+        left -= count
+        if left <= 0:
+            return value
+    return ordered[-1][0] if ordered else 0.0
+
+
+def growth(samples: list[float]) -> float:
+    """Last quarter over second quarter: the first holds the warming up."""
+    quarter = max(len(samples) // 4, 1)
+    return statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter] or samples)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    with served(WEIGHTS, {"kv_cache_memory_mb": 256}, ports=arguments.ports) as address:
+        server = processes()
+        sweep: dict[str, list[Any]] = {}
+        for kind in KINDS:
+            sweep[kind] = []
+            for users in arguments.sweep:
+                sweep[kind].append(run_locust(address, kind, users, arguments.sweep_seconds, server))
+                show(kind, sweep[kind][-1])
+        runs = {}
+        for kind in KINDS:
+            runs[kind] = run_locust(address, kind, arguments.users, arguments.seconds, server)
+            show(kind, runs[kind])
+    return {"runs": runs, "sweep": sweep}
+
+
+def show(kind: str, run: dict[str, Any]) -> None:
+    print(
+        f"{kind:15} {run['users']:4} users: {run['requests']} requests, {run['failures']} failed, "
+        f"{run['requests_counted_by_server']} by the server, {run['requests_per_s']:.1f}/s, "
+        f"cores {run['client_cores']:.2f} client {run['server_cores']:.2f} server, "
+        f"memory {run['server_memory_growth_mib']:+.1f} MiB, load {run['load_average']:.1f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--users", type=int, default=200)
+    parser.add_argument("--seconds", type=int, default=120)
+    parser.add_argument(
+        "--sweep", type=int, nargs="*", default=[10, 50, 100], help="more numbers of users, for short"
+    )
+    parser.add_argument("--sweep-seconds", type=int, default=20)
+    parser.add_argument("--ports", type=int, default=18_700, help="the first of three")
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    result = {**record.environment("locust", "grpcio", "gevent", "torch"), **measure(arguments)}
+    if arguments.save:
+        print(record.save("locust", result))
+
+
+if __name__ == "__main__":
+    main()

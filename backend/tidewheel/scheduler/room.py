@@ -54,7 +54,8 @@ def make_way_for_critical(state: State, limits: StepLimits, now: float) -> None:
     """
     if not state.policy.by_class or not state.waiting.has_head:
         return
-    num_blocks, budget, joins = limits.keep_free, limits.token_budget, limits.max_joins
+    budget = max(limits.token_budget - state.columns.num_running, 1)  # decodes come first
+    num_blocks, joins = limits.keep_free, limits.max_joins
     heads = list(islice(state.waiting.leading(Priority.CRITICAL), limits.max_running))
     for num_rows, request in enumerate(heads, 1):
         is_new = request.state is RequestState.WAITING

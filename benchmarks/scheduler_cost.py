@@ -88,8 +88,9 @@ class Bench:
         return SampledTokens(batch.step_id, np.where(batch.samples, tokens, SampledTokens.NOT_SAMPLED))
 
     def step(self) -> tuple[float, float]:
-        """Seconds in `schedule` and in `apply`."""
+        """Seconds in `schedule`, with the look for deadlines that goes before it, and in `apply`."""
         begin = time.perf_counter()
+        self.scheduler.expire(begin)
         batch = self.scheduler.schedule(begin)
         scheduled = time.perf_counter()
         if batch is None:

@@ -1,7 +1,7 @@
 """Tidewheel serves large language models from NVIDIA Triton Inference Server.
 
-`from tidewheel import LLM, SamplingParams` runs the same engine in-process. Names are loaded on first use, so that
-importing the package never imports torch.
+`from tidewheel import LLM, RequestOptions, SamplingParams` runs the same engine in-process. Names are loaded on first
+use, so that importing the package never imports torch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tidewheel.frontend.options import RequestOptions as RequestOptions
     from tidewheel.llm import LLM as LLM
     from tidewheel.sampling import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"LLM": "tidewheel.llm", "SamplingParams": "tidewheel.sampling"}
+_EXPORTS = {
+    "LLM": "tidewheel.llm",
+    "RequestOptions": "tidewheel.frontend.options",
+    "SamplingParams": "tidewheel.sampling",
+}
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOptions", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

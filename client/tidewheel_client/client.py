@@ -12,7 +12,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tidewheel_client import codec
-from tidewheel_client.errors import RequestTimeout, ServerUnavailable, from_rpc
+from tidewheel_client.errors import InvalidRequest, RequestTimeout, ServerUnavailable, from_rpc
 from tidewheel_client.stream import Stream
 from tidewheel_client.values import Completion, Metadata
 
@@ -68,8 +68,10 @@ class Client:
         """Starts a request; its text arrives as it is made.
 
         The prompt is exactly one of `prompt`, `messages` (of a chat: `{"role": …, "content": …}`) and `input_ids`.
-        `params` are sampling keys (`max_tokens`, `temperature`, `stop`, `priority`, …) and the flags that ask for
-        more output: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`, `return_perf_metrics`.
+        `params` are sampling keys (`max_tokens`, `temperature`, `stop`, …), keys that say how the request is served
+        (`n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `session_id`, `session_ttl_s`), and the flags
+        that ask for more output: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`,
+        `return_perf_metrics`. `priority` and `deadline_ms` are set as fields of Triton's too, for its own queue.
         """
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=True)
         return self._start(request, timeout_s)
@@ -84,10 +86,35 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> Completion:
-        """The whole answer in one response; arguments as for `stream`. Works with a non-decoupled model too."""
+        """The whole answer in one response; arguments as for `stream`, `n` left out. Works with a non-decoupled
+        model too."""
+        if params.get("n", 1) != 1:
+            raise InvalidRequest(f"n is {params['n']!r}: generate_all returns several sequences")
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=False)
         with self._start(request, timeout_s) as stream:
             return stream.read()
+
+    def generate_all(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[codec.Message] | str | None = None,
+        input_ids: Sequence[int] | None = None,
+        request_id: str = "",
+        timeout_s: float | None = None,
+        **params: object,
+    ) -> tuple[Completion, ...]:
+        """As `generate`, one answer for each of `n` sequences."""
+        request = self._encode(prompt, messages, input_ids, request_id, params, stream=False)
+        with self._start(request, timeout_s) as stream:
+            return stream.read_all()
+
+    def close_session(self, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
+        """Makes the server forget a session. Raises `NotFound` when it has none of that name."""
+        params = {"close_session": True, "session_id": session_id, "tenant": tenant}
+        request = self._encode("", None, None, "", params, stream=False)
+        with self._start(request, timeout_s) as stream:
+            stream.read()
 
     def is_ready(self) -> bool:
         """Whether the server can be reached and the model takes requests."""

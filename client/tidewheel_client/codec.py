@@ -33,6 +33,7 @@ _PERF = (
     "kv_cache_reused_blocks",
     "kv_cache_alloc_new_blocks",
 )
+_MAX_TIMEOUT_MS = 1e12
 _FORMATS = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}
 
 
@@ -60,8 +61,9 @@ def encode(
         wanted = sampling.pop(flag, default)
         if wanted not in (True, False):
             raise InvalidRequest(f"{flag} must be true or false, not {wanted!r}")
-        if wanted:
-            _add_bool(request, flag, True)
+        if wanted or (flag == "return_num_output_tokens" and params.get("return_token_ids")):
+            _add_bool(request, flag, True)  # the counts tell which ids are whose
+    _add_queue_fields(request, sampling)
     if sampling:
         _add_text(request, "sampling_parameters", _json("sampling parameters", sampling))
     return request
@@ -84,22 +86,26 @@ def prompt_input(
     return given
 
 
-def decode(response: service_pb2.ModelInferResponse) -> Chunk:
-    """One response as a chunk."""
+def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
+    """One response as a chunk for each sequence."""
     outputs = _outputs(response)
-    finish_reason = _first(outputs, "finish_reason")
-    logprobs = _first(outputs, "logprobs")
-    token_ids = outputs.get("token_ids")
-    return Chunk(
-        text=_first(outputs, "text_output") or "",
-        finish_reason=None if finish_reason in (None, "", "None") else finish_reason,
-        num_input_tokens=_first(outputs, "num_input_tokens"),
-        num_output_tokens=_first(outputs, "num_output_tokens"),
-        token_ids=None if token_ids is None else tuple(token_ids),
-        logprobs=None if logprobs is None else _logprobs(logprobs),
-        cumulative_logprob=_first(outputs, "cumulative_logprob"),
-        perf=PerfMetrics(**{name: outputs[name][0] for name in _PERF}) if _has_perf(outputs) else None,
-    )
+    texts = outputs.get("text_output", ("",))
+    counts = outputs.get("num_output_tokens") or (None,) * len(texts)
+    token_ids = _split(outputs.get("token_ids"), counts)
+    return [
+        Chunk(
+            index=index,
+            text=text,
+            finish_reason=_finish_reason(_element(outputs, "finish_reason", index)),
+            num_input_tokens=_element(outputs, "num_input_tokens", 0),
+            num_output_tokens=counts[index],
+            token_ids=token_ids[index],
+            logprobs=_logprobs(_element(outputs, "logprobs", index)),
+            cumulative_logprob=_element(outputs, "cumulative_logprob", index),
+            perf=_perf(outputs, index),
+        )
+        for index, text in enumerate(texts)
+    ]
 
 
 def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, ...]]:
@@ -109,13 +115,34 @@ def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, .
     }
 
 
-def _first(outputs: Mapping[str, tuple[Any, ...]], name: str) -> Any:
+def _element(outputs: Mapping[str, tuple[Any, ...]], name: str, index: int) -> Any:
+    """None when the output was not asked for."""
     values = outputs.get(name)
-    return values[0] if values else None
+    return values[index] if values else None
 
 
-def _has_perf(outputs: Mapping[str, tuple[Any, ...]]) -> bool:
-    return all(outputs.get(name) for name in _PERF)
+def _finish_reason(text: str | None) -> str | None:
+    return None if text in (None, "", "None") else text
+
+
+def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> list[tuple[int, ...] | None]:
+    """The ids of all sequences, one after the other, to those of each."""
+    if token_ids is None:
+        return [None] * len(counts)
+    if len(counts) == 1:
+        return [token_ids]
+    parts: list[tuple[int, ...] | None] = []
+    start = 0
+    for count in counts:
+        parts.append(token_ids[start : start + (count or 0)])
+        start += count or 0
+    return parts
+
+
+def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | None:
+    if not all(outputs.get(name) for name in _PERF):
+        return None
+    return PerfMetrics(**{name: outputs[name][index] for name in _PERF})
 
 
 def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:
@@ -134,7 +161,9 @@ def _strings(raw: bytes) -> list[str]:
     return strings
 
 
-def _logprobs(text: str) -> tuple[dict[int, TokenLogprob], ...]:
+def _logprobs(text: str | None) -> tuple[dict[int, TokenLogprob], ...] | None:
+    if text is None:
+        return None
     return tuple(
         {
             int(token_id): TokenLogprob(
@@ -162,6 +191,15 @@ def _json(what: str, value: object) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=True)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{what} cannot be written as JSON: {error}") from None
+
+
+def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[str, object]) -> None:
+    """Priority and deadline where Triton's own queue reads them too; what it cannot read the model refuses."""
+    priority, deadline_ms = params.get("priority"), params.get("deadline_ms")
+    if isinstance(priority, int) and 0 < priority < 2**31:
+        request.parameters["priority"].uint64_param = int(priority)
+    if isinstance(deadline_ms, int | float) and 0 < deadline_ms < _MAX_TIMEOUT_MS:
+        request.parameters["timeout"].int64_param = max(1, int(deadline_ms * 1000))
 
 
 def _add_bool(request: service_pb2.ModelInferRequest, name: str, value: bool) -> None:

@@ -27,9 +27,10 @@ class PerfMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One response of a stream: what is new since the one before. The last has a `finish_reason`."""
+    """What is new of one sequence since the response before. Its last has a `finish_reason`."""
 
     text: str
+    index: int = 0  # of the sequence, with `n` over 1
     finish_reason: str | None = None  # stop, length, cancelled, deadline
     num_input_tokens: int | None = None  # unless switched off
     num_output_tokens: int | None = None  # new in this chunk, unless switched off
@@ -41,7 +42,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole answer. The optional parts are there when they were asked for, as in `Chunk`."""
+    """A whole answer, or one of its `n` sequences. The optional parts are there when they were asked for, as in
+    `Chunk`."""
 
     request_id: str
     text: str
@@ -52,10 +54,11 @@ class Completion:
     logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None
     cumulative_logprob: float | None = None
     perf: PerfMetrics | None = None
+    index: int = 0
 
     @classmethod
     def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> Completion:
-        """Joins the chunks of one finished request."""
+        """Joins the chunks of one finished sequence."""
         parts = list(chunks)
         last = parts[-1]
         counts = [part.num_output_tokens for part in parts if part.num_output_tokens is not None]
@@ -71,6 +74,7 @@ class Completion:
             logprobs=tuple(entry for part in logprobs for entry in part) if logprobs else None,
             cumulative_logprob=last.cumulative_logprob,
             perf=last.perf,
+            index=last.index,
         )
 
 

@@ -130,6 +130,85 @@ def test_headers_go_with_every_call(triton: FakeTriton) -> None:
     assert triton.asked[0].metadata["authorization"] == "Bearer t"
 
 
+# --- how requests are served --------------------------------------------------------------------------------------
+
+
+def queue_fields(asked: Asked) -> dict[str, int]:
+    fields = asked.message.parameters
+    return {name: fields[name].uint64_param or fields[name].int64_param for name in fields}
+
+
+def test_how_a_request_is_served(client: Client, triton: FakeTriton) -> None:
+    params = {"priority": 1, "tenant": "acme", "deadline_ms": 1500.5, "session_id": "s", "session_ttl_s": 60}
+    client.generate("x", **params)
+    assert triton.asked[0].sampling == params
+    assert queue_fields(triton.asked[0]) == {"priority": 1, "timeout": 1_500_500}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"priority": 0}, {"priority": "1", "deadline_ms": "5"}, {"deadline_ms": -1}, {"deadline_ms": 1e300}],
+)
+def test_what_triton_could_not_read_is_left_to_the_model(
+    client: Client, triton: FakeTriton, params: dict[str, object]
+) -> None:
+    client.generate("x", **params)
+    assert queue_fields(triton.asked[0]) == {}
+    assert triton.asked[0].sampling == params
+
+
+def _two_sequences(asked: Asked) -> Answer:
+    def one(texts: list[str], reasons: list[str], counts: list[int], ids: list[int]) -> Any:
+        return response(
+            asked.message,
+            text_output=texts,
+            finish_reason=reasons,
+            num_input_tokens=("UINT32", "I", [7]),
+            num_output_tokens=("UINT32", "I", counts),
+            token_ids=("INT32", "i", ids),
+        )
+
+    yield one(["a", "x"], ["None", "None"], [1, 2], [5, 6, 7])
+    yield one(["b", ""], ["length", "None"], [1, 0], [8])
+    yield one(["", "y"], ["length", "stop"], [0, 1], [9])
+
+
+def test_sequences_arrive_by_index(client: Client, triton: FakeTriton) -> None:
+    triton.answer = _two_sequences
+    stream = client.stream("x", n=2, return_token_ids=True)
+    chunks = [next(stream) for _ in range(3)]
+    assert stream.finish_reason is None
+    chunks += stream
+    assert [(chunk.index, chunk.text, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
+        (0, "a", (5,), None), (1, "x", (6, 7), None), (0, "b", (8,), "length"), (1, "y", (9,), "stop"),
+    ]  # fmt: skip
+    assert stream.finish_reason == "stop"
+    assert triton.asked[0].sampling == {"n": 2}
+
+
+def test_all_sequences_of_an_answer(client: Client, triton: FakeTriton) -> None:
+    triton.answer = _two_sequences
+    first, second = client.generate_all("x", n=2, return_token_ids=True, return_num_output_tokens=False)
+    assert (first.index, first.text, first.finish_reason, first.token_ids) == (0, "ab", "length", (5, 8))
+    assert (second.index, second.text, second.finish_reason, second.token_ids) == (1, "xy", "stop", (6, 7, 9))
+    assert second.num_output_tokens == 3
+    assert triton.asked[0].inputs["return_num_output_tokens"] is True
+    with pytest.raises(InvalidRequest, match="generate_all"):
+        client.generate("x", n=2)
+    with pytest.raises(InvalidRequest, match=r"2 sequences.*read_all"):
+        client.stream("x", n=2).read()
+    triton.answer = None
+    assert [completion.text for completion in client.generate_all("one two")] == ["one two"]
+
+
+def test_closing_a_session(client: Client, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: iter([response(asked.message, text_output="", finish_reason="stop")])
+    client.close_session("s", tenant="acme")
+    (asked,) = triton.asked
+    assert asked.sampling == {"close_session": True, "session_id": "s", "tenant": "acme"}
+    assert asked.inputs["text_input"] == ""
+
+
 def _final(asked: Asked, logprobs: Sequence[object] = ()) -> Answer:
     yield response(
         asked.message,

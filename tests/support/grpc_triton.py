@@ -49,9 +49,9 @@ def response(request: pb.ModelInferRequest, **outputs: Any) -> pb.ModelStreamInf
     for name, value in outputs.items():
         tensor = infer.outputs.add()
         tensor.name = name
-        if isinstance(value, str):
-            data = value.encode()
-            tensor.datatype, raw = "BYTES", struct.pack("<I", len(data)) + data
+        if isinstance(value, str | list):
+            texts = [text.encode() for text in ([value] if isinstance(value, str) else value)]
+            tensor.datatype, raw = "BYTES", b"".join(struct.pack("<I", len(text)) + text for text in texts)
         else:
             tensor.datatype, code, numbers = value
             raw = struct.pack(f"<{len(numbers)}{code}", *numbers)

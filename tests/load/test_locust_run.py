@@ -13,20 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from support.grpc_triton import Answer, Asked, FakeTriton
 from support.grpc_triton import say_words as say_words_over_grpc
 from support.http_triton import Body, FakeHttpTriton, one_answer
+from support.serving import free_ports, wait_for
 
 LOCUSTFILE = Path(__file__).parents[2] / "client" / "tidewheel_client" / "load" / "locustfile.py"
+LOCUST = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
 NUM_USERS = 12
-KINDS = {"GrpcStreamUser": "GRPC", "HttpStreamUser": "SSE", "HttpInferUser": "INFER"}
 
 
 def run_locust(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", *arguments]
-    environment = {key: value for key, value in os.environ.items() if key != "LOCUST_SKIP_MONKEY_PATCH"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    command = [*LOCUST, "--headless", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment())
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "LOCUST_SKIP_MONKEY_PATCH"}
 
 
 def rows(done: subprocess.CompletedProcess[str]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -97,6 +102,34 @@ def test_failures_make_the_exit_code(http_triton: FakeHttpTriton) -> None:
     assert done.returncode == 1
     assert "first ServerUnavailable of INFER users" in done.stderr
     http_triton.__enter__()
+
+
+def test_a_wrong_option_of_the_web_page_ends_the_test(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "locust.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*LOCUST, "--web-host", "127.0.0.1", "--web-port", str(port)], stderr=output, env=environment()
+        )
+    try:
+        body = {"user_count": 3, "spawn_rate": 3, "qos_mix": "hi"}
+        wait_for(lambda: answers(f"{url}/"), 60, "web page")
+        assert requests.post(f"{url}/swarm", data=body, timeout=30).json()["success"]
+        wait_for(lambda: "hi is no QoS class" in log.read_text(), 30, "the reason in the log")
+        wait_for(lambda: requests.get(f"{url}/stats/requests", timeout=30).json()["state"] == "stopped", 30, "end")
+    finally:
+        process.terminate()
+        process.wait(30)
+    text = log.read_text()
+    assert text.count("hi is no QoS class") == 1
+    assert "Traceback" not in text
+
+
+def answers(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=30).ok
+    except requests.ConnectionError:
+        return False
 
 
 def test_a_wrong_option_is_one_line() -> None:

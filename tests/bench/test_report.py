@@ -137,7 +137,7 @@ def test_the_record_has_all_that_is_needed_to_repeat_and_every_sample(tmp_path: 
     assert {name: document[name] for name in ENVIRONMENT} == ENVIRONMENT
     (recorded,) = document["stages"]
     assert recorded["seed"] == 0
-    assert recorded["workload"]["inputs"] == {"kind": "uniform", "mean": 64, "shape": 1.0, "maximum": 1 << 20}
+    assert recorded["workload"]["inputs"] == {"low": 16, "high": 128}
     assert recorded["slo"] == {"ttft_s": 1.0, "tpot_s": 0.1}
     assert [target["name"] for target in recorded["targets"]] == ["continuous", "baseline_dynamic"]
     assert len(recorded["runs"]) == 8

@@ -72,6 +72,18 @@ def test_fixed_lengths_are_fixed() -> None:
     assert {(len(turn.input_ids), turn.num_output_tokens) for turn in turns} == {(17, 5)}
 
 
+def test_a_range_has_both_its_ends() -> None:
+    turns = first_turns(workload("mixed", inputs="range:3:5", outputs="range:7:7"), 300)
+    assert {len(turn.input_ids) for turn in turns} == {3, 4, 5}
+    assert {turn.num_output_tokens for turn in turns} == {7}
+
+
+@pytest.mark.parametrize("text", ["range", "range:1", "range:5:3", "range:0:3", "range:a:b", "range:1:2:3"])
+def test_a_range_that_is_none(text: str) -> None:
+    with pytest.raises(BenchError, match=r"--input is 'range.*': write range:LOW:HIGH"):
+        workload("mixed", inputs=text)
+
+
 def test_no_two_prompts_are_alike_unless_they_share_a_prefix() -> None:
     plain = first_turns(workload("mixed"), 200)
     assert len({tuple(turn.input_ids[:8]) for turn in plain if len(turn.input_ids) >= 8}) > 150

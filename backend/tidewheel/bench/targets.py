@@ -30,7 +30,6 @@ STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 BASELINES = ("baseline_dynamic", "baseline_static")
 PEERS = ("transformers", "llm", "vllm", "openvino")
 ELSEWHERE = ("vllm", "openvino")  # peers that need an environment of their own
-COMPARED = ("static", "dynamic", "predictive", "hybrid", "continuous", "baseline_dynamic", "transformers")
 
 
 @dataclass(frozen=True, slots=True)

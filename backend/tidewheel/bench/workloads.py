@@ -17,7 +17,7 @@ import numpy as np
 from tidewheel.bench.errors import BenchError
 from tidewheel.bench.trace_files import read_any_trace
 from tidewheel.bench.values import Conversation, Offered
-from tidewheel.simulate.lengths import Lengths
+from tidewheel.simulate.lengths import Int32Array, Lengths
 from tidewheel.simulate.traces import NOBODY, Trace
 
 FIRST_ID = 4  # below it, models keep special tokens
@@ -45,12 +45,23 @@ PLAIN = (Kind(1.0, {}),)
 
 
 @dataclass(frozen=True, slots=True)
+class Uniform:
+    """Lengths from `low` to `high`, both ends included."""
+
+    low: int
+    high: int
+
+    def draw(self, count: int, rng: np.random.Generator) -> Int32Array:
+        return rng.integers(self.low, self.high + 1, count, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """Lengths in tokens. `turns` over 1 makes conversations, with a pause between an answer and the next turn."""
 
     name: str
-    inputs: Lengths
-    outputs: Lengths
+    inputs: Lengths | Uniform
+    outputs: Lengths | Uniform
     source: str = "synthetic"
     kinds: tuple[Kind, ...] = PLAIN
     prefix_tokens: int = 0  # the same for all requests, in front of their own
@@ -151,7 +162,7 @@ def _sharegpt(scale: float) -> Workload:
     )
 
 
-_MIXED = Workload("mixed", _lengths("uniform", 64), _lengths("uniform", 64))
+_MIXED = Workload("mixed", Uniform(16, 128), Uniform(16, 128))
 WORKLOADS: Mapping[str, Workload] = {
     "fixed": Workload("fixed", _lengths("constant", 64), _lengths("constant", 64)),
     "mixed": _MIXED,
@@ -179,13 +190,22 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
         raise BenchError(f"--workload {text!r}: choose one of {SYNTAX}")
     changes: dict[str, Any] = {"vocab": vocab, "max_tokens": max_tokens}
     if inputs:
-        changes["inputs"] = Lengths.parse(inputs, name="--input")
+        changes["inputs"] = _parse_lengths(inputs, "--input")
     if outputs:
-        changes["outputs"] = Lengths.parse(outputs, name="--output")
+        changes["outputs"] = _parse_lengths(outputs, "--output")
     workload = dataclasses.replace(workload, **changes)
     if workload.prefix_tokens + 2 > max_tokens:
         raise BenchError(f"--max-tokens is {max_tokens}: {name} needs more than {workload.prefix_tokens + 2}")
     return workload
+
+
+def _parse_lengths(text: str, name: str) -> Lengths | Uniform:
+    kind, *ends = text.split(":")
+    if kind != "range":
+        return Lengths.parse(text, name=name)
+    if len(ends) != 2 or not all(end.isdecimal() for end in ends) or not 1 <= int(ends[0]) <= int(ends[1]) < 1 << 24:
+        raise BenchError(f"{name} is {text!r}: write range:LOW:HIGH, two whole numbers from 1, the smaller first")
+    return Uniform(int(ends[0]), int(ends[1]))
 
 
 def _scale(text: str) -> float:

@@ -1,0 +1,45 @@
+"""The results of `tidewheel bench`: tables on the terminal, and files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tidewheel.bench.plots import Picture
+    from tidewheel.bench.results import Recorder
+
+
+def report(recorder: Recorder, record: Path | None) -> None:
+    """`record`: where the JSON goes too, and the pictures beside it."""
+    from tidewheel.bench.report import render
+    from tidewheel.bench.tables import SHORT, as_text, table
+
+    pictures = _pictures(recorder)
+    for result in recorder.stages:
+        print(f"\n{result.stage.title}\n{as_text(table(result, SHORT))}")
+    page = recorder.folder / "report.html"
+    page.write_text(render(recorder, pictures), encoding="utf-8")
+    drawn = [picture for of_stage in pictures.values() for picture in of_stage]
+    saved = [recorder.save()]
+    _save_pictures(drawn, recorder.folder, "")
+    if record is not None:
+        saved.append(recorder.save(record))
+        _save_pictures(drawn, record.parent, f"{record.stem}_")
+    print(f"\nreport: {page}\nresults: {', '.join(map(str, saved))}")
+
+
+def _pictures(recorder: Recorder) -> dict[str, list[Picture]]:
+    """By name of stage; none without matplotlib, which is said."""
+    try:
+        from tidewheel.bench.plots import pictures
+    except ImportError:
+        print("no pictures: matplotlib is not installed (pip install 'tidewheel[load]')", file=sys.stderr)
+        return {}
+    return {result.stage.name: pictures(result) for result in recorder.stages}
+
+
+def _save_pictures(drawn: list[Picture], folder: Path, prefix: str) -> None:
+    for picture in drawn:
+        (folder / f"{prefix}{picture.name}.png").write_bytes(picture.png())

@@ -60,6 +60,24 @@ def test_the_ageing_bound_holds_under_an_endless_stream_of_better_classes(policy
     driver.run()
 
 
+@pytest.mark.parametrize("level", [LOW, HIGH, CRITICAL])
+def test_a_long_job_does_not_starve_behind_short_ones_of_its_class(level: Priority) -> None:
+    """Under `sjf` a stream of shorter jobs overtakes it, until it has waited `ageing_s` in the best class it can."""
+    driver = Driver(max_num_seqs=1, num_blocks=64, ageing_s=10.0, policy="sjf", predictor_prior_tokens=1000)
+    long = driver.add(make_request("long", prompt=[5], max_tokens=30, priority=level))
+    for number in range(60):
+        arrival = driver.now
+        driver.add(
+            make_request(f"r{number}", prompt=[6], max_tokens=1, priority=min(level, HIGH), arrival_time=arrival)
+        )
+        driver.step()
+        if long.first_scheduled_time is not None:
+            break
+    assert long.first_scheduled_time is not None
+    assert long.first_scheduled_time == pytest.approx((31.0 if level is LOW else 11.0), abs=1.0)
+    driver.run()
+
+
 def test_a_lifted_request_never_overtakes_a_critical_one() -> None:
     driver = busy_driver(ageing_s=1.0)
     low = waits(driver, "low", LOW)

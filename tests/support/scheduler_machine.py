@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(draw.sample(range(VOCAB_SIZE), k=draw.randint(0, 3))),
             cache_salt=draw.choice(["", "", "x"]),
             tenant=draw.choice(["", "", "", "other", "quota", "slow"]),
-            session_id=draw.choice(["", "", "", "s"]),
+            session_id=draw.choice(["", "", "", "s" if self.driver.kv.enable_prefix_caching else ""]),
             session_ttl=20.0,
             deadline=None if time_left is None else self.driver.now + time_left,
             soft_deadline=None if soft_time_left is None else self.driver.now + soft_time_left,
@@ -224,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.follow_quotas(now)
         for request in running:
             if request.state is RequestState.PREEMPTED:
-                self.model.standings[request.request_id].waits_since = now
+                self.model.preempt(request, now)
         self.check_victims(running, computed, num_preemptions)
         if batch is not None:
             self.check_order(batch, started)

@@ -21,6 +21,7 @@ class Standing:
     waits_since: float  # in this class
     soft_deadline: float | None
     was_over_quota: bool = False
+    is_overdue: bool = False
 
 
 class Model:
@@ -54,6 +55,10 @@ class Model:
                     self.num_dropped += 1
                     self._drop(standing, now)
 
+    def preempt(self, request: Request, now: float) -> None:
+        standing = self.standings[request.request_id]
+        standing.waits_since, standing.is_overdue = now, False
+
     def class_of(self, request: Request) -> Priority:
         return self.standings[request.request_id].service_class
 
@@ -77,6 +82,8 @@ class Model:
             case "density":
                 prompt, output = request.num_prompt_tokens, max(request.predicted_output_tokens, 1.0)
                 own = (-(prompt + output) / (prompt * output + output * output / 2),)
+        if own and self.standings[request.request_id].is_overdue:
+            own = (-math.inf,)
         return (self.counts(request), *own, *self.arrival(request))
 
     def victims_of(self, count: int, num_tokens: int, service_class: int, waiting: list[Request]) -> list[str] | None:
@@ -100,7 +107,9 @@ class Model:
             standing.service_class = Priority(standing.service_class - 1)
             standing.waits_since += self.config.ageing_s
             self.num_aged += 1
+        if standing.service_class <= Priority.HIGH and standing.waits_since + self.config.ageing_s <= now:
+            standing.is_overdue = True
 
     def _drop(self, standing: Standing, now: float) -> None:
         standing.service_class = Priority(min(standing.service_class + 1, Priority.LOW))
-        standing.waits_since = now
+        standing.waits_since, standing.is_overdue = now, False

@@ -68,6 +68,10 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 )
 
 
-def rank(policy: Policy, request: Request, sequence: int) -> Rank:
-    """A preempted request keeps arrival and number, so it returns ahead of its class."""
-    return (*policy.key(request), request.arrival_time, sequence)
+def rank(policy: Policy, request: Request, sequence: int, *, is_overdue: bool = False) -> Rank:
+    """A preempted request keeps arrival and number, so it returns ahead of its class. One that is overdue goes by
+    arrival, before those of its class that go by the policy's own order."""
+    key = policy.key(request)
+    if is_overdue and len(key) > 1:
+        key = (key[0], -math.inf)
+    return (*key, request.arrival_time, sequence)

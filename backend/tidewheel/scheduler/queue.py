@@ -119,14 +119,14 @@ class WaitingSet:
                 del self._parked[request.leader.request_id]
         return place
 
-    def reclassify(self, request: Request, service_class: Priority) -> None:
-        """The request waits in this class from now on."""
+    def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
+        """The request waits in this class from now on, as one that is overdue or in the policy's own order."""
         old = self._ranks[request.request_id]
         is_new = request.state is RequestState.WAITING
         if is_new:
             self._forget_new(old, request)
         request.service_class = service_class
-        new = self._ranks[request.request_id] = rank(self._policy, request, int(old[-1]))
+        new = self._ranks[request.request_id] = rank(self._policy, request, int(old[-1]), is_overdue=is_overdue)
         if is_new:
             self._enlist_new(new, request)
         if self._siblings(request) is None:

@@ -2,6 +2,8 @@
 
 * Ageing: each time a request has waited `ageing_s`, it is lifted one class, to HIGH at most: after two of them LOW
   stands among HIGH with an older arrival than anybody who came later, and only CRITICAL may still overtake it.
+  Where a class is not served by arrival (`sjf`, `deadline`, `density`), a request that has waited once more in HIGH,
+  or in CRITICAL, is *overdue*: it goes by arrival, before those of its class that are not. So nobody starves.
 * Its tenant is over its quota of blocks when the request arrives or is about to enter: it drops one class, once.
 * Its soft deadline passes: it drops one class.
 
@@ -25,6 +27,9 @@ def dropped(service_class: Priority) -> Priority:
 def reclassify_due(state: State, now: float) -> None:
     """Lifts and drops whose time has come."""
     for time, _, request in state.lifts.pop_due(now):
+        if request.service_class <= Priority.HIGH:
+            state.set_overdue(request)
+            continue
         state.reclassify(request, lifted(request.service_class), since=time)
         state.counters.num_aged += 1
     for _, _, request in state.soft_deadlines.pop_due(now):

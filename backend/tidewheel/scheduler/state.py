@@ -90,6 +90,11 @@ class State:
         fork = self.kv.fork_hit(leader.row, request)
         return fork if fork.num_tokens > hit.num_tokens else hit
 
+    def set_overdue(self, request: Request) -> None:
+        """The request has waited so long in the best class that it may reach that it goes by arrival from now on."""
+        self._next_lifts.pop(request.request_id)
+        self.waiting.reclassify(request, request.service_class, is_overdue=True)
+
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
         """The request takes a free row and blocks for all its tokens; its block table. None if blocks are short."""
         kv, columns = self.kv, self.columns
@@ -185,7 +190,7 @@ class State:
         return self._class_that_counts(request), rank(self.policy, request, sequence)
 
     def _schedule_lift(self, request: Request, *, since: float) -> None:
-        if request.service_class <= Priority.HIGH:
+        if request.service_class <= Priority.HIGH and self.policy.by_arrival:
             self._next_lifts.pop(request.request_id, None)
             return
         time = since + self.config.ageing_s
@@ -218,7 +223,9 @@ class State:
 
     def _check_events(self, waiting: list[Request]) -> None:
         due = {request.request_id for request in waiting if request.service_class > Priority.HIGH}
-        require(due == self._next_lifts.keys(), "who waits to be lifted is miscounted")
+        require(due <= self._next_lifts.keys(), "somebody waits to be lifted for ever")
+        places = {request.request_id for request in waiting}
+        require(self._next_lifts.keys() <= places, "lifts of requests that do not wait are left over")
         require(self.over_quota <= self.requests.keys(), "quota marks of ended requests are left over")
         require(self._leaders.keys() <= self.requests.keys(), "leaders that ended are left over")
         for leader in self._leaders.values():

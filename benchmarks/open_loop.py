@@ -11,20 +11,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tidewheel.batch import StepOutputs
+from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.messages import EngineInfo, EngineStats
+from tidewheel.engine.runner import PendingTokens
 from tidewheel.errors import TidewheelError
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.columns import Int64Array
 from tidewheel.simulate.contents import Contents
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.traces import Trace
 
 GREEDY = SamplingParams(temperature=0.0)
-FIRST_ID = 4  # after those that end a sequence
+STOP_ID = 2
+ORDINARY_ID = 3
+FIRST_ID = 4  # of prompts
 
 
 class Engine(NamedTuple):
@@ -40,6 +44,37 @@ def loaded(folder: Path, **settings: object) -> Iterator[Engine]:
     config = EngineConfig.from_settings({"model": str(folder), **settings})
     runner = load_model_runner(config)
     yield Engine(config, runner, engine_info(runner.info, config))
+
+
+class EndingTokens(NamedTuple):
+    pending: PendingTokens
+    batch: ScheduledBatch
+    last_positions: Int64Array
+
+    def wait(self) -> SampledTokens:
+        sampled = self.pending.wait()
+        batch = self.batch
+        token_ids = np.where(sampled.token_ids == STOP_ID, ORDINARY_ID, sampled.token_ids)
+        ends = batch.samples & (batch.start_positions + batch.num_scheduled_tokens == self.last_positions[batch.rows])
+        token_ids[ends] = STOP_ID
+        return SampledTokens(sampled.step_id, token_ids.astype(np.int32), sampled.logprobs)
+
+
+class EndingRunner:
+    """The real runner, except that each request samples its stop token at the length of the trace and not before:
+    a random model would end anywhere. Nobody knows ahead, as with a real one."""
+
+    def __init__(self, runner: LoadedRunner, trace: Trace) -> None:
+        self._runner = runner
+        self._trace = trace
+        self._last_positions: Int64Array = np.zeros(runner.info.max_num_seqs, dtype=np.int64)
+
+    def launch(self, batch: ScheduledBatch) -> EndingTokens:
+        trace = self._trace
+        for new in batch.new_rows:
+            index = int(new.request_id)
+            self._last_positions[new.row] = int(trace.prompt_tokens[index]) + int(trace.output_tokens[index]) - 1
+        return EndingTokens(self._runner.launch(batch), batch, self._last_positions.copy())
 
 
 class WallClock:
@@ -64,6 +99,11 @@ class CpuClock:
         self._paused += 1e-3
 
 
+class RealRun(NamedTuple):
+    outcomes: Outcomes
+    stats: EngineStats
+
+
 class OpenLoop:
     """Adds each request of the trace when it is due, and lets it end at its length."""
 
@@ -71,22 +111,27 @@ class OpenLoop:
         self._clock = clock
         self._trace = trace
         self._contents = Contents(trace)
+        self._max_tokens = int(trace.output_tokens.max())
         self._vocab = engine.info.vocab_size
         self._next = 0
         self._num_ended = 0
         self.outcomes = Outcomes(trace)
         self._core = EngineCore(
-            build_scheduler(config, engine.info), engine.runner, self._deliver, receive=self._receive, clock=clock
+            build_scheduler(config, engine.info),
+            EndingRunner(engine.runner, trace),
+            self._deliver,
+            receive=self._receive,
+            clock=clock,
         )
         self._started = 0.0
 
-    def run(self) -> Outcomes:
+    def run(self) -> RealRun:
         self._started = self._clock() - float(self._trace.arrivals[0])
         while self._num_ended < len(self._trace):
             if not self._core.step():
                 self._clock.wait()
         self.outcomes.check_complete()
-        return self.outcomes
+        return RealRun(self.outcomes, self._core.stats())
 
     def _receive(self) -> None:
         now = self._clock() - self._started
@@ -106,7 +151,8 @@ class OpenLoop:
             str(index),
             prompt.astype(np.int32),
             GREEDY,
-            max_tokens=int(trace.output_tokens[index]),
+            max_tokens=self._max_tokens,
+            stop_token_ids=(STOP_ID,),
             arrival_time=self._started + float(trace.arrivals[index]),
             priority=Priority(int(trace.priorities[index])),
             tenant=trace.tenant_names[trace.tenants[index]],
@@ -127,6 +173,6 @@ class OpenLoop:
 
 def run_engine(
     engine: Engine, trace: Trace, config: EngineConfig | None = None, *, cpu_clock: bool = False
-) -> Outcomes:
+) -> RealRun:
     with torch.inference_mode():
         return OpenLoop(engine, trace, config or engine.config, CpuClock() if cpu_clock else WallClock()).run()

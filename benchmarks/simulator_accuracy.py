@@ -83,7 +83,7 @@ def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
     """Weighted tokens per second while the batch is full: 64 prompt and 32 output tokens, all at once."""
     rng = np.random.default_rng(99)
     constant = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
-    outcomes = run_engine(engine, synthesise(requests, np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
+    outcomes, _ = run_engine(engine, synthesise(requests, np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
     weighted = outcomes.output_tokens.sum() + outcomes.trace.prompt_tokens.sum() / PROMPT_WEIGHT
     return float(weighted) / outcomes.span
 
@@ -149,7 +149,7 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
             engine, make_trace(known, tokens_per_s, seconds, seed), scratch, cpu_clock=cpu_clock
         )
         trace = make_trace(unknown, tokens_per_s, seconds, 100 + seed)
-        real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock)))
+        real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock).outcomes))
         print(f"ran {known.name} and {unknown.name}", flush=True)
     cost = cost_model(engine.info, steps)
     loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)[0]) for load, outcomes in real]

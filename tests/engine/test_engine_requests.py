@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
 from support.faulty_engine import prompt_bytes
@@ -64,6 +65,13 @@ def test_how_it_is_served_arrives() -> None:
     assert (request.session_id, request.session_ttl, request.leader) == ("s", 7.5, None)
     request = convert(session_id="s")
     assert (request.tenant, request.deadline, request.soft_deadline, request.session_ttl) == ("", None, None, 300.0)
+
+
+def test_a_session_needs_prefix_caching() -> None:
+    info = msgspec.structs.replace(INFO, enable_prefix_caching=False)
+    message = AddRequest(7, prompt_bytes(1, 2, 3), SamplingParams(), session_id="s")
+    with pytest.raises(InvalidRequest, match="session_id needs enable_prefix_caching, which is false"):
+        to_requests(message, info, SessionTtl(300.0, 3600.0), request_ids=["r"], seed=5, now=0.0)
 
 
 @pytest.mark.parametrize(("given", "first"), [(9, 9), (None, 5), (2**64 - 1, 2**64 - 1)])

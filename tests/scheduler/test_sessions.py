@@ -78,10 +78,9 @@ def test_a_session_that_is_closed_or_expires_is_gone() -> None:
     assert driver.scheduler.stats().num_sessions == 0
 
 
-def test_without_prefix_caching_nothing_is_kept() -> None:
-    driver = Driver(enable_prefix_caching=False)
-    first = driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
-    driver.run()
-    second = driver.add(follow_up(first))
-    driver.run()
-    assert (second.num_cached_tokens, driver.scheduler.stats().num_sessions) == (0, 0)
+def test_slots_without_a_token_are_counted() -> None:
+    driver = Driver(max_num_batched_tokens=5)
+    driver.add(make_request("a", 10))
+    driver.step()
+    stats = driver.scheduler.stats()
+    assert (stats.num_taken_slots, stats.num_used_slots, stats.num_wasted_slots) == (12, 5, 2)

@@ -22,7 +22,7 @@ def _usage(stats: EngineStats) -> float:
     return 1.0 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0.0
 
 
-def _waste(stats: EngineStats) -> float:
+def _fragmentation(stats: EngineStats) -> float:
     return 1.0 - stats.num_used_slots / stats.num_taken_slots if stats.num_taken_slots else 0.0
 
 
@@ -51,7 +51,8 @@ ENGINE_GAUGES = (
     *_by_class("tidewheel_requests_waiting", "Waiting requests of one QoS class", lambda s: s.waiting_by_class),
     *_by_class("tidewheel_wait_max_seconds", "Longest wait of a request that started", lambda s: s.max_wait_by_class),
     EngineFigure("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", lambda s: s.num_cached_blocks),
-    EngineFigure("tidewheel_kv_waste", "Share of the slots in taken blocks that hold no token", _waste),
+    EngineFigure("tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", _fragmentation),
+    EngineFigure("tidewheel_kv_slots_wasted", "Slots behind the last token of a row", lambda s: s.num_wasted_slots),
     EngineFigure("tidewheel_kv_host_blocks", "Blocks of the host tier", lambda s: s.num_host_blocks),
     EngineFigure(
         "tidewheel_kv_host_blocks_free",

@@ -19,7 +19,7 @@ def describe(info: EngineInfo) -> list[str]:
     ]
     if info.swap_seconds_per_block is not None:
         milliseconds = 1e3 * info.swap_seconds_per_block
-        lines.append(f"host tier: {info.num_host_blocks:,} blocks, {milliseconds:.3f} ms to copy one in one direction")
+        lines.append(f"host tier: {info.num_host_blocks:,} blocks, {milliseconds:.3f} ms to copy one")
     return lines
 
 

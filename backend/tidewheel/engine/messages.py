@@ -222,8 +222,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_device_hits: int = 0  # of these, found in the pool
     num_host_hits: int = 0  # of these, found in the host tier
     num_session_hits: int = 0  # in either, as part of the request's session
-    num_used_slots: int = 0  # tokens that running rows hold
-    num_taken_slots: int = 0  # tokens that their blocks can hold: the difference is wasted
+    num_used_slots: int = 0  # of running rows, that hold a computed token
+    num_taken_slots: int = 0  # of their blocks; 1 - used / taken is the fragmentation
+    num_wasted_slots: int = 0  # of these, behind the last token of a row
 
 
 class Stats(Message, frozen=True):

@@ -52,6 +52,8 @@ def to_requests(
     _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARS)
     _check_length("tenant", message.tenant, MAX_TENANT_CHARS)
     _check_length("session_id", message.session_id, MAX_SESSION_ID_CHARS)
+    if message.session_id and not info.enable_prefix_caching:
+        raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     ttl = _session_ttl(message, session_ttl)
     priority = _priority(message.priority)

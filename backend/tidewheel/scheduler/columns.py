@@ -184,6 +184,11 @@ class Columns:
         return int(self.num_computed_tokens[self.running].sum())
 
     @property
+    def num_wasted_slots(self) -> int:
+        """Behind the last token of running rows; what is left are slots of tokens that are yet to be computed."""
+        return self.num_taken_slots - int(self.num_tokens[self.running].sum())
+
+    @property
     def num_full_rows(self) -> int:
         """Rows that need a block for their next token."""
         starts = self.num_computed_tokens + self.num_inflight_tokens

@@ -87,5 +87,6 @@ class SchedulerStats(NamedTuple):
     num_device_hits: int  # found in the pool
     num_host_hits: int  # found in the host tier
     num_session_hits: int  # in either, as part of the request's session
-    num_used_slots: int  # tokens that running rows hold
-    num_taken_slots: int  # tokens that their blocks can hold: the difference is wasted
+    num_used_slots: int  # of running rows, that hold a computed token
+    num_taken_slots: int  # of their blocks; 1 - used / taken is the fragmentation
+    num_wasted_slots: int  # of these, behind the last token of a row

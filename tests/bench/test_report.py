@@ -16,7 +16,17 @@ from tidewheel.bench.plan import Run, Stage
 from tidewheel.bench.plots import pictures
 from tidewheel.bench.report import render
 from tidewheel.bench.results import SAMPLE_COLUMNS, Recorder, RunResult, StageResult
-from tidewheel.bench.tables import LATENCIES, RATES, SERVER, SHORT, as_markdown, as_text, table, without_empty
+from tidewheel.bench.tables import (
+    LATENCIES,
+    RATES,
+    SERVER,
+    SHORT,
+    as_markdown,
+    as_text,
+    class_table,
+    table,
+    without_empty,
+)
 from tidewheel.bench.values import Outcome
 
 VOID = {"meta", "img", "br"}
@@ -129,6 +139,38 @@ def test_columns_in_which_nothing_is_known_are_left_out() -> None:
     assert shown.rows[0][2:] == ["4.00", "50.0"]
     silent = StageResult(stage(), [RunResult(run, some(run), {}) for run in stage().runs()])
     assert without_empty(table(silent, SERVER)).rows == []
+
+
+def test_classes_have_rows_of_their_own(tmp_path: Path) -> None:
+    def two_classes(run: Run) -> list[Outcome]:
+        return [outcome(priority=4, ttft=2.0), outcome(priority=1), outcome(code="TW-BUSY", priority=4)]
+
+    result = measured(stage(["continuous"], repeats=1, loads=[Load("closed", 2)]), two_classes)
+    assert [row[2:6] for row in class_table(result).rows] == [
+        ["critical", "1", "100", "100"],
+        ["low", "2", "0.00", "2,000"],
+    ]
+    assert class_table(measured(stage(), some)).rows == []
+    assert "critical" in Page(render(recorder(tmp_path, result), {})).cells
+
+
+def test_a_client_that_fell_behind_is_told_of(tmp_path: Path) -> None:
+    def late(run: Run) -> list[Outcome]:
+        outcomes = some(run)
+        outcomes[0].lag = 0.3 if run.target.name == "continuous" and run.load.kind == "poisson" else 0.01
+        return outcomes
+
+    page = Page(render(recorder(tmp_path, measured(stage(), late)), {})).text
+    assert "continuous at 2/s: the client itself was late, by 300 ms" in page
+    assert page.count("the client itself was late") == 1
+
+
+def test_knees_are_shown(tmp_path: Path) -> None:
+    one = recorder(tmp_path, measured(stage(), some))
+    one.extra["knees_per_s"] = {"continuous": 12.5}
+    text = Page(render(one, {})).text
+    assert "12.5/s" in text
+    assert "knee of continuous" in text
 
 
 def test_the_record_has_all_that_is_needed_to_repeat_and_every_sample(tmp_path: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.tables import LATENCIES, RATES, SERVER, Table, number, table, without_empty
+from tidewheel.bench.tables import LATENCIES, RATES, SERVER, Table, class_table, number, table, without_empty
 
 if TYPE_CHECKING:
     from tidewheel.bench.plots import Picture
 
+MOST_LAG_S = 0.05  # of the client, before a reader is warned
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1240px; margin: 2rem auto;
@@ -83,6 +84,8 @@ def _cards(findings: Mapping[str, Any]) -> str:
             label = text.format(reference=findings.get("reference", "the baseline"))
             unit = "x" if name.endswith(("_ratio", "_e2e")) else ""
             cards.append(f'<div class="card"><b>{sign}{number(value)}{unit}</b><span>{escape(label)}</span></div>')
+    for target, knee in findings.get("knees_per_s", {}).items():
+        cards.append(f'<div class="card"><b>{number(knee)}/s</b><span>knee of {escape(target)}</span></div>')
     return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
@@ -90,8 +93,10 @@ def _stage(result: StageResult, pictures: Sequence[Picture]) -> str:
     parts = [f"<h2>{escape(result.stage.title)}</h2>", f'<p class="note">{escape(_conditions(result))}</p>']
     parts += [_figure(picture) for picture in pictures]
     parts += [_table(without_empty(table(result, columns))) for columns in (RATES, LATENCIES, SERVER)]
-    if any(run.interrupted for run in result.runs):
-        parts.append('<p class="note">Cut short: its last run was interrupted.</p>')
+    parts += [
+        _table(class_table(result)),
+        *(f'<p class="note">{escape(warning)}</p>' for warning in _warnings(result)),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -103,6 +108,20 @@ def _conditions(result: StageResult) -> str:
         f"{stage.repeats} {'repeat' if stage.repeats == 1 else 'repeats'}; objective: first token within "
         f"{stage.slo.ttft_s:g} s, {stage.slo.tpot_s * 1e3:g} ms per output token."
     )
+
+
+def _warnings(result: StageResult) -> Iterator[str]:
+    """What makes the figures less than they look."""
+    if any(run.interrupted for run in result.runs):
+        yield "Cut short: its last run was interrupted."
+    for index, load in enumerate(result.stage.loads):
+        for target in result.stage.targets:
+            lag = result.figures(target.name, index).get("send_lag_p99_s", 0.0)
+            if lag > MOST_LAG_S:
+                yield (
+                    f"{target.name} at {load}: the client itself was late, by {lag * 1e3:.0f} ms at the 99th percentile: "
+                    "it, or the machine, was at its limit."
+                )
 
 
 def _figure(picture: Picture) -> str:

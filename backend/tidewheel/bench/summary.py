@@ -90,6 +90,8 @@ def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s:
     figures["requests"] = len(pooled)
     figures["fairness"] = t_interval([fairness(outcomes) for outcomes in repeats if outcomes])
     figures["send_lag_p99_s"] = quantile([o.lag for o in pooled], 0.99)
+    if classes := _by_class(pooled, slo):
+        figures["classes"] = classes
     return figures
 
 
@@ -120,6 +122,8 @@ def _by_class(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
             "completed": sum(o.is_complete for o in members),
             "slo_attainment": sum(map(slo.is_met, members)) / len(members),
             "ttft_s": _quantiles([o.first_token for o in members if o.first_token is not None]),
+            "e2e_s": _quantiles([o.latency for o in members if not o.error and o.latency is not None]),
+            "errors": dict(Counter(o.code for o in members if o.error)),
         }
         for name, members in classes.items()
     }

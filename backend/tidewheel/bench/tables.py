@@ -10,6 +10,7 @@ from tidewheel.bench.results import StageResult
 from tidewheel.bench.stats import Estimate
 
 NOTHING = "-"
+CLASS_ORDER = ("critical", "high", "normal", "low")
 
 
 class Column(NamedTuple):
@@ -102,6 +103,25 @@ def table(result: StageResult, columns: Sequence[Column]) -> Table:
             if figures := result.figures(target.name, index):
                 rows.append([str(load), target.name, *(column.cell(figures) for column in columns)])
     return Table(header, rows)
+
+
+def class_table(result: StageResult) -> Table:
+    """A row per load, target and QoS class; no rows where there is one class."""
+    header = ["load", "target", "class", "requests", "within the objective %", "TTFT p50 ms", "TTFT p99 ms",
+              "e2e p50 ms", "e2e p99 ms", "errors"]  # fmt: skip
+    rows = []
+    for index, load in enumerate(result.stage.loads):
+        for target in result.stage.targets:
+            classes = result.figures(target.name, index).get("classes", {})
+            for name in sorted(classes, key=CLASS_ORDER.index):
+                rows.append([str(load), target.name, name, *_class_cells(classes[name])])
+    return Table(header, rows)
+
+
+def _class_cells(figures: Mapping[str, Any]) -> list[str]:
+    latencies = [figures[name][q] * 1e3 for name in ("ttft_s", "e2e_s") for q in ("p50", "p99")]
+    share = figures["slo_attainment"] * 100
+    return [str(figures["requests"]), *map(number, (share, *latencies)), _errors(figures)]
 
 
 def without_empty(one: Table) -> Table:

@@ -119,8 +119,8 @@ def _warnings(result: StageResult) -> Iterator[str]:
             lag = result.figures(target.name, index).get("send_lag_p99_s", 0.0)
             if lag > MOST_LAG_S:
                 yield (
-                    f"{target.name} at {load}: the client itself was late, by {lag * 1e3:.0f} ms at the 99th percentile: "
-                    "it, or the machine, was at its limit."
+                    f"{target.name} at {load}: the client itself was late, by {lag * 1e3:.0f} ms at the 99th "
+                    "percentile: it, or the machine, was at its limit."
                 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 WAIT_S = 0.005  # for a result, while new requests may come
@@ -30,7 +31,10 @@ class TransformersBatch:
         self._model = model.to(device).eval()
         new_generation_config: Any = transformers.GenerationConfig
         generation = new_generation_config(do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1)
-        sizes: dict[str, Any] = {} if device == "cuda" else {"num_blocks": 1024, "block_size": 32}
+        sizes: dict[str, Any] = {}
+        if device == "cpu":
+            names = {field.name for field in dataclasses.fields(configuration_utils.ContinuousBatchingConfig)}
+            sizes = {"num_blocks": 1024, "page_size" if "page_size" in names else "block_size": 32}
         if options.get("max_batch_tokens") or device == "cpu":
             sizes["max_batch_tokens"] = int(options.get("max_batch_tokens", 512))
         self._manager = self._model.init_continuous_batching(

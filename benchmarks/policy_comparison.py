@@ -5,8 +5,9 @@
 Requests of two kinds, told apart by tenant and prompt length as real traffic is: short answers and long ones, each
 lognormal, three to one. Nobody tells the scheduler how long an answer will be: `sjf` goes by what the predictor has
 learned from the requests before. All name the same `max_tokens`. The engine runs a random 40M-parameter model in
-this process; the simulator has a cost model fitted to the steps of the `fifo` run. Without a queue the order does not matter, so the load is a
-little over the capacity; and with ageing far below the waiting times, `sjf` becomes `fifo` again.
+this process; the simulator has a cost model fitted to the steps of the `fifo` run. Without a queue the order does not
+matter, so the load is a little over the capacity; and with ageing far below the waiting times, `sjf` becomes `fifo`
+again.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import pytest
 
 from support.bench import measured, outcome, stage
 from tidewheel.bench.arrivals import Load
+from tidewheel.bench.errors import BenchError
 from tidewheel.bench.plan import Run
 from tidewheel.bench.suites import comparison, knee_index, offline_ratios
 from tidewheel.bench.targets import Target
@@ -19,6 +20,22 @@ def test_the_knee_is_that_of_the_p99_latency() -> None:
         return [outcome(ttft=0.1 if run.load.value < 3 else 5.0) for _ in range(10)]
 
     assert knee_index(measured(stage(loads=LOADS), hockey_stick), "continuous") == 1
+
+
+def test_loads_without_requests_have_no_place_on_the_curve() -> None:
+    def nothing_at_first(run: Run) -> list[Outcome]:
+        if run.load.value < 2:
+            return []
+        return [outcome(code="TIMEOUT")] if run.load.value > 4 else [outcome(ttft=0.1)]
+
+    loads = [Load("poisson", rate) for rate in (1.0, 2.0, 3.0, 4.0, 5.0)]
+    assert knee_index(measured(stage(loads=loads), nothing_at_first), "continuous") == 3
+
+
+def test_two_points_have_no_knee() -> None:
+    result = measured(stage(loads=LOADS), lambda run: [outcome()] if run.load.value > 1 else [])
+    with pytest.raises(BenchError, match="too few requests to find the knee of continuous"):
+        knee_index(result, "continuous")
 
 
 def test_ours_over_the_reference() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -111,15 +112,29 @@ class Suite:
         rates = [load.rate for load in result.stage.loads if load.rate is not None]
         if len(rates) < 3 or len(rates) != len(result.stage.loads):
             return
-        self.recorder.extra["knees_per_s"] = {
-            target.name: rates[knee_index(result, target.name)] for target in result.stage.targets
-        }
+        for target in result.stage.targets:
+            with contextlib.suppress(BenchError):  # the figures are there, without a knee
+                knees = self.recorder.extra.setdefault("knees_per_s", {})
+                knees[target.name] = rates[knee_index(result, target.name)]
 
 
 def knee_index(result: StageResult, target: str) -> int:
-    """Of the load at the knee of a target's curve of p99 latency."""
-    loads = [load.rate or 0.0 for load in result.stage.loads]
-    return knee(loads, [result.figures(target, index)["e2e_s"]["p99"].mean for index in range(len(loads))])
+    """Of the load at the knee of a target's curve of p99 latency. Raises `BenchError` with less than 3 points.
+
+    Loads so low that no request fell into the run have no point; where none was answered, it is the client's limit.
+    """
+    measured = [
+        (index, figures) for index in range(len(result.stage.loads)) if (figures := result.figures(target, index))
+    ]
+    if len(measured) < 3:
+        raise BenchError(f"too few requests to find the knee of {target}: raise --seconds, or the rates")
+    latencies = [figures["e2e_s"]["p99"].mean for _, figures in measured]
+    limit = result.stage.timeout_s
+    at = knee(
+        [result.stage.loads[index].rate or 0.0 for index, _ in measured],
+        [limit if math.isnan(latency) else latency for latency in latencies],
+    )
+    return measured[at][0]
 
 
 def comparison(result: StageResult, load: int, ours: str, reference: str) -> dict[str, Any]:

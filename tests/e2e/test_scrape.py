@@ -46,7 +46,7 @@ def test_names_and_labels(server: Server) -> None:
 def settle(server: Server) -> None:
     """Until all that happened so far is published: figures are flushed together, refusals last."""
     before = server.metric("tidewheel_requests_rejected_total", tag="TW-UNSUPPORTED", model_name="demo")
-    assert "[TW-UNSUPPORTED]" in server.post("demo/generate", {"text_input": "Hello", "n": 2}).text
+    assert "[TW-UNSUPPORTED]" in server.post("demo/generate", {"text_input": "Hello", "best_of": 2}).text
     wait_for(
         lambda: server.metric("tidewheel_requests_rejected_total", tag="TW-UNSUPPORTED", model_name="demo") > before,
         10,

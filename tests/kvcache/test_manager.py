@@ -6,7 +6,8 @@ import pytest
 
 from support.scheduling import make_request
 from tidewheel.errors import InternalError
-from tidewheel.kvcache.manager import NO_HIT, KVCacheManager
+from tidewheel.kvcache.hits import NO_HIT
+from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.hits import NO_HIT as NO_HIT
-from tidewheel.kvcache.hits import PrefixHit as PrefixHit
+from tidewheel.kvcache.finder import PrefixFinder
+from tidewheel.kvcache.hits import NO_HIT, PrefixHit
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.invariants import require
-from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks
+from tidewheel.kvcache.prefix import extend_block_hashes
 from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.kvcache.transfers import Arrival, TransferQueue, Transfers
@@ -52,6 +52,7 @@ class KVCacheManager:
         self._transfers = TransferQueue(self._pool, self._host)
         limits = session_limits or SessionLimits()
         self._sessions = SessionStore(self._pool, self._host, self._transfers, limits, block_size)
+        self._finder = PrefixFinder(self._pool, self._host, self._sessions, block_size)
         self._tables: dict[int, list[int]] = {}  # row → physical blocks, in logical order
         self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and never written again
         self._held: dict[int, list[list[int]]] = {}  # step → tables to free when it is done
@@ -125,44 +126,7 @@ class KVCacheManager:
         Changes nothing but `request.block_hashes`, which remembers the digests. The hit is good until the manager
         changes.
         """
-        if not self.enable_prefix_caching:
-            return NO_HIT
-        limit = max_hit_blocks(request.num_tokens, self.block_size)
-        extend_block_hashes(request, limit, self.block_size)
-        block_ids = []
-        for block_hash in request.block_hashes[:limit]:
-            block_id = self._pool.lookup(block_hash)
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        host_keys: tuple[bytes, ...] = ()
-        if self._host.num_contents:
-            host_keys = self._find_in_host(request.block_hashes[len(block_ids) : limit])
-        num_blocks = len(block_ids) + len(host_keys)
-        hit = PrefixHit(tuple(block_ids), num_blocks * self.block_size, host_keys)
-        return self._with_session(hit, request) if request.session_id else hit
-
-    def _find_in_host(self, keys: list[bytes]) -> tuple[bytes, ...]:
-        count = 0
-        while count < len(keys) and self._host.lookup(keys[count]) is not None:
-            count += 1
-        return tuple(keys[:count])
-
-    def _with_session(self, hit: PrefixHit, request: Request) -> PrefixHit:
-        session = self._sessions.get(request)
-        if session is None:
-            return hit
-        num_common = self._sessions.num_common_blocks(session, request, hit.num_blocks) * self.block_size
-        tail = self._sessions.find_tail(session, request, hit.num_blocks)
-        if tail is None:
-            return hit._replace(num_session_tokens=num_common)
-        return hit._replace(
-            num_tokens=hit.num_tokens + tail.num_tokens,
-            tail_block=tail.block,
-            tail_key=tail.key,
-            session=session,
-            num_session_tokens=num_common + tail.num_tokens,
-        )
+        return self._finder.find(request) if self.enable_prefix_caching else NO_HIT
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
         """The prompt of the request, of which one token is left to compute, in the row of another one that has the

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tidewheel.kvcache.hits import PrefixHit
 from tidewheel.kvcache.invariants import require
-from tidewheel.kvcache.manager import KVCacheManager, PrefixHit
+from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.config import SchedulerConfig

@@ -173,3 +173,39 @@ def test_the_breaker_counts_errors_of_ours_only() -> None:
         driver.add(make_request(f"bad{number}", priority=CRITICAL))
         driver.run()
     assert driver.scheduler.stats().breaker_state == "open"
+
+
+def crowd_of(*tenants: str, **changes: object) -> Driver:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=len(tenants), **changes)
+    for number, tenant in enumerate(tenants):
+        driver.add(make_request(f"r{number}", tenant=tenant, arrival_time=float(number)))
+    return driver
+
+
+def test_under_fair_a_flood_gives_way_to_who_has_fewer_waiting() -> None:
+    driver = crowd_of("big", "big", "big", "big")
+    assert evicted(driver, make_request("x", tenant="small")) == ["r3"]
+    assert "a tenant with fewer waiting took the place" in str(driver.requests["r3"].error)
+    assert evicted(driver, make_request("y", tenant="small")) == ["r2"]
+    for tenant in ("small", "big"):  # two each: neither has more than it would leave the other
+        with pytest.raises(Busy, match="4 of 4 requests"):
+            driver.add(make_request("z", tenant=tenant))
+    driver.run()
+
+
+def test_under_fair_a_class_takes_places_of_its_own_tenant_alone() -> None:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=2)
+    driver.add(make_request("a", tenant="a", priority=LOW))
+    driver.add(make_request("b", tenant="b", priority=LOW))
+    assert evicted(driver, make_request("x", tenant="a", priority=HIGH)) == ["a"]
+    with pytest.raises(Busy):
+        driver.add(make_request("y", tenant="a", priority=HIGH))
+    driver.run()
+
+
+def test_under_fair_weight_is_the_measure() -> None:
+    driver = crowd_of("heavy", "heavy", "light", "light", tenants={"heavy": TenantLimits(weight=4.0)})
+    with pytest.raises(Busy):
+        driver.add(make_request("x", tenant="light"))
+    assert evicted(driver, make_request("y", tenant="heavy")) == ["r3"]
+    driver.run()

@@ -156,9 +156,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         never_fits |= len(requests) * leader.num_tokens > MAX_WAITING_TOKENS
         is_late = leader.deadline is not None and leader.deadline <= driver.now
         service_class = min(leader.priority + self.is_over_quota(leader), Priority.LOW)
-        num_tokens = len(requests) * leader.num_tokens
         waiting = self.having(RequestState.WAITING)
-        victims = self.model.victims_of(len(requests), num_tokens, service_class, waiting)
+        victims = self.model.victims_of(leader, len(requests), service_class, waiting)
         before = driver.scheduler.stats()
         try:
             evicted = driver.add_group(requests)

@@ -86,18 +86,39 @@ class Model:
             own = (-math.inf,)
         return (self.counts(request), *own, *self.arrival(request))
 
-    def victims_of(self, count: int, num_tokens: int, service_class: int, waiting: list[Request]) -> list[str] | None:
+    def victims_of(
+        self, newcomer: Request, count: int, service_class: int, waiting: list[Request]
+    ) -> list[str] | None:
         """Who among those that never started gives way to `count` newcomers; None: not enough of them."""
         left = sorted(waiting, key=lambda request: (self.class_of(request), *self.arrival(request)))
+        num_tokens = count * newcomer.num_tokens
         victims = []
         while (
             len(left) + count > self.config.max_waiting_requests
             or sum(request.num_tokens for request in left) + num_tokens > self.config.max_waiting_tokens
         ):
-            if not left or self.class_of(left[-1]) <= service_class:
+            victim = self._victim_of(newcomer, count, service_class, left)
+            if victim is None:
                 return None
-            victims.append(left.pop().request_id)
+            left.remove(victim)
+            victims.append(victim.request_id)
         return victims
+
+    def _victim_of(self, newcomer: Request, count: int, service_class: int, left: list[Request]) -> Request | None:
+        """`left` is in order: the last one of those who may go."""
+        lower = [request for request in left if self.class_of(request) > service_class]
+        if self.config.policy == "fair":
+            own = self.crowd(newcomer.tenant, left) + count / self.config.limits_of(newcomer.tenant).weight
+            others = {request.tenant for request in left} - {newcomer.tenant}
+            biggest = max(others, key=lambda tenant: (self.crowd(tenant, left), tenant), default="")
+            if others and self.crowd(biggest, left) > own:
+                return [request for request in left if request.tenant == biggest][-1]
+            lower = [request for request in lower if request.tenant == newcomer.tenant]
+        return lower[-1] if lower else None
+
+    def crowd(self, tenant: str, waiting: list[Request]) -> float:
+        """Waiting requests over weight."""
+        return sum(request.tenant == tenant for request in waiting) / self.config.limits_of(tenant).weight
 
     def protected(self, running: list[Request]) -> Request | None:
         return min(running, key=lambda r: (self.counts(r), *self.arrival(r)), default=None)

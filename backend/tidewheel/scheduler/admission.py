@@ -34,12 +34,13 @@ class Admission:
         self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
     ) -> list[Request]:
         """The waiting requests that `count` newcomers of a class take the place of; raises `Busy` if that is not
-        enough. The lowest class goes first, in it the newest; nobody of the newcomer's class or a better one."""
+        enough. The lowest class goes first, in it the newest; nobody of the newcomer's class or a better one, unless
+        tenants take turns (`WaitingSet.displaceable`)."""
         limits = self._config
         num_requests = waiting.num_new + count - limits.max_waiting_requests  # too many
         num_tokens = waiting.num_new_tokens + count * request.num_prompt_tokens - limits.max_waiting_tokens
         victims: list[Request] = []
-        candidates = waiting.evictable(service_class)
+        candidates = waiting.displaceable(request, count, service_class)
         while num_requests > 0 or num_tokens > 0:
             victim = next(candidates, None)
             if victim is None:
@@ -55,10 +56,15 @@ class Admission:
     def eviction(self, victim: Request, service_class: Priority, waiting: WaitingSet, now: float) -> Busy:
         """What the request is told that a newcomer of the class takes the place of."""
         limits = self._config
+        taker = "a request of a tenant with fewer waiting took the place of this one"
+        if service_class < victim.service_class:
+            taker = (
+                f"a request of class {service_class.name} took the place of this one, of class "
+                f"{victim.service_class.name}"
+            )
         return Busy(
             f"waiting set is full: {waiting.num_new} of {limits.max_waiting_requests} requests, "
-            f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens; a request of class "
-            f"{service_class.name} took the place of this one, of class {victim.service_class.name}",
+            f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens; {taker}",
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 

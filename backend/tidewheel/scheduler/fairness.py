@@ -45,6 +45,9 @@ class VirtualCounters:
         """Tenants that are remembered."""
         return len(self._counters)
 
+    def weight(self, tenant: str) -> float:
+        return self._weights(tenant)
+
     def activate(self, tenant: str) -> None:
         """The tenant has a waiting request, and had none before. Nothing happens if it is active."""
         if tenant in self._active:

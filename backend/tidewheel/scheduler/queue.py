@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterator
 
 from tidewheel.kvcache.invariants import require
@@ -22,11 +23,13 @@ class WaitingSet:
     def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
         """`counters`: of a policy that lets tenants take turns."""
         self._policy = policy
+        self._counters = counters
         self._order: Order = SortedQueue() if counters is None else TenantQueues(counters)
         self._ranks: dict[str, Rank] = {}
         self._parked: dict[str, dict[str, Request]] = {}  # by leader
         self._new: dict[Priority, list[tuple[float, float, Request]]] = {p: [] for p in Priority}  # by service class
         self._new_tokens = dict.fromkeys(Priority, 0)
+        self._new_by_tenant: Counter[str] = Counter()
         self._by_class = dict.fromkeys(Priority, 0)
         self.num_tokens = 0  # prompt, and output of preempted requests
         self.num_new = 0  # never started: what admission bounds
@@ -55,7 +58,9 @@ class WaitingSet:
 
     @property
     def lowest_class(self) -> int:
-        """Of those that never started; 0 if there are none."""
+        """A newcomer of this class or a lower one takes nobody's place, whoever it is; over LOW: it may."""
+        if self._counters is not None:
+            return Priority.LOW + 1
         return max((p for p, entries in self._new.items() if entries), default=0)
 
     @property
@@ -140,6 +145,26 @@ class WaitingSet:
             for _, _, request in reversed(self._new[service_class]):
                 yield request
 
+    def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
+        """Those that never started, in the order in which `count` newcomers like this one take their places.
+
+        Where tenants take turns they take places of the tenant that has most of them over its weight, while that is
+        more than the newcomer's would then have; and of lower classes only among the newcomer's own.
+        """
+        if self._counters is None:
+            yield from self.evictable(service_class)
+            return
+        crowds = {tenant: number / self._counters.weight(tenant) for tenant, number in self._new_by_tenant.items()}
+        own = crowds.pop(newcomer.tenant, 0.0) + count / self._counters.weight(newcomer.tenant)
+        newest = {tenant: self._newest_of(tenant) for tenant in crowds if crowds[tenant] > own}
+        while newest:
+            tenant = max(newest, key=lambda tenant: (crowds[tenant], tenant))
+            yield next(newest[tenant])
+            crowds[tenant] -= 1.0 / self._counters.weight(tenant)
+            if crowds[tenant] <= own:
+                del newest[tenant]
+        yield from (request for request in self.evictable(service_class) if request.tenant == newcomer.tenant)
+
     def num_tokens_ahead(self, service_class: Priority) -> int:
         """Of requests that never started, in this class and better ones."""
         return sum(count for p, count in self._new_tokens.items() if p <= service_class)
@@ -160,6 +185,8 @@ class WaitingSet:
                 require(request.service_class is service_class, f"{request} is in another class")
             num_tokens = sum(request.num_tokens for *_, request in entries)
             require(self._new_tokens[service_class] == num_tokens, f"tokens of {service_class.name} are miscounted")
+        tenants = Counter(request.tenant for request in new)
+        require(tenants == self._new_by_tenant, "new requests of tenants are miscounted")
         listed = {request.request_id for entries in self._new.values() for *_, request in entries}
         require(listed == {request.request_id for request in new}, "new requests and their classes disagree")
 
@@ -181,10 +208,21 @@ class WaitingSet:
     def _enlist_new(self, place: Rank, request: Request) -> None:
         insort(self._new[request.service_class], (request.arrival_time, place[-1], request))
         self._new_tokens[request.service_class] += request.num_tokens
+        self._new_by_tenant[request.tenant] += 1
         self.num_new += 1
 
     def _forget_new(self, place: Rank, request: Request) -> None:
         entries = self._new[request.service_class]
         del entries[bisect_left(entries, (request.arrival_time, place[-1]))]
         self._new_tokens[request.service_class] -= request.num_tokens
+        self._new_by_tenant[request.tenant] -= 1
+        if not self._new_by_tenant[request.tenant]:
+            del self._new_by_tenant[request.tenant]
         self.num_new -= 1
+
+    def _newest_of(self, tenant: str) -> Iterator[Request]:
+        """Those of one tenant that never started: the lowest class first, in it the newest."""
+        for service_class in sorted(Priority, reverse=True):
+            for _, _, request in reversed(self._new[service_class]):
+                if request.tenant == tenant:
+                    yield request

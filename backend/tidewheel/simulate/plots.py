@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_MARKERS = "osD^vP"
 _COLOURS = ("#1f6f8b", "#d1495b", "#edae49", "#3b7a57", "#6a4c93", "#8a8a8a")
 
 
@@ -31,9 +32,9 @@ class Knee(NamedTuple):
 def plot_throughput(series: Mapping[str, Sequence[Report]], path: Path) -> None:
     """Output tokens per second against p99 TTFT: one line a policy, one point a load."""
     figure, axes = _figure()
-    for (name, reports), colour in zip(series.items(), _COLOURS * 4, strict=False):
+    for (name, reports), (colour, marker) in zip(series.items(), _styles(len(series)), strict=True):
         points = [(r["output_tokens_per_s"], 1e3 * r["ttft_s"]["p99"]) for r in reports if r["ttft_s"]["p99"]]
-        axes.plot(*zip(*points, strict=True), marker="o", label=name, color=colour, linewidth=1.8, markersize=5)
+        axes.plot(*zip(*points, strict=True), marker=marker, label=name, color=colour, linewidth=1.6, alpha=0.85)
     axes.set_yscale("log")
     axes.set_xlabel("output tokens per second")
     axes.set_ylabel("TTFT p99 [ms]")
@@ -88,17 +89,17 @@ def plot_knee(knees: Sequence[Knee], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("load")
     axes.set_ylabel("mean number of requests in the system")
-    axes.set_title("Queue length of one server, simulated and by Pollaczek-Khinchine")
+    axes.set_title("One server: simulated queue, and Pollaczek-Khinchine")
     _finish(figure, axes, path)
 
 
 def plot_queue(series: Mapping[str, Sequence[tuple[float, Report]]], path: Path) -> None:
     """Waiting requests of a batching engine against its load, beside what a server without batching would have."""
     figure, axes = _figure()
-    for (name, points), colour in zip(series.items(), _COLOURS * 4, strict=False):
+    for (name, points), (colour, marker) in zip(series.items(), _styles(len(series)), strict=True):
         x = [load for load, _ in points]
         y = [max(report["mean_waiting"], 1e-3) for _, report in points]
-        axes.plot(x, y, marker="o", color=colour, label=name)
+        axes.plot(x, y, marker=marker, color=colour, label=name, alpha=0.85)
     loads = np.linspace(0.3, 0.96, 200)
     waiting = [mm1_mean_in_system(load) - load for load in loads]
     axes.plot(loads, waiting, color="#444444", linestyle=":", label="M/M/1 (no batching)")
@@ -107,6 +108,11 @@ def plot_queue(series: Mapping[str, Sequence[tuple[float, Report]]], path: Path)
     axes.set_ylabel("mean number of waiting requests")
     axes.set_title("Queue length against load")
     _finish(figure, axes, path)
+
+
+def _styles(count: int) -> list[tuple[str, str]]:
+    """Colour and marker of each line: those that lie on each other can be told apart."""
+    return [(_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]) for index in range(count)]
 
 
 def _milliseconds(part: Report | None, key: str) -> float:
@@ -122,8 +128,8 @@ def _figure() -> tuple[Figure, Axes]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7.2, 4.4), dpi=130, layout="constrained")
-    axes.grid(visible=True, which="major", alpha=0.25)
+    figure, axes = pyplot.subplots(figsize=(8.0, 4.4), dpi=130, layout="constrained")
+    axes.grid(visible=True, which="major", axis="y", alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.set_axisbelow(True)
@@ -132,7 +138,12 @@ def _figure() -> tuple[Figure, Axes]:
 
 def _finish(figure: Figure, axes: Axes, path: Path) -> None:
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axes.legend(frameon=False, fontsize=9)
+    if axes.get_yscale() == "log":
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
     figure.savefig(path)
     pyplot.close(figure)

@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from step_times import step_seconds
-
 import record
 from offered_load import offer, run
 from serving import Address, metric, served
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.values import Offered, Outcome
+from tidewheel.simulate.replay import Recording, measured_steps
 from workload import Lengths
 
 INPUTS = Lengths(16, 112)
@@ -50,6 +49,12 @@ PORTS = 18_700
 def quantile(values: Sequence[float], q: float) -> float:
     """Nearest rank; NaN of nothing."""
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
+
+
+def step_seconds(folder: Path) -> list[float]:
+    """Of every step that the engine has recorded so far, in order."""
+    recordings = (Recording(path) for path in sorted(folder.glob("*.jsonl")))
+    return [step.seconds for recording in recordings for step in measured_steps(recording.events())]
 
 
 def class_mix(load: float) -> list[tuple[float, dict[str, Any]]]:

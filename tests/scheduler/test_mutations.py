@@ -55,7 +55,7 @@ from tidewheel.scheduler.state import State
 
 # No shrinking: that it fails is all that is asked.
 SETTINGS = settings(
-    max_examples=400,
+    max_examples=3000,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from support.bench import measured, outcome, stage
+from support.bench import measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.errors import BenchError
-from tidewheel.bench.plan import Run
-from tidewheel.bench.suites import comparison, knee_index, offline_ratios
+from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.results import StageResult
+from tidewheel.bench.suites import Suite, comparison, knee_index, offline_ratios
 from tidewheel.bench.targets import Target
 from tidewheel.bench.values import Outcome
 
@@ -81,3 +84,63 @@ def test_offline_speeds_are_compared_pair_by_pair() -> None:
     assert findings["vllm_cpu_ratio"] == pytest.approx(2.0)
     assert findings["offline_ratios"]["transformers"][0] == pytest.approx(4.0)
     assert "llm" not in findings["offline_ratios"]
+
+
+class Measured:
+    """An experiment whose targets are queues: the baseline does 10 requests/s and gets slow, ours does not."""
+
+    def __init__(self) -> None:
+        self.stages: list[Stage] = []
+
+    def measure(self, of: Stage) -> StageResult:
+        self.stages.append(of)
+        return measured(of, self._run)
+
+    @staticmethod
+    def _run(run: Run) -> list[Outcome]:
+        capacity = 10.0 if run.target.name == "baseline_dynamic" else 100.0
+        if run.load.kind == "closed":
+            return [outcome(sent=index / capacity, ttft=1 / capacity, tokens=1) for index in range(50)]
+        ttft = 0.2 if run.load.value <= 0.8 * capacity else 4.0
+        return [outcome(sent=index / run.load.value, ttft=ttft, tokens=1) for index in range(40)]
+
+
+def test_a_comparison_is_made_around_the_knee_of_the_reference(tmp_path: Path) -> None:
+    experiment = Measured()
+    one = recorder(tmp_path)
+    suite = Suite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
+    baseline = suite.base.targets[1]
+    suite.compare(baseline, "continuous")
+    capacity, curve, compared = experiment.stages
+    assert [target.name for target in curve.targets] == ["baseline_dynamic"]
+    assert one.extra["reference_capacity_per_s"] == pytest.approx(10.0)
+    assert one.extra["knee_per_s"] == pytest.approx(8.0)
+    assert [load.value for load in compared.loads] == pytest.approx([4.0, 8.0, 16.0])
+    assert [target.name for target in compared.targets] == ["continuous", "baseline_dynamic"]
+    assert one.extra["goodput_ratio"] == pytest.approx(1.0)
+    assert one.extra["comparisons"]["twice the knee"]["goodput_ratio_is_lower_bound"] is True
+    assert one.extra["comparisons"]["twice the knee"]["p99_ttft_ratio"] == pytest.approx(0.05)
+    assert capacity.repeats == 1
+
+
+def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
+    experiment = Measured()
+    suite = Suite(experiment, recorder(tmp_path), stage(("baseline_dynamic",), loads=[]))  # type: ignore[arg-type]
+    suite.rates(suite.base.targets[0])
+    assert [load.value for load in experiment.stages[1].loads] == pytest.approx([1.0, 10.0, 50.0])
+
+
+def test_batch_sizes_go_up_to_128(tmp_path: Path) -> None:
+    experiment = Measured()
+    Suite(experiment, recorder(tmp_path), stage(["continuous"], loads=[])).batch_sizes()  # type: ignore[arg-type]
+    assert [int(load.value) for load in experiment.stages[0].loads] == [1, 2, 4, 8, 16, 32, 64, 128]
+
+
+def test_a_target_that_answers_nothing_has_no_capacity(tmp_path: Path) -> None:
+    class Dead(Measured):
+        def measure(self, of: Stage) -> StageResult:
+            return measured(of, lambda run: [outcome(code="TIMEOUT")])
+
+    suite = Suite(Dead(), recorder(tmp_path), stage(loads=[]))  # type: ignore[arg-type]
+    with pytest.raises(BenchError, match="target continuous answered no request in full"):
+        suite.rates(suite.base.targets[0])

@@ -22,6 +22,7 @@ import worker
 
 class Counting:
     versions = {{"counting": "1.0"}}
+    streams = False
     def __init__(self):
         self.left = {{}}
     def add(self, request_id, input_ids, max_tokens):
@@ -77,6 +78,7 @@ def test_tokens_arrive_as_they_are_made(tmp_path: Path) -> None:
     assert [[count for _, count in outcome.chunks] for outcome in outcomes] == [[2, 2, 1], [2], [1]]
     assert all(outcome.is_complete for outcome in outcomes)
     assert worker.versions == {"counting": "1.0"}
+    assert not any(outcome.streamed for outcome in outcomes)  # as it says itself
     assert "chatter" in (tmp_path / "peer.log").read_text()
 
 

@@ -62,7 +62,8 @@ class Suite:
         }
         title = "Every strategy, the baseline and the peers, at three loads"
         result = self.experiment.measure(replace(self.base, name="compare", title=title, loads=loads))
-        self.recorder.extra |= comparison(result, list(LOADS).index("the knee"), ours, reference.name)
+        by_load = {name: comparison(result, index, ours, reference.name) for index, name in enumerate(LOADS)}
+        self.recorder.extra |= {"comparisons": by_load, **by_load["the knee"]}
 
     def batch_sizes(self) -> None:
         """Throughput, latency and utilisation over the number of requests in flight."""

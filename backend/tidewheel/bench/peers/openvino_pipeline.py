@@ -11,6 +11,8 @@ def make(options: dict[str, Any]) -> OpenVinoPipeline:
 
 
 class OpenVinoPipeline:
+    streams = True
+
     def __init__(self, options: dict[str, Any]) -> None:
         self._genai = import_module("openvino_genai")
         self._openvino = import_module("openvino")

@@ -13,6 +13,8 @@ def make(options: dict[str, Any]) -> TidewheelLlm:
 
 
 class TidewheelLlm:
+    streams = False
+
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
 

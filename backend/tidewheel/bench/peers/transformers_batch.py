@@ -15,6 +15,8 @@ def make(options: dict[str, Any]) -> TransformersBatch:
 class TransformersBatch:
     """Its scheduler and paged cache on paged SDPA, or on what `attention` names."""
 
+    streams = True
+
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
         import transformers

@@ -17,6 +17,8 @@ def make(options: dict[str, Any]) -> VllmEngine:
 
 
 class VllmEngine:
+    streams = True
+
     def __init__(self, options: dict[str, Any]) -> None:
         vllm = import_module("vllm")
         self._sampling = vllm.SamplingParams

@@ -1,8 +1,8 @@
 """One peer engine behind a pipe: `PYTHON worker.py KIND OPTIONS_JSON`, run as a file.
 
 In:  `{"id": 1, "input_ids": […], "max_tokens": 16}` a line, as requests come.
-Out: `{"ready": true, "versions": {…}}` once, then after each step `[[id, new tokens, is it done], …]`;
-`{"error": "…"}` before it ends for a reason of its own.
+Out: `{"ready": true, "versions": {…}, "streams": true}` once, then after each step a list of `[id, new tokens, is it
+done]`; `{"error": "…"}` before it ends for a reason of its own.
 Nothing but the standard library and the peer is imported, so any environment that has the peer can run it.
 """
 
@@ -25,6 +25,7 @@ class Peer(Protocol):
     """Greedy decoding to the given length, end of sequence ignored."""
 
     versions: dict[str, str]
+    streams: bool  # whether tokens come as they are made
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 
@@ -48,7 +49,7 @@ def main() -> NoReturn:
     try:
         sys.path.insert(0, str(Path(__file__).parent))
         peer: Peer = import_module(PEERS[kind]).make(options)
-        output.write(json.dumps({"ready": True, "versions": peer.versions}) + "\n")
+        output.write(json.dumps({"ready": True, "versions": peer.versions, "streams": peer.streams}) + "\n")
         _serve(peer, output)
     except Exception as error:
         output.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")

@@ -35,6 +35,7 @@ class Worker:
         self._reader: asyncio.Task[None] | None = None
         self._pending: dict[int, _Pending] = {}
         self._num_sent = 0
+        self._streams = True
         self.versions: dict[str, str] = {}
 
     async def open(self) -> None:
@@ -60,6 +61,7 @@ class Worker:
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
         process = self._running()
         self._num_sent += 1
+        outcome.streamed = self._streams
         number = self._num_sent
         pending = _Pending(outcome, asyncio.get_running_loop().create_future())
         self._pending[number] = pending
@@ -102,6 +104,7 @@ class Worker:
         answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended without a word"}
         if "error" in answer:
             raise BenchError(f"{self._kind} cannot start: {answer['error']} (see {self._log})")
+        self._streams = bool(answer["streams"])
         return dict(answer["versions"])
 
     async def _read(self) -> None:

@@ -36,7 +36,7 @@ class TpotController:
     __slots__ = ("_log_budget", "_max_budget", "_min_budget", "target_s")
 
     def __init__(self, target_s: float, max_budget: int, min_budget: int) -> None:
-        """`min_budget`: more than the rows, so that every row decodes and a prompt always progresses."""
+        """Budgets in tokens."""
         self.target_s = target_s
         self._max_budget = max_budget
         self._min_budget = min(min_budget, max_budget)

@@ -16,6 +16,7 @@ from tidewheel.scheduler.state import State
 from tidewheel.scheduler.step_time import StepTime
 from tidewheel.scheduler.strategy import JoinView, make_strategy
 
+MIN_TOKEN_BUDGET = 16  # that the TPOT controller goes down to
 _BUSY_SECONDS = 1.0  # time constant of the busy fraction
 
 
@@ -33,7 +34,7 @@ class Control:
         self._tpot = (
             None
             if config.target_tpot_s is None
-            else TpotController(config.target_tpot_s, config.max_num_batched_tokens, config.num_rows + 1)
+            else TpotController(config.target_tpot_s, config.max_num_batched_tokens, MIN_TOKEN_BUDGET)
         )
         self._governor = (
             SeqsGovernor(config.max_num_seqs, config.governor_target_latency_s)
@@ -47,8 +48,9 @@ class Control:
 
     def limits(self, waiting: WaitingSet, num_running: int, now: float) -> StepLimits:
         """Of the step that is scheduled now."""
+        budget = max(self.token_budget, num_running + 1)  # every row decodes, and a prompt always progresses
         return StepLimits(
-            self.token_budget,
+            min(budget, self._config.max_num_batched_tokens),
             self._config.max_chunk_tokens,
             self.max_num_seqs,
             self._max_joins(waiting, num_running, now) if waiting.has_head else 0,

@@ -6,8 +6,6 @@ Times in seconds; `load` is the arrival rate times the mean service time, below 
 
 from __future__ import annotations
 
-import math
-
 from tidewheel.errors import ConfigError
 
 
@@ -20,18 +18,6 @@ def mg1_mean_in_system(load: float, service_scv: float) -> float:
     """The same for any service time, whose squared coefficient of variation is `service_scv`: variance over squared
     mean; 0 for a constant, 1 for the exponential."""
     return _check_load(load) + load**2 * (1 + service_scv) / (2 * (1 - load))
-
-
-def mg1_mean_wait(arrival_rate: float, mean_service: float, service_scv: float) -> float:
-    """Mean time until service starts."""
-    load = _check_load(arrival_rate * mean_service)
-    return load * mean_service * (1 + service_scv) / (2 * (1 - load))
-
-
-def mm1_response_quantile(arrival_rate: float, mean_service: float, quantile: float) -> float:
-    """Of the time in the system, which is exponential: `quantile` in (0, 1)."""
-    load = _check_load(arrival_rate * mean_service)
-    return -math.log(1 - quantile) * mean_service / (1 - load)
 
 
 def _check_load(load: float) -> float:

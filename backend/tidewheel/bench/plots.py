@@ -46,7 +46,7 @@ def pictures(result: StageResult) -> list[Picture]:
     """Those that say something about a stage."""
     loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
     measured = [t.name for t in result.stage.targets if any(result.figures(t.name, i) for i in range(len(loads)))]
-    if not measured:
+    if len(measured) * len(loads) < 2:  # nothing to compare
         return []
     if all(load.kind == "closed" for load in loads) and len(loads) >= 3:
         return [_over_batch_size(result, measured, name)]
@@ -168,6 +168,8 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
     _title(panels[0], "Output, tokens/s", "more is better")
     _title(panels[1], "Time per output token, ms", "less is better")
     _title(panels[2], "Engine busy, %", "time in steps over time")
+    panels[0].set_ylim(bottom=0)
+    panels[1].set_ylim(bottom=0)
     panels[2].set_ylim(0, 105)
     for panel in panels:
         panel.set_xscale("log", base=2)

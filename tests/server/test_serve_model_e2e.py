@@ -44,7 +44,16 @@ def folder() -> Iterator[Path]:
 
 
 def serve(folder: Path, *arguments: str) -> Server:
-    settings = ("--set", "max_num_seqs=4", "--set", "num_blocks=256", "--set", "num_threads=1")
+    settings = (
+        "--set",
+        "max_num_seqs=4",
+        "--set",
+        "num_blocks=256",
+        "--set",
+        "num_threads=1",
+        "--set",
+        "dtype=float32",
+    )
     command = ("--model", str(WEIGHTS), "--model-name", "mine", *settings, *arguments)
     server = wait_ready(start_server(*command, log=folder / "log"))
     wait_for(lambda: "Ctrl-C ends the server" in server.log.read_text(), 10, "the report")

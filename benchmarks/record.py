@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tidewheel.bench.environment import commit, processor
+from tidewheel.bench.environment import command_line, commit, processor
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 def environment(*packages: str) -> dict[str, Any]:
     return {
         "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line("python", sys.argv),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "gpu": None},
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}},
     }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -19,11 +21,16 @@ def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
     """Enough to know where a figure comes from, and to make it again."""
     return {
         "commit": commit(),
-        "command": " ".join(["tidewheel", *sys.argv[1:]]),
+        "command": command_line("tidewheel", sys.argv[1:]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "gpu": gpu(), "system": platform.platform()},
         "versions": {"python": platform.python_version(), **_versions(packages)},
     }
+
+
+def command_line(program: str, arguments: Sequence[str]) -> str:
+    """Without the folders of this machine: of an absolute path, the last part."""
+    return " ".join([program, *(re.sub(r"(^|=)/(?:[^/=]+/)*", r"\1", argument) for argument in arguments)])
 
 
 def processor() -> str:

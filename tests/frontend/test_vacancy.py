@@ -51,6 +51,15 @@ def test_a_class_that_may_take_a_place_is_left_to_the_engine() -> None:
             vacancy.claim(request(2, priority=priority))
 
 
+def test_a_better_class_may_take_the_place_of_what_was_sent_since() -> None:
+    vacancy = Vacancy()
+    vacancy.hear(room(3, lowest=Priority.CRITICAL))
+    vacancy.claim(request(1, priority=Priority.LOW))
+    vacancy.claim(request(2, priority=Priority.CRITICAL))
+    with pytest.raises(WaitingSetFull):
+        vacancy.claim(request(3, priority=Priority.LOW))
+
+
 def test_sequences_and_tokens_are_counted() -> None:
     vacancy = Vacancy()
     vacancy.hear(room(2, tokens=90, lowest=Priority.CRITICAL))

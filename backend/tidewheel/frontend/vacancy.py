@@ -18,19 +18,18 @@ class Vacancy:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._room: Room | None = None
-        self._sent: dict[int, tuple[int, int]] = {}  # sequences and prompt tokens, by key, unknown to that word
+        self._sent: dict[int, AddRequest] = {}  # by key, unknown to that word
         self._num_requests = 0
         self._num_tokens = 0
 
     def claim(self, message: AddRequest) -> None:
         """The request is about to be sent. Raises `WaitingSetFull`, and counts nothing, if that would be in vain."""
-        num_tokens = message.n * (len(message.prompt) // 4)
         with self._lock:
-            if self._room is not None and message.priority >= self._room.lowest_class:
-                self._check(self._room, message.n, num_tokens)
-            self._sent[message.key] = (message.n, num_tokens)
+            if self._room is not None and message.priority >= self._lowest_class(self._room):
+                self._check(self._room, message.n, _num_tokens(message))
+            self._sent[message.key] = message
             self._num_requests += message.n
-            self._num_tokens += num_tokens
+            self._num_tokens += _num_tokens(message)
 
     def hear(self, room: Room) -> None:
         with self._lock:
@@ -48,6 +47,10 @@ class Vacancy:
         with self._lock:
             self._room = None
 
+    def _lowest_class(self, room: Room) -> int:
+        """Of all that may wait by now: whoever is of a better class may take a place."""
+        return max([room.lowest_class, *(message.priority for message in self._sent.values())])
+
     def _check(self, room: Room, num_sequences: int, num_tokens: int) -> None:
         num_waiting = room.num_requests + self._num_requests
         num_waiting_tokens = room.num_tokens + self._num_tokens
@@ -60,6 +63,11 @@ class Vacancy:
         raise WaitingSetFull(f"waiting set is full: {full}", retry_after_ms=room.retry_after_ms)
 
     def _forget(self, key: int) -> None:
-        num_requests, num_tokens = self._sent.pop(key, (0, 0))
-        self._num_requests -= num_requests
-        self._num_tokens -= num_tokens
+        message = self._sent.pop(key, None)
+        if message is not None:
+            self._num_requests -= message.n
+            self._num_tokens -= _num_tokens(message)
+
+
+def _num_tokens(message: AddRequest) -> int:
+    return message.n * (len(message.prompt) // 4)

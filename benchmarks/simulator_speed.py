@@ -1,6 +1,6 @@
 """How fast the simulator is: a million requests over a hundred replicas on one core, each step by the real scheduler.
 
-    python benchmarks/simulator_speed.py [--requests 1000000] [--replicas 100] [--output-mean 64 256] [--save]
+    python benchmarks/simulator_speed.py [--requests 1000000] [--replicas 100] [--output-mean 64 256] [--save [NAME]]
 
 Prompts of 128 tokens on average and outputs of 64, both lognormal, Poisson arrivals at 80 % of the capacity, least
 loaded replica first; replicas of an 8B model on an H200 by its data sheet. Prefixes are not looked up unless
@@ -86,7 +86,9 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.8, help="share of the capacity (default: %(default)g)")
     parser.add_argument("--output-mean", type=float, nargs="+", default=[64.0], metavar="TOKENS")
     parser.add_argument("--prefix-caching", action="store_true")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/simulator_speed.json")
+    parser.add_argument(
+        "--save", nargs="?", const="simulator_speed", metavar="NAME", help="write benchmarks/results/NAME.json"
+    )
     arguments = parser.parse_args()
     environment = record.environment("numpy")
     runs = []
@@ -95,9 +97,8 @@ def main() -> None:
         for name, value in asdict(runs[-1]).items():
             print(f"{name:16} {value}")
     if arguments.save:
-        print(
-            record.save("simulator_speed", {**environment, "load": arguments.load, "runs": [asdict(r) for r in runs]})
-        )
+        result = {**environment, "load": arguments.load, "runs": [asdict(run) for run in runs]}
+        print(record.save(arguments.save, result))
 
 
 if __name__ == "__main__":

@@ -63,11 +63,12 @@ def test_serve_records_what_it_serves_or_says_why_not(
     started = []
     monkeypatch.setattr("tidewheel.server.serve.serve", lambda options: started.append(options) or 0)
     model = str(tmp_path)
+    (tmp_path / "file").touch()
     assert main(["serve", "--model", model, "--record", str(tmp_path)]) == 0
     assert started[0].settings["record"] == str(tmp_path.resolve())
     for arguments, says in (
         (["--model-repository", model, "--record", model], "--record goes with --model"),
-        (["--model", model, "--record", f"{model}/absent"], "no such folder"),
+        (["--model", model, "--record", f"{model}/file/absent"], "cannot be made a folder"),
         (["--model", model, "--record", model, "--set", "record=x"], "give one"),
     ):
         assert main(["serve", *arguments]) == 2

@@ -111,8 +111,10 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
         return settings
     if "record" in settings:
         raise UsageError("--record and --set record=... say the same thing: give one")
-    if not args.record.is_dir():
-        raise UsageError(f"--record is {str(args.record)!r}: no such folder")
+    try:
+        args.record.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--record is {str(args.record)!r}: it cannot be made a folder ({error.strerror})") from None
     return {**settings, "record": str(args.record.resolve())}
 
 

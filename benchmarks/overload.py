@@ -26,6 +26,7 @@ import record
 from offered_load import offer, run
 from serving import Address, metric, served
 from tidewheel.bench.arrivals import poisson_arrivals
+from tidewheel.bench.stats import quantile
 from tidewheel.bench.values import Offered, Outcome
 from tidewheel.simulate.events import Added, Scheduled
 from tidewheel.simulate.replay import Recording, measured_steps
@@ -46,11 +47,6 @@ CRITICAL_SHARE = 0.2  # of the capacity
 OTHERS = {"HIGH": 0.25, "NORMAL": 0.45, "LOW": 0.3}  # of the rest
 SWEEP = (0.5, 0.75, 1.0, 1.25, 1.5)
 PORTS = 18_700
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Nearest rank; NaN of nothing."""
-    return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
 
 
 def step_seconds(folder: Path) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 import tritonclient.grpc as grpcclient
 
 from support.serving import (
-    REPOSITORY,
     Server,
     grpc_inputs,
-    start_server,
-    stop_server,
+    serving_demo,
     wait_for,
-    wait_ready,
 )
 
 pytestmark = pytest.mark.e2e
@@ -41,12 +37,8 @@ dynamic_batching {
 @pytest.fixture(scope="module")
 def queued(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("queued")
-    shutil.copytree(REPOSITORY / "demo", folder / "demo")
-    (folder / "demo" / "config.pbtxt").write_text(CONFIG)
-    log = folder / "serve.log"
-    server = wait_ready(start_server("--model-repository", str(folder), log=log))
-    yield server
-    assert stop_server(server) == 0, log.read_text()
+    with serving_demo(folder, CONFIG) as server:
+        yield server
 
 
 class Caller:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import queue
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from support.serving import (
-    REPOSITORY,
     Server,
     StreamError,
     grpc_inputs,
     grpc_stream,
-    start_server,
-    stop_server,
+    serving_demo,
     texts,
     wait_for,
-    wait_ready,
 )
 from tidewheel_client import Busy, Client, DeadlineExceeded, NotFound, Stream
 
@@ -43,12 +39,8 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "max_tokens":
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("narrow")
-    shutil.copytree(REPOSITORY / "demo", folder / "demo")
-    (folder / "demo" / "config.pbtxt").write_text(CONFIG)
-    log = folder / "serve.log"
-    server = wait_ready(start_server("--model-repository", str(folder), log=log))
-    yield server
-    assert stop_server(server) == 0, log.read_text()
+    with serving_demo(folder, CONFIG) as server:
+        yield server
 
 
 @pytest.fixture

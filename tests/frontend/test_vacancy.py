@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 
 import pytest
 
-from support.front_ends import Harness
+from support.fake_engine import RecordingSink
+from support.front_ends import Harness, error_info
 from tidewheel.engine.messages import AddRequest, Room
 from tidewheel.errors import EngineDead, WaitingSetFull
 from tidewheel.frontend.vacancy import Vacancy
@@ -72,9 +74,12 @@ def test_sequences_and_tokens_are_counted() -> None:
 
 def test_a_new_engine_starts_empty() -> None:
     vacancy = Vacancy()
+    vacancy.claim(request(1, n=4))
     vacancy.hear(room(4))
     vacancy.reset()
-    vacancy.claim(request(1, priority=Priority.LOW))
+    vacancy.claim(request(2, priority=Priority.LOW))
+    vacancy.hear(room(0, received=[2]))  # the first one went down with the old engine
+    vacancy.claim(request(3, n=4))
 
 
 def test_a_front_end_refuses_without_asking_the_engine(tmp_path: Path) -> None:
@@ -86,6 +91,36 @@ def test_a_front_end_refuses_without_asking_the_engine(tmp_path: Path) -> None:
         stats = harness.frontend.stats()
         assert sum(stats.refusal_time.counts) == stats.rejected["TW-BUSY"] == 1
         harness.frontend.on_lost([], EngineDead("the engine is gone"))
+        assert harness.submit().key in harness.engine.added
+    finally:
+        harness.frontend.close()
+
+
+def test_what_the_engine_did_not_take_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the request was answered just before its place was counted."""
+    harness, real, real_forget = Harness(tmp_path), Vacancy.claim, Vacancy.forget
+    sinks, forgotten = queue.Queue[RecordingSink](), queue.Queue[int]()
+
+    def claim_for_the_dead(vacancy: Vacancy, message: AddRequest) -> None:
+        harness.deliver(message.key, finish_reason="error", error=error_info())
+        sinks.get(timeout=30).wait_end()
+        real(vacancy, message)
+
+    def forget(vacancy: Vacancy, key: int) -> None:
+        real_forget(vacancy, key)
+        forgotten.put(key)
+
+    def refuse(message: AddRequest) -> None:
+        raise EngineDead("the engine is gone")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Vacancy, "claim", claim_for_the_dead)
+            patch.setattr(Vacancy, "forget", forget)
+            patch.setattr(harness.engine, "add", refuse)
+            sinks.put(harness.submit_at_now())
+            assert forgotten.get(timeout=30) == forgotten.get(timeout=30)  # answered, then not sent
+        harness.frontend.on_room(room(3))
         assert harness.submit().key in harness.engine.added
     finally:
         harness.frontend.close()

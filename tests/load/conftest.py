@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from typing import Any
 
-import grpc
 import pytest
-from tritonclient.grpc import service_pb2_grpc
 
-from support.grpc_triton import FakeTriton
+from support.grpc_triton import FakeTriton, running
 from support.http_triton import FakeHttpTriton
 
 os.environ["LOCUST_SKIP_MONKEY_PATCH"] = "1"  # before the first import of locust in this process
@@ -20,13 +17,8 @@ os.environ["LOCUST_SKIP_MONKEY_PATCH"] = "1"  # before the first import of locus
 
 @pytest.fixture
 def triton() -> Iterator[FakeTriton]:
-    fake = FakeTriton()
-    server = grpc.server(futures.ThreadPoolExecutor(max_workers=40))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
-    fake.port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield fake
-    server.stop(grace=None).wait()
+    with running(FakeTriton()) as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +105,17 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         answer.config.name = request.name
         answer.config.model_transaction_policy.decoupled = not request.name.endswith("_infer")
         return answer
+
+
+@contextmanager
+def running(fake: FakeTriton) -> Iterator[FakeTriton]:
+    """Serves on a free port of the loopback, `fake.port`."""
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=40))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
+    fake.port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield fake
+    server.stop(grace=None).wait()
 
 
 class Refused(Exception):

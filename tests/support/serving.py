@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,14 @@ def sse_events(response: requests.Response) -> list[dict[str, Any]]:
     """The JSON of every `data:` line of a `/generate_stream` answer."""
     lines = response.iter_lines(decode_unicode=True)
     return [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
+
+
+@contextmanager
+def serving_demo(folder: Path, config: str) -> Iterator[Server]:
+    """The demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
+    shutil.copytree(REPOSITORY / "demo", folder / "demo")
+    (folder / "demo" / "config.pbtxt").write_text(config)
+    log = folder / "serve.log"
+    server = wait_ready(start_server("--model-repository", str(folder), log=log))
+    yield server
+    assert stop_server(server) == 0, log.read_text()

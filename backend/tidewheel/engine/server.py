@@ -189,11 +189,11 @@ class EngineServer:
         self._front_ends.send_to(identity, Stats(self._core.stats()))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
+        front_end.received.append(message.key)
         try:
             self._check_draining()
             check_num_sequences(message.n)
             request_ids = self._front_ends.open(front_end, message.key, message.n)
-            front_end.received.append(message.key)
         except TidewheelError as error:
             self._front_ends.refuse(front_end, message.key, error)
             return

@@ -174,7 +174,12 @@ class Frontend:
                 self._preparing_bytes -= request.asked.prompt_bytes
 
     def _send_to_engine(self, request: LiveRequest, message: AddRequest | CloseSession) -> None:
-        self._engine.add(message)
+        try:
+            self._engine.add(message)
+        except TidewheelError:
+            if self._vacancy is not None:  # the request may have been answered before it was claimed for
+                self._vacancy.forget(request.key)
+            raise
         if not request.begun():
             self._engine.cancel([request.key])
 

@@ -38,14 +38,16 @@ class Vacancy:
                 self._forget(key)
 
     def forget(self, key: int) -> None:
-        """The request is over, or its engine is."""
+        """The request is over, or was not sent after all."""
         with self._lock:
             self._forget(key)
 
     def reset(self) -> None:
-        """The engine that said so is gone."""
+        """The engine that said so is gone, and what was sent to it will not be heard of."""
         with self._lock:
             self._room = None
+            self._sent.clear()
+            self._num_requests = self._num_tokens = 0
 
     def _lowest_class(self, room: Room) -> int:
         """Of all that may wait by now: whoever is of a better class may take a place."""

@@ -1,0 +1,90 @@
+"""What a step costs at least: bytes over bandwidth or operations over arithmetic, whichever takes longer.
+
+The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009) with the traffic of a decoder written out:
+every step streams the weights once (the embedding table is not streamed), every decode reads the keys and values of
+its context. Gaps between kernels and on the host are not in it: a measured step is this many seconds or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    bytes_per_weight: int = 2
+    bytes_per_kv_element: int = 2
+
+    @property
+    def num_layer_weights(self) -> int:
+        """Of all layers: the four attention projections and the three of the gated MLP. Norms are not counted."""
+        qkv = self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        output = self.num_heads * self.head_dim * self.hidden_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (qkv + output + mlp)
+
+    @property
+    def num_head_weights(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Ceilings that a program reaches, not those of the data sheet. The defaults were measured on an H200."""
+
+    copy_bandwidth: float = 4.3e12  # bytes per second, read and written
+    flops: float = 790e12  # bf16 operations per second, a multiply-add counts as two
+
+
+MODELS = {
+    "qwen3-0.6b": ModelShape(28, 1024, 16, 8, 128, 3072, 151_936),
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14_336, 128_256),
+    "qwen3-8b": ModelShape(36, 4096, 32, 8, 128, 12_288, 151_936),
+}
+H200 = Device()
+
+
+def weights_bytes(shape: ModelShape) -> int:
+    """Streamed by every step that samples."""
+    return (shape.num_layer_weights + shape.num_head_weights) * shape.bytes_per_weight
+
+
+def kv_bytes_per_token(shape: ModelShape) -> int:
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.bytes_per_kv_element
+
+
+def activation_bytes(shape: ModelShape, num_tokens: int) -> int:
+    """Of a decode step: float32 logits, and what the layers hand to each other in two bytes an element."""
+    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    layer = 2 * (4 * shape.hidden_size + 2 * qkv + 3 * shape.intermediate_size)
+    return num_tokens * (4 * shape.vocab_size + shape.num_layers * layer)
+
+
+def attention_flops(shape: ModelShape, num_positions: float) -> float:
+    """Scores and their product with the values; `num_positions` is summed over the queries."""
+    return 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_positions
+
+
+def decode_seconds(shape: ModelShape, batch: int, context: float, device: Device = H200) -> float:
+    """One token for each of `batch` requests that have `context` tokens on average."""
+    moved = weights_bytes(shape) + batch * context * kv_bytes_per_token(shape) + activation_bytes(shape, batch)
+    products = 2 * batch * (shape.num_layer_weights + shape.num_head_weights)
+    return max(moved / device.copy_bandwidth, (products + attention_flops(shape, batch * context)) / device.flops)
+
+
+def prefill_seconds(
+    shape: ModelShape, num_tokens: Sequence[int], device: Device = H200, *, num_cached: Sequence[int] = ()
+) -> float:
+    """Causal prompts in one step: new tokens of each, and how many of its tokens the cache has (0 when left out).
+    Bound by arithmetic; the output layer, which the last token alone needs, is not counted."""
+    cached = num_cached or [0] * len(num_tokens)
+    num_positions = sum(new * (old + new / 2) for new, old in zip(num_tokens, cached, strict=True))
+    return (2 * shape.num_layer_weights * sum(num_tokens) + attention_flops(shape, num_positions)) / device.flops

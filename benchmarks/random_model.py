@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -42,12 +44,17 @@ SHAPES = {
 }
 
 
-def weights(shape: Shape, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Normal(0, 0.02) matrices and unit norms under the names of Hugging Face's checkpoints."""
-    generator = torch.Generator().manual_seed(seed)
+def weights(
+    shape: Shape, dtype: torch.dtype, seed: int, device: torch.device = CPU
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Normal(0, 0.02) matrices and unit norms under the names of Hugging Face's checkpoints, in host memory.
+
+    A seed gives other values on another kind of `device`, which draws them.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * 0.02).to(dtype)
+        return (torch.randn(rows, columns, generator=generator, device=device) * 0.02).to(dtype).cpu()
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=dtype)
@@ -106,10 +113,12 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 
-def make_model(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+def make_model(
+    folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: torch.device = CPU
+) -> Path:
     """Write the folder; what is there already is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(weights(shape, dtype, seed)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(weights(shape, dtype, seed, device)), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config(shape, dtype), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     save_tokenizer(folder, shape.vocab)

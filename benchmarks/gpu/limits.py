@@ -7,6 +7,7 @@ its context. Gaps between kernels and on the host are not in it: a measured step
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,3 +89,29 @@ def prefill_seconds(
     cached = num_cached or [0] * len(num_tokens)
     num_positions = sum(new * (old + new / 2) for new, old in zip(num_tokens, cached, strict=True))
     return (2 * shape.num_layer_weights * sum(num_tokens) + attention_flops(shape, num_positions)) / device.flops
+
+
+def workload_seconds(
+    shape: ModelShape, lengths: Sequence[tuple[int, int]], max_num_seqs: int, device: Device = H200
+) -> float:
+    """At the speed of light: (input, output) tokens of requests that all wait at the start, step by step.
+
+    As many as may run do; a prompt costs its prefill and gives the first token; every step gives all others one. Room
+    for keys and values is not limited, and prefill never shares a step's weights with decodes.
+    """
+    waiting = deque(lengths)
+    running: list[list[int]] = []  # context, tokens to come
+    seconds = 0.0
+    while waiting or running:
+        joining = [waiting.popleft() for _ in range(min(len(waiting), max_num_seqs - len(running)))]
+        if joining:
+            seconds += prefill_seconds(shape, [num_input for num_input, _ in joining], device)
+            running += [[num_input + 1, num_output - 1] for num_input, num_output in joining]
+        running = [row for row in running if row[1] > 0]
+        if running:
+            context = sum(row[0] for row in running) / len(running)
+            seconds += decode_seconds(shape, len(running), context, device)
+            for row in running:
+                row[0] += 1
+                row[1] -= 1
+    return seconds

@@ -1,0 +1,165 @@
+"""What the programs of the stages share: options, the time that is left, and where results go.
+
+A stage is a process of its own: its memory is free again when it ends, and an error on the device ends it alone.
+It prints a line per result, and with `--records` writes each at once as a line of JSON, so that nothing is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from gpu.models import DRY_MODELS, MODEL_NAMES
+from gpu.values import Ceilings, Measurement
+
+NO_DEVICE = 2  # exit status
+
+
+class OutOfTime(Exception):
+    """The stage has used its share; what is left is recorded as skipped."""
+
+
+@dataclass
+class Stage:
+    """One run of one stage."""
+
+    name: str
+    device: torch.device
+    models: list[str]
+    is_dry: bool  # tiny sizes and few samples: proves the program, measures nothing
+    end: float  # time.monotonic
+    ceilings: Ceilings
+    out: Path  # for files that are kept beside the results
+    records: TextIO | None
+    options: argparse.Namespace
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def seconds_left(self) -> float:
+        return self.end - time.monotonic()
+
+    def result(self, measurement: Measurement) -> None:
+        print(f"  {measurement.line()}", flush=True)
+        self._write(measurement.to_json())
+
+    def skip(self, what: str, reason: str) -> None:
+        print(f"  {what}: skipped: {reason}", flush=True)
+        self._write({"type": "skipped", "what": what, "reason": reason})
+
+    def facts(self, **facts: Any) -> None:
+        """What is worth recording and is no figure."""
+        self._write({"type": "facts", **facts})
+
+    @contextlib.contextmanager
+    def part(self, what: str, needs_s: float = 0.0) -> Iterator[None]:
+        """An error in it is recorded and the stage goes on; without `needs_s` seconds left, so is that."""
+        try:
+            if self.seconds_left < needs_s:
+                raise OutOfTime(f"{max(0.0, self.seconds_left):.0f} s are left and it needs about {needs_s:.0f}")
+            yield
+        except OutOfTime as late:
+            self.skip(what, str(late))
+        except Exception as error:
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"  {what}: FAILED: {message[:300]}", flush=True)
+            record = {"type": "failed", "what": what, "error": message, "traceback": traceback.format_exc()}
+            self._write(record)
+            if is_device_lost(error):
+                raise
+
+    def check_time(self, needs_s: float = 0.0) -> None:
+        if self.seconds_left < needs_s:
+            raise OutOfTime("the stage has used its time")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.records is not None:
+            self.records.write(json.dumps({"stage": self.name, **record}) + "\n")
+            self.records.flush()
+
+
+def is_device_lost(error: Exception) -> bool:
+    """After such an error every later call in the process fails too."""
+    text = str(error).lower()
+    fatal = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
+    return any(words in text for words in fatal)
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_common_options(made)
+    made.add_argument("--records", type=Path, help="append every result to this file, a line of JSON each")
+    made.add_argument("--ceilings", type=Path, help="a file written by gpu.ceilings; default: those of an H200")
+    made.add_argument("--seconds", type=float, default=600.0, help="parts that do not fit are skipped")
+    return made
+
+
+def add_common_options(made: argparse.ArgumentParser) -> None:
+    """Those of the suite and of every stage."""
+    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run of the programs")
+    made.add_argument(
+        "--shape", choices=["real", "tiny"], help="tiny: small sizes and few samples; default on cpu, real on cuda"
+    )
+    made.add_argument("--models", default="", help=f"comma-separated; default: {', '.join(MODEL_NAMES)}")
+    made.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results (default: %(default)s)")
+
+
+def is_dry(options: argparse.Namespace) -> bool:
+    return (options.shape or ("tiny" if options.device == "cpu" else "real")) == "tiny"
+
+
+def model_names(options: argparse.Namespace) -> list[str]:
+    """Raises `SystemExit` for one that is unknown."""
+    known = DRY_MODELS if is_dry(options) else MODEL_NAMES
+    wanted = [name for name in options.models.split(",") if name] or list(known)
+    unknown = [name for name in wanted if name not in (*MODEL_NAMES, *DRY_MODELS)]
+    if unknown:
+        raise SystemExit(f"--models {','.join(unknown)}: choose from {', '.join((*MODEL_NAMES, *DRY_MODELS))}")
+    return wanted
+
+
+def device_problem(device: str) -> str | None:
+    """Why there is nothing to measure on."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device is seen by torch; --device cpu tries the programs without measuring anything"
+    return None
+
+
+def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -> None:
+    """The main function of a stage."""
+    problem = device_problem(options.device)
+    if problem:
+        print(f"gpu.{name}: {problem}", file=sys.stderr)
+        raise SystemExit(NO_DEVICE)
+    options.out.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        stage = Stage(
+            name=name,
+            device=torch.device(options.device),
+            models=model_names(options),
+            is_dry=is_dry(options),
+            end=time.monotonic() + options.seconds,
+            ceilings=Ceilings.load(options.ceilings) if options.ceilings else Ceilings(),
+            out=options.out,
+            records=stack.enter_context(options.records.open("a")) if options.records else None,
+            options=options,
+        )
+        with stage.part(name):
+            body(stage)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if stage.is_cuda:
+        os._exit(0)  # threads and graphs of the device need no orderly end, and it costs seconds

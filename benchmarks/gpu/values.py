@@ -1,0 +1,85 @@
+"""What a measurement says, and the ceilings that it is held against."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu.limits import H200, Device
+
+OURS = "tidewheel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One figure with the samples it comes from."""
+
+    name: str  # what was measured: "decode attention"
+    case: str  # under which conditions: "32:8 heads, batch 128, context 2048"
+    value: float
+    unit: str
+    samples: list[float]
+    sample_unit: str
+    who: str = OURS
+    limit: float | None = None  # what the device allows at most, or at least, in `unit`
+    percent: float | None = None  # of that limit
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def line(self) -> str:
+        percent = "" if self.percent is None else f"  {self.percent:5.1f} % of the limit"
+        return f"{self.name:26s} {self.case:44s} {self.who:22s} {self.value:10.4g} {self.unit}{percent}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "result", **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Measurement:
+        return cls(**{f.name: record[f.name] for f in dataclasses.fields(cls)})
+
+
+def throughput(
+    name: str, case: str, seconds: list[float], amount: float, unit: str, limit: float | None, **rest: Any
+) -> Measurement:
+    """`amount` (in `unit` · s) per median second; `limit` is the most that the device allows."""
+    value = amount / statistics.median(seconds)
+    percent = None if limit is None else 100.0 * value / limit
+    return Measurement(
+        name=name, case=case, value=value, unit=unit, samples=seconds, sample_unit="s", limit=limit, percent=percent,
+        **rest,
+    )  # fmt: skip
+
+
+def duration(name: str, case: str, seconds: list[float], limit_s: float | None, **rest: Any) -> Measurement:
+    """Median milliseconds; `limit_s` is the least that the device allows."""
+    value = 1e3 * statistics.median(seconds)
+    limit = None if limit_s is None else 1e3 * limit_s
+    percent = None if limit is None else 100.0 * limit / value
+    return Measurement(
+        name=name, case=case, value=value, unit="ms", samples=seconds, sample_unit="s", limit=limit, percent=percent,
+        **rest,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured on the device of this run. Bytes per second, and bf16 operations per second."""
+
+    copy_bandwidth: float = H200.copy_bandwidth  # read and written
+    flops: float = H200.flops
+    to_host: float = 0.0  # one direction; 0: not measured
+    from_host: float = 0.0
+
+    @property
+    def device(self) -> Device:
+        return Device(self.copy_bandwidth, self.flops)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Ceilings:
+        return cls(**json.loads(path.read_text()))

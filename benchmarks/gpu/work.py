@@ -1,0 +1,40 @@
+"""The requests of the engine benchmarks: the same ids and lengths for every engine."""
+
+from __future__ import annotations
+
+import random
+
+from tidewheel.bench.workloads import WORKLOADS
+from workload import WorkItem
+
+HEADLINE_COUNT, HEADLINE_LOW, HEADLINE_HIGH = 256, 100, 1024
+LAST_ID = 10_000
+SHAREGPT_COUNT = 1000
+TEMPERATURE = 0.6
+
+
+def headline(count: int = HEADLINE_COUNT, low: int = HEADLINE_LOW, high: int = HEADLINE_HIGH) -> list[WorkItem]:
+    """Prompts of `low` to `high` random ids and as many output tokens, seed 0.
+
+    With the defaults it is the workload that nano-vllm and mini-sglang publish figures for (142,827 tokens in,
+    133,966 out): ids 0 to 10,000, the lengths and ids of all prompts drawn before the output lengths.
+    """
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, LAST_ID) for _ in range(rng.randint(low, high))] for _ in range(count)]
+    return [WorkItem(prompt, rng.randint(low, high)) for prompt in prompts]
+
+
+def sharegpt(count: int = SHAREGPT_COUNT) -> list[WorkItem]:
+    """Heavy-tailed lengths with the means of ShareGPT, seed 0."""
+    conversations = WORKLOADS["sharegpt"].conversations(0)
+    turns = [next(conversations)[0] for _ in range(count)]
+    return [WorkItem(turn.input_ids, turn.num_output_tokens) for turn in turns]
+
+
+def of_length(count: int, num_input: int, num_output: int, vocab: int, seed: int = 0) -> list[WorkItem]:
+    rng = random.Random(seed)
+    return [WorkItem([rng.randrange(4, vocab) for _ in range(num_input)], num_output) for _ in range(count)]
+
+
+def within_vocabulary(work: list[WorkItem], vocab: int) -> list[WorkItem]:
+    return [WorkItem([token % vocab for token in item.input_ids], item.num_output_tokens) for item in work]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +44,7 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """Names, shapes and, on demand, the tensors of one validated file."""
+    """Names, shapes and places of the tensors of one validated file; `weight_stream` reads them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,9 +52,9 @@ class SafetensorsFile:
             size = path.stat().st_size
             with path.open("rb") as file:
                 header = file.read(8)
-                self._data_start = 8 + _header_size(header, size)
-                header = file.read(self._data_start - 8)
-            self.entries = parse_header(header, size - self._data_start)
+                self.data_start = 8 + _header_size(header, size)  # bytes from the start of the file
+                header = file.read(self.data_start - 8)
+            self.entries = parse_header(header, size - self.data_start)
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
         except HeaderError as error:
@@ -65,16 +64,9 @@ class SafetensorsFile:
     def num_bytes(self) -> int:
         return sum(entry.end - entry.begin for entry in self.entries.values())
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor, read one at a time in the order of the file."""
-        with self.path.open("rb") as file:
-            file.seek(self._data_start)
-            for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-                data = bytearray(entry.end - entry.begin)
-                if file.readinto(data) != len(data):
-                    raise ConfigError(f"{self.path} became shorter while it was read: download it again")
-                flat = torch.frombuffer(data, dtype=entry.dtype) if data else torch.empty(0, dtype=entry.dtype)
-                yield name, flat.view(entry.shape)
+    def in_order(self) -> list[tuple[str, TensorEntry]]:
+        """Names and entries by their place in the file."""
+        return sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end))
 
 
 def _header_size(prefix: bytes, file_size: int) -> int:

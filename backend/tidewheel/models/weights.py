@@ -12,6 +12,8 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.base import Progress
 from tidewheel.models.config_file import read_json
 from tidewheel.models.safetensors_file import SafetensorsFile
+from tidewheel.models.weight_plan import Chunk, plan_chunks
+from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -57,18 +59,21 @@ def load_weights(
 ) -> None:
     """Copies every tensor to its destination, converting the dtype on the way.
 
-    Each destination must be filled exactly once with its own shape; a tensor without a destination is an error
-    unless `ignored` says that the architecture has no use for it.
+    Destinations are contiguous and on one device. Each must be filled exactly once with its own shape; a tensor
+    without a destination is an error unless `ignored` says that the architecture has no use for it.
     """
     files = list(files)
     _check_names(files, destinations, ignored)
-    total, done = sum(file.num_bytes for file in files), 0
-    for file in files:
-        for name, tensor in file.tensors():
-            if name in destinations:
-                destinations[name].copy_(tensor)
-            done += tensor.nbytes
-            progress(STAGE, done / total)
+    chunks = plan_chunks(files, destinations, SLOT_BYTES)
+    device = next(iter(destinations.values())).device
+    total, done = sum(chunk.size for chunk in chunks), 0
+
+    def delivered(chunk: Chunk) -> None:
+        nonlocal done
+        done += chunk.size
+        progress(STAGE, done / total)
+
+    stream_chunks(chunks, carrier_to(device), delivered)
 
 
 def _check_names(
@@ -108,11 +113,14 @@ def named(names: Iterable[str]) -> str:
 
 
 def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
-    """Weights for speed tests: the same for the same names, shapes, seed and device, whatever the order."""
+    """Weights for speed tests: the same for the same names, shapes, seed and model of device, whatever the order.
+
+    One launch a tensor, in its own dtype and on its device: nothing crosses the bus.
+    """
+    generator = torch.Generator(next(iter(destinations.values())).device)
     for count, (name, tensor) in enumerate(destinations.items(), 1):
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            generator = torch.Generator(tensor.device).manual_seed(seed ^ zlib.crc32(name.encode()))
-            tensor.normal_(0.0, RANDOM_STD, generator=generator)
+            tensor.normal_(0.0, RANDOM_STD, generator=generator.manual_seed(seed ^ zlib.crc32(name.encode())))
         progress(STAGE, count / len(destinations))

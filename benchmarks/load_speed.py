@@ -1,0 +1,128 @@
+"""How fast weights leave their files: the stream of the loader against a plain copy of the same bytes.
+
+``python benchmarks/load_speed.py [--record]``
+
+The file is in the page cache. Processor time is compared, not elapsed time: it is what a reader thread has to give,
+and other programs do not change it. All are measured in turns. `straight` reads into the tensors of a model on the
+host. `ring` reads into the slots of the ring, with the copies to the device left out: the host's part of a load onto
+a GPU. `mapped` copies to such slots from a new mapping of the file, which the loader does not do. `memcpy` is a copy
+between two tensors that were written before. The seconds for 16 GB are the ring's on eight processors of this kind,
+where the bus is as fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from record import environment, save
+from tidewheel.models.safetensors_file import SafetensorsFile
+from tidewheel.models.weight_carrier import Carrier, Event, HostCarrier, RingCarrier
+from tidewheel.models.weight_plan import plan_chunks
+from tidewheel.models.weight_stream import MAX_READERS, SLOT_BYTES, SLOTS_PER_READER, num_readers, stream_chunks
+
+NUM_TENSORS = 16
+ROWS, COLUMNS = 4096, 4096  # 32 MiB in bfloat16
+MODEL_BYTES = 16e9
+NUM_SAMPLES = 7
+
+
+class _NoDevice:
+    """A lane whose device takes everything at once."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        pass
+
+    def mark(self) -> Event:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def processor_seconds(run: Callable[[], object]) -> float:
+    started = time.process_time()
+    run()
+    return time.process_time() - started
+
+
+def measure(folder: Path) -> dict[str, list[float]]:
+    """Processor seconds of every sample, by name."""
+    tensors = {str(i): torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16) for i in range(NUM_TENSORS)}
+    path = folder / "model.safetensors"
+    save_file(tensors, path)
+    destinations = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    chunks = plan_chunks([SafetensorsFile(path)], destinations, SLOT_BYTES)
+    num_slots = SLOTS_PER_READER * num_readers()
+    ring = RingCarrier(_NoDevice(), num_slots, SLOT_BYTES)
+
+    def stream(carrier: Carrier) -> None:
+        stream_chunks(chunks, carrier, lambda _: None)
+
+    def memcpy() -> None:
+        for name, tensor in tensors.items():
+            destinations[name].copy_(tensor)
+
+    def mapped() -> None:
+        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
+            source = torch.frombuffer(content, dtype=torch.uint8)
+            for piece in torch.split(source, SLOT_BYTES):
+                slot[: len(piece)].copy_(piece)
+            del source, piece  # a mapping that is still looked into cannot be closed
+
+    runs = {
+        "mapped": mapped,
+        "memcpy": memcpy,
+        "ring": lambda: stream(ring),
+        "straight": lambda: stream(HostCarrier(num_slots)),
+    }
+    for run in runs.values():
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(NUM_SAMPLES):
+        for name, run in runs.items():
+            samples[name].append(processor_seconds(run))
+    return samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/load_speed.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        samples = measure(Path(folder))
+    num_bytes = NUM_TENSORS * ROWS * COLUMNS * torch.bfloat16.itemsize
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    result = {
+        **environment("torch"),
+        "bytes": num_bytes,
+        "gb_per_processor_second": {name: num_bytes / seconds / 1e9 for name, seconds in medians.items()},
+        "ratio_to_memcpy": {name: medians["memcpy"] / seconds for name, seconds in medians.items()},
+        "seconds_for_16_gb_on_8_processors": MODEL_BYTES / num_bytes * medians["ring"] / MAX_READERS,
+        "samples": samples,
+    }
+    for name, rate in result["gb_per_processor_second"].items():
+        print(f"{name:10} {rate:6.2f} GB per processor second, {result['ratio_to_memcpy'][name]:.2f} of memcpy")
+    print(f"16 GB on {MAX_READERS} processors: {result['seconds_for_16_gb_on_8_processors']:.2f} s")
+    if options.record:
+        save("load_speed", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Weights arrive whole and in bounded memory, through a device that is as late as a real one may be."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.safetensors_file import SafetensorsFile
+from tidewheel.models.weight_carrier import Event, HostCarrier, RingCarrier
+from tidewheel.models.weight_plan import Chunk, plan_chunks
+from tidewheel.models.weight_stream import stream_chunks
+
+SLOT_BYTES = 256
+NUM_SLOTS = 3
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+
+
+class LateLane:
+    """Copies nothing before somebody waits for it, as a device may that is far behind."""
+
+    def __init__(self) -> None:
+        self.allocated: list[torch.Tensor] = []
+        self.num_copies = 0
+        self._queue: list[Copy] = []
+        self._lock = threading.Lock()
+        self._num_done = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        memory = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
+        self.allocated.append(memory)
+        return memory
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        with self._lock:
+            self._queue.append((source, destination))
+            self.num_copies += 1
+
+    def mark(self) -> Event:
+        return LateEvent(self, self.num_copies)
+
+    def finish(self) -> None:
+        self.advance_to(self.num_copies)
+
+    def advance_to(self, count: int) -> None:
+        with self._lock:
+            for source, destination in self._queue[self._num_done : count]:
+                destination.copy_(source)
+            self._num_done = max(self._num_done, count)
+
+
+class LateEvent:
+    def __init__(self, lane: LateLane, position: int) -> None:
+        self._lane = lane
+        self._position = position
+
+    def synchronize(self) -> None:
+        self._lane.advance_to(self._position)
+
+
+class HastyCarrier(RingCarrier):
+    """The mistake that the ring must not make: reads into a slot whose copies may not be done."""
+
+    def deliver(self, index: int, chunk: Chunk) -> None:
+        super().deliver(index, chunk)
+        self._copied[index % self.num_slots] = None
+
+
+def ring(lane: LateLane, cls: type[RingCarrier] = RingCarrier) -> RingCarrier:
+    return cls(lane, NUM_SLOTS, SLOT_BYTES)
+
+
+def checkpoint(folder: Path, num_files: int = 3) -> tuple[list[SafetensorsFile], dict[str, torch.Tensor]]:
+    """Tensors of many sizes and dtypes: some larger than a slot, some empty, some at odd places of the file."""
+    chance = random.Random(0)
+    tensors: dict[str, torch.Tensor] = {}
+    files = []
+    for number in range(num_files):
+        part = {}
+        for i in range(12):
+            dtype = chance.choice((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+            shape = (chance.choice((0, 1, 3, 40)), chance.choice((1, 7, 33)))
+            part[f"{number}.{i}"] = torch.randn(shape).to(dtype)
+        part[f"{number}.odd"] = torch.arange(5, dtype=torch.uint8)
+        save_file(part, folder / f"{number}.safetensors")
+        files.append(SafetensorsFile(folder / f"{number}.safetensors"))
+        tensors |= part
+    return files, tensors
+
+
+def nothing(_chunk: Chunk) -> None:
+    pass
+
+
+def empty_like(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(t.shape, dtype=dtype or t.dtype) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as they are", "converted"])
+@pytest.mark.parametrize("make", [lambda: HostCarrier(NUM_SLOTS), lambda: ring(LateLane())], ids=["host", "ring"])
+def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingCarrier], dtype: torch.dtype | None) -> None:
+    files, tensors = checkpoint(tmp_path)
+    destinations = empty_like(tensors, dtype)
+    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), make(), nothing)
+    for name, tensor in tensors.items():
+        assert torch.equal(destinations[name], tensor.to(destinations[name].dtype)), name
+
+
+def test_a_slot_is_read_into_only_after_its_copies(tmp_path: Path) -> None:
+    """Without the wait the same stream delivers wrong weights: the late lane would show it."""
+    files, tensors = checkpoint(tmp_path)
+    destinations = empty_like(tensors, None)
+    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), ring(LateLane(), HastyCarrier), nothing)
+    assert any(not torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
+
+
+def test_host_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    files, tensors = checkpoint(tmp_path, num_files=6)
+    lane = LateLane()
+    chunks = plan_chunks(files, empty_like(tensors, None), SLOT_BYTES)
+    stream_chunks(chunks, ring(lane), nothing)
+    assert len(chunks) > 10 * NUM_SLOTS
+    assert [memory.nbytes for memory in lane.allocated] == [SLOT_BYTES] * NUM_SLOTS
+
+
+def test_chunks_are_delivered_in_order(tmp_path: Path) -> None:
+    files, tensors = checkpoint(tmp_path)
+    chunks, seen = plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), []
+    stream_chunks(chunks, ring(LateLane()), seen.append)
+    assert seen == chunks
+
+
+def test_a_plan_covers_every_byte_once_and_nothing_else(tmp_path: Path) -> None:
+    files, tensors = checkpoint(tmp_path)
+    destinations = {name: t for name, t in empty_like(tensors, None).items() if not name.endswith(".3")}
+    chunks = plan_chunks(files, destinations, SLOT_BYTES)
+    assert all(chunk.size <= SLOT_BYTES for chunk in chunks)
+    assert all((part.begin - chunk.begin) % part.dtype.itemsize == 0 for chunk in chunks for part in chunk.parts)
+    for file in files:
+        planned = sorted((p.begin, p.end) for chunk in chunks if chunk.file is file for p in chunk.parts)
+        wanted = [
+            (entry.begin, entry.end)
+            for name, entry in file.in_order()
+            if name in destinations and entry.begin < entry.end
+        ]
+        assert covered(planned) == covered(wanted)
+
+
+def covered(ranges: list[tuple[int, int]]) -> set[int]:
+    positions = [position for begin, end in ranges for position in range(begin, end)]
+    assert len(positions) == len(set(positions))
+    return set(positions)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    files, tensors = checkpoint(tmp_path)
+    with files[1].path.open("r+b") as handle:
+        handle.truncate(files[1].data_start + 10)
+    with pytest.raises(ConfigError) as caught:
+        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+    assert str(caught.value) == f"{files[1].path} became shorter while it was read: download it again"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, tensors = checkpoint(tmp_path)
+    monkeypatch.setattr("os.preadv", fail)
+    with pytest.raises(ConfigError) as caught:
+        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+    assert str(caught.value) == f"{files[0].path} cannot be read: Input/output error"
+
+
+def fail(*_arguments: object) -> int:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_file_that_vanished_is_named(tmp_path: Path) -> None:
+    files, tensors = checkpoint(tmp_path)
+    files[2].path.unlink()
+    with pytest.raises(ConfigError, match=r"2\.safetensors cannot be read: No such file or directory"):
+        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), nothing)
+
+
+def test_reads_that_come_in_pieces_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    files, tensors = checkpoint(tmp_path)
+    whole = os.preadv
+    monkeypatch.setattr("os.preadv", lambda fd, buffers, offset: whole(fd, [buffers[0][:7]], offset))
+    destinations = empty_like(tensors, None)
+    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), HostCarrier(NUM_SLOTS), nothing)
+    assert all(torch.equal(destinations[name], tensor) for name, tensor in tensors.items())
+
+
+def test_who_stops_the_load_leaves_no_thread_and_no_open_file(tmp_path: Path) -> None:
+    files, tensors = checkpoint(tmp_path)
+    open_before = len(list(Path("/proc/self/fd").iterdir()))
+    delivered: list[Chunk] = []
+
+    def stop(chunk: Chunk) -> None:
+        delivered.append(chunk)
+        if len(delivered) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stream_chunks(plan_chunks(files, empty_like(tensors, None), SLOT_BYTES), ring(LateLane()), stop)
+    assert len(delivered) == 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+    assert len(list(Path("/proc/self/fd").iterdir())) == open_before

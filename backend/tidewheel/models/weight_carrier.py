@@ -1,8 +1,9 @@
 """How bytes of a checkpoint get from a file into tensors: straight into host memory, or through a pinned ring.
 
 Files are read with preadv(2) and not mapped. From a warm page cache a mapping takes a third less processor time
-(`benchmarks/load_speed.py`), but a few readers outrun the bus either way. From a cold one, reads of megabytes keep the
-disk busier than page faults do. And a mapped file that shrinks ends the process (SIGBUS), where a read comes back short.
+(`benchmarks/load_speed.py`), but a few readers outrun the bus either way. From a cold one, reads of megabytes keep
+the disk busier than page faults do. And a mapped file that shrinks ends the process (SIGBUS), where a read comes back
+short.
 """
 
 from __future__ import annotations

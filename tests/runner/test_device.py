@@ -14,6 +14,7 @@ from tidewheel.runner.device import cpu_has_bf16, resolve_device, resolve_dtype
 from tidewheel.runner.profiling import gpu_budget
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +56,85 @@ def test_dtype_on_a_cpu(
     assert resolve_dtype(wanted, checkpoint, CPU) == expected
 
 
-def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cuda(monkeypatch: pytest.MonkeyPatch, version: str | None, message: str = "") -> None:
+    def init() -> None:
+        if message:
+            raise RuntimeError(message)
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="set device to 'cpu' or 'auto'"):
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", version)
+
+
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading "
+    "and installing a new version from the URL: http://www.nvidia.com/Download/index.aspx"
+)
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU\nand installed a driver"
+
+
+@pytest.mark.parametrize(
+    ("version", "torch_says", "expected"),
+    [
+        (None, "", "is a build without CUDA: install one with it"),
+        (
+            "13.0",
+            TOO_OLD,
+            "(CUDA 13.0) cannot use a GPU: The NVIDIA driver on your system is too old (found version 11040);",
+        ),
+        ("13.0", NO_DRIVER, "(CUDA 13.0) cannot use a GPU: Found no NVIDIA driver on your system;"),
+        ("13.0", "No CUDA GPUs are available", "cannot use a GPU: No CUDA GPUs are available;"),
+        ("13.0", "", "(CUDA 13.0) sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi;"),
+    ],
+)
+def test_cuda_that_cannot_be_used_is_refused_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, torch_says: str, expected: str
+) -> None:
+    no_cuda(monkeypatch, version, torch_says)
+    with pytest.raises(ConfigError) as caught:
         resolve_device(EngineConfig(model="m", device="cuda"))
+    message = str(caught.value)
+    assert message.startswith("device is 'cuda', but torch ")
+    assert expected in message
+    assert message.endswith("set device to 'cpu' or 'auto'")
+    assert "\n" not in message
     assert resolve_device(EngineConfig(model="m")) == CPU
+
+
+def gpu(
+    monkeypatch: pytest.MonkeyPatch, *, capability: tuple[int, int] = (9, 0), free: int = 0, total: int = 0
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+
+
+@pytest.mark.parametrize("wanted", ["cuda", "auto"])
+def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    gpu(monkeypatch, capability=(7, 5))
+    with pytest.raises(ConfigError) as caught:
+        resolve_device(EngineConfig(model="m", device=wanted))
+    assert str(caught.value) == (
+        "NVIDIA X1 has compute capability 7.5: bfloat16 and the kernels need at least 8.0 (Ampere); "
+        "use a newer GPU, or set device to 'cpu'"
+    )
+    assert resolve_device(EngineConfig(model="m", device="cpu")) == CPU
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_gpu_that_is_new_enough_is_used(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    gpu(monkeypatch, capability=capability)
+    assert resolve_device(EngineConfig(model="m")) == CUDA
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"), [("float16", torch.float16), ("float32", torch.bfloat16), (None, torch.bfloat16)]
+)
+def test_dtype_on_a_gpu(monkeypatch: pytest.MonkeyPatch, checkpoint: str | None, expected: torch.dtype) -> None:
+    gpu(monkeypatch)
+    assert resolve_dtype("auto", checkpoint, CUDA) == expected
 
 
 def test_memory_of_a_gpu_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,11 @@ class CausalLM(Protocol):
     @property
     def weights_bytes(self) -> int: ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether `forward` is known never to wait for the device nor to read its values, as a CUDA graph demands."""
+        ...
+
     def forward(
         self,
         token_ids: torch.Tensor,  # [T] int32 or int64

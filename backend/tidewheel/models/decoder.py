@@ -57,6 +57,8 @@ def add_norm(
 class Decoder:
     """A `CausalLM`. Its weights are undefined until every one of `destinations()` is filled; then call `pack`."""
 
+    is_capturable = True
+
     def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
         self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)

@@ -15,6 +15,7 @@ from tidewheel.models.config import parse_config
 from tidewheel.models.config_file import Fields, architecture
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.registry import NativeTraits, native_traits
+from tidewheel.models.room import check_weights_fit
 from tidewheel.models.weights import checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ def _load_native(
     shape = parse_config(fields, traits)
     max_model_len = resolve_max_model_len(config.max_model_len, shape.context_length)
     files = [] if config.load_format == "dummy" else checkpoint_files(folder)
+    planned = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
+    check_weights_fit(planned.weights_bytes, dtype, device)
     try:
         decoder = Decoder(shape, max_model_len=max_model_len, dtype=dtype, device=device)
     except RuntimeError as error:  # torch's CPU allocator has no class of its own; CUDA's derives from this one

@@ -64,6 +64,10 @@ class SafetensorsFile:
     def num_bytes(self) -> int:
         return sum(entry.end - entry.begin for entry in self.entries.values())
 
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self.entries.values())
+
     def in_order(self) -> list[tuple[str, TensorEntry]]:
         """Names and entries by their place in the file."""
         return sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end))

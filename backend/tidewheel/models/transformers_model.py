@@ -14,6 +14,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.base import KVLayer, ModelShape, Progress
 from tidewheel.models.config_file import Fields, architecture, one_line
 from tidewheel.models.registry import NATIVE
+from tidewheel.models.room import check_weights_fit
 from tidewheel.models.transformers_attention import IMPLEMENTATION, PagedAttention, install
 from tidewheel.models.transformers_checks import check_class, check_config
 from tidewheel.models.transformers_probe import NO_INTERFACE, probe
@@ -26,6 +27,8 @@ IMPLEMENTATION_KEYS = ("attn_implementation", "experts_implementation")
 
 class TransformersModel:
     """A `CausalLM` around a model of transformers: one packed sequence in, logits of chosen tokens out."""
+
+    is_capturable = False  # masks, caches of rotations and experts are the library's, another for every architecture
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
         self._model = model
@@ -97,7 +100,8 @@ def load_transformers_model(
     """With `dummy_seed`, random weights made on the device, of the sizes that the configuration gives."""
     progress(STAGE, 0.0)
     if dummy_seed is None:
-        checkpoint_files(folder)  # our own validation of every file that the library is about to read
+        files = checkpoint_files(folder)  # our own validation of every file that the library is about to read
+        check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)
     try:
         if dummy_seed is None:
             model = _from_files(folder, cls, config, dtype)

@@ -14,6 +14,7 @@ from tidewheel.models.base import DTYPES
 logger = logging.getLogger(__name__)
 
 SMALL_MODEL_BYTES = 64 << 20
+LEAST_CAPABILITY = (8, 0)
 
 CPU_INFO = Path("/proc/cpuinfo")
 # Instructions that multiply bfloat16 matrices: x86 AVX-512 BF16 and AMX, and Arm's BF16 extension.
@@ -21,15 +22,51 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Raises `ConfigError` when CUDA is asked for and absent."""
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("device is 'cuda', but torch sees no CUDA device: set device to 'cpu' or 'auto'")
+    """Raises `ConfigError` when CUDA is asked for and cannot be used, and for a GPU that is too old."""
+    obstacle = cuda_obstacle() if config.device != "cpu" else "device is 'cpu'"
+    if config.device == "cuda" and obstacle:
+        raise ConfigError(f"device is 'cuda', but {obstacle}; or set device to 'cpu' or 'auto'")
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    if config.device == "cpu" or not has_cuda:
+    if obstacle:
+        logger.info("runs on the CPU: %s", obstacle)
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    _check_capability(device)
+    return device
+
+
+def cuda_obstacle() -> str:
+    """Why torch cannot use a GPU, and what would help; empty where it can."""
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA: install one with it"
+    build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # of a driver that is too old it names the version
+        return f"{build} cannot use a GPU: {_first_sentences(error)}"
+    return f"{build} sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+
+
+def _first_sentences(error: Exception) -> str:
+    """One line, without the addresses that torch recommends."""
+    text = " ".join(str(error).split())
+    return text.split(" Please ")[0].rstrip(". ")
+
+
+def _check_capability(device: torch.device) -> None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {_dotted(capability)}: bfloat16 and the "
+            f"kernels need at least {_dotted(LEAST_CAPABILITY)} (Ampere); use a newer GPU, or set device to 'cpu'"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def limit_threads(weights_bytes: int) -> None:
@@ -60,9 +97,7 @@ def resolve_dtype(wanted: DType, checkpoint: str | None, device: torch.device) -
 def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:
     if device.type == "cpu":
         return "bfloat16" if checkpoint == "bfloat16" and cpu_has_bf16() else "float32"
-    if checkpoint == "float16" or not torch.cuda.is_bf16_supported():
-        return "float16"
-    return "bfloat16"
+    return "float16" if checkpoint == "float16" else "bfloat16"
 
 
 def cpu_has_bf16(cpu_info: Path = CPU_INFO) -> bool:

@@ -1,0 +1,137 @@
+"""The engine in this process, with the time of every delivery: steps, first tokens and gaps between tokens."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu.limits import Device, ModelShape, decode_seconds
+from gpu.models import without_weights
+from gpu.stage import Stage
+from tidewheel import LLM, SamplingParams
+from tidewheel.batch import StepOutputs
+from workload import WorkItem
+
+
+class Delivery(NamedTuple):
+    """The tokens of one step reached the host."""
+
+    at: float  # perf_counter
+    request_ids: list[str]
+
+
+class DecodeStep(NamedTuple):
+    """A step that gave a token to each of `batch` requests and computed nothing else."""
+
+    seconds: float
+    batch: int
+    context: float  # tokens of a request, on average
+
+
+class TimedLLM(LLM):
+    """An `LLM` that notes when tokens arrive; it costs a list append a step."""
+
+    deliveries: list[Delivery]
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        if outputs.requests:
+            ids = [request.request_id for request in outputs.requests]
+            self.deliveries.append(Delivery(time.perf_counter(), ids))
+        super()._deliver(outputs)
+
+    def timed(self, work: Sequence[WorkItem], temperature: float) -> Timed:
+        """One `generate` of all. Raises RuntimeError if an answer is shorter than was asked for."""
+        prompts = [{"input_ids": item.input_ids} for item in work]
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=item.num_output_tokens, ignore_eos=True)
+            for item in work
+        ]
+        self.deliveries = []
+        start = time.perf_counter()
+        results = self.generate(prompts, params, use_tqdm=False)
+        end = time.perf_counter()
+        for item, result in zip(work, results, strict=True):
+            if len(result.token_ids) != item.num_output_tokens:
+                raise RuntimeError(f"{len(result.token_ids)} of {item.num_output_tokens} tokens: {result.error}")
+        return Timed(start, end, [len(item.input_ids) for item in work], self.deliveries)
+
+
+class Timed(NamedTuple):
+    """One run. The id of request number i begins with "i."."""
+
+    start: float
+    end: float
+    num_inputs: list[int]
+    deliveries: list[Delivery]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def arrivals(self) -> dict[str, list[float]]:
+        """When the tokens of each request came, by request id."""
+        times: dict[str, list[float]] = {}
+        for delivery in self.deliveries:
+            for request_id in delivery.request_ids:
+                times.setdefault(request_id, []).append(delivery.at)
+        return times
+
+    def first_token_seconds(self) -> list[float]:
+        return [times[0] - self.start for times in self.arrivals().values()]
+
+    def gaps(self) -> list[float]:
+        """Between consecutive tokens of each request (ITL)."""
+        return [b - a for times in self.arrivals().values() for a, b in itertools.pairwise(times)]
+
+    def decode_steps(self) -> list[DecodeStep]:
+        """From when every request has had its first token: nothing is prefilled any more."""
+        steps: list[DecodeStep] = []
+        contexts: dict[str, int] = {}
+        before: float | None = None
+        for at, ids in self.deliveries:
+            is_settled = len(contexts) == len(self.num_inputs)
+            for request_id in ids:
+                number = int(request_id.partition(".")[0])
+                contexts[request_id] = contexts.get(request_id, self.num_inputs[number]) + 1
+            if is_settled and before is not None:
+                context = sum(contexts[request_id] - 1 for request_id in ids) / len(ids)
+                steps.append(DecodeStep(at - before, len(ids), context))
+            before = at if is_settled or len(contexts) == len(self.num_inputs) else None
+        return steps
+
+
+def limit_ratio(steps: Sequence[DecodeStep], shape: ModelShape, device: Device) -> float:
+    """Seconds that the steps took over those that they need at least."""
+    least = sum(decode_seconds(shape, step.batch, step.context, device) for step in steps)
+    return sum(step.seconds for step in steps) / least
+
+
+OFFLINE: Mapping[str, object] = {"max_num_seqs": 256, "max_model_len": 2304, "max_num_batched_tokens": 8192}
+DRY: Mapping[str, object] = {"kv_cache_memory_mb": 64, "num_threads": 1, "max_num_batched_tokens": 256}
+
+
+def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> TimedLLM:
+    """On random weights made on the device, without prefix caching: no run profits from the one before."""
+    chosen: dict[str, object] = {
+        "device": stage.device.type, "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
+        **OFFLINE, **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,
+    }  # fmt: skip
+    source = without_weights(folder, model) if chosen["load_format"] == "dummy" else folder
+    start = time.perf_counter()
+    engine = TimedLLM(str(source), skip_tokenizer_init=True, **chosen)
+    stage.facts(
+        model=model,
+        ready_s=time.perf_counter() - start,
+        num_blocks=engine.info.num_blocks,
+        settings={key: value for key, value in chosen.items() if isinstance(value, str | int | float)},
+    )
+    engine.deliveries = []
+    return engine
+
+
+def warm_up(engine: TimedLLM, work: Sequence[WorkItem], temperature: float) -> None:
+    """Kernels are compiled and caches filled before anything is timed."""
+    engine.timed([WorkItem(item.input_ids, min(item.num_output_tokens, 16)) for item in work[:8]], temperature)

@@ -1,0 +1,153 @@
+"""How much of a decode-only second the device does nothing, from the kernels on torch.profiler's timeline.
+
+    python -m gpu.idle
+
+The tracer slows small kernels down a little, so idle time is, if anything, over-reported in small models. A part of
+the timeline is kept as `idle_MODEL.json.gz`, for Perfetto or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gpu.engine_steps import TimedLLM, open_engine, warm_up
+from gpu.limits import decode_seconds
+from gpu.models import limits_of, shape_of
+from gpu.stage import Stage, parser, run
+from gpu.values import Measurement
+from gpu.work import of_length
+
+BATCH, PROMPT = 128, 64
+SECONDS = 1.0
+MAX_STEPS = 1500
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of Kineto
+SKIPPED_FRACTION = 0.1  # at each end of the run: prefill, and requests that end
+KEPT_US = 100_000.0
+
+
+class Interval(NamedTuple):
+    """Something ran on the device; microseconds."""
+
+    begin: float
+    end: float
+
+
+def device_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Complete events on the device, by their begin."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
+    return sorted(events, key=lambda event: float(event["ts"]))
+
+
+def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
+    """Part of the window that no interval covers; intervals are sorted by their begin and may overlap."""
+    busy, reached = 0.0, window.begin
+    for begin, end in intervals:
+        begin, end = max(begin, reached), min(end, window.end)
+        if end > begin:
+            busy += end - begin
+            reached = end
+    return 1.0 - busy / (window.end - window.begin)
+
+
+def gaps(intervals: Iterable[Interval], window: Interval) -> list[float]:
+    """Microseconds in which nothing runs, inside the window."""
+    found: list[float] = []
+    reached = window.begin
+    for begin, end in intervals:
+        if begin >= window.end:
+            break
+        if begin > reached:
+            found.append(begin - reached)
+        reached = max(reached, end)
+    return found
+
+
+def body(stage: Stage) -> None:
+    if not stage.is_cuda:
+        stage.skip("idle device", "the timeline of kernels exists on CUDA only")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for model in reversed(stage.models):  # the largest first
+            with stage.part(f"idle device, {model}", needs_s=12.0):
+                engine = open_engine(stage, model, Path(scratch))
+                try:
+                    _profile(stage, model, engine, Path(scratch) / "trace.json")
+                finally:
+                    engine.close()
+
+
+def _profile(stage: Stage, model: str, engine: TimedLLM, path: Path) -> None:
+    vocab = shape_of(model).vocab
+    step_s = 1.3 * decode_seconds(limits_of(model), BATCH, PROMPT, stage.ceilings.device)
+    num_steps = min(MAX_STEPS, round(SECONDS / step_s))
+    warm_up(engine, of_length(8, PROMPT, 16, vocab), 0.0)
+    engine.timed(of_length(BATCH, PROMPT, 16, vocab), 0.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        timed = engine.timed(of_length(BATCH, PROMPT, num_steps, vocab, seed=1), 0.0)
+        torch.cuda.synchronize(stage.device)
+    profiler.export_chrome_trace(str(path))
+    events = device_events(json.loads(path.read_text()))
+    if not events:
+        raise RuntimeError("the profiler saw no kernel")
+    intervals = [Interval(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]
+    span = intervals[-1].end - intervals[0].begin
+    window = Interval(
+        intervals[0].begin + SKIPPED_FRACTION * span, intervals[0].begin + (1.0 - SKIPPED_FRACTION) * span
+    )
+    fraction = idle_fraction(intervals, window)
+    _keep(stage.out / f"idle_{model}.json.gz", events, window)
+    steps = [step.seconds for step in timed.decode_steps()]
+    stage.result(
+        Measurement(
+            name="idle device",
+            case=f"{model}, batch {BATCH}, {num_steps} decode steps",
+            value=100.0 * fraction,
+            unit="% of the time",
+            samples=[1e-6 * gap for gap in gaps(intervals, window)][:2000],
+            sample_unit="s without a kernel",
+            details={
+                "model": model,
+                "window_s": 1e-6 * (window.end - window.begin),
+                "kernels_per_step": len(events) / num_steps,
+                "step_ms_under_the_profiler": 1e3 * sum(steps) / max(len(steps), 1),
+                "busiest_kernels": _busiest(events),
+            },
+        )
+    )
+
+
+def _busiest(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Share of the device's busy time, of the kernels that take most of it."""
+    totals: dict[str, float] = {}
+    for event in events:
+        name = str(event["name"])[:80]
+        totals[name] = totals.get(name, 0.0) + float(event["dur"])
+    whole = sum(totals.values())
+    ranked = sorted(totals.items(), key=lambda item: -item[1])[:15]
+    return {name: round(total / whole, 4) for name, total in ranked}
+
+
+def _keep(path: Path, events: list[dict[str, Any]], window: Interval) -> None:
+    keys = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
+    kept = [
+        {key: event[key] for key in keys}
+        for event in events
+        if window.begin <= float(event["ts"]) < window.begin + KEPT_US
+    ]
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": kept}, file)
+
+
+def main() -> None:
+    run("idle", body, parser(__doc__).parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Attention on random inputs: ours over a paged cache, others over what they want, all on the same shapes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from gpu.timing import Call
+from tidewheel_kernels import AttentionMetadata, paged_attention
+
+ELEMENT_BYTES = 2  # bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """`batch` sequences alike, with `query` new tokens each, of `context` tokens in all."""
+
+    batch: int
+    context: int
+    query: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 64
+
+    @property
+    def label(self) -> str:
+        return f"{self.heads}:{self.kv_heads} heads, batch {self.batch}, context {self.context}"
+
+    @property
+    def num_bytes(self) -> int:
+        """Keys and values once, queries in, results out."""
+        kv = 2 * self.context * self.kv_heads
+        return ELEMENT_BYTES * self.batch * self.head_dim * (kv + 2 * self.query * self.heads)
+
+    @property
+    def flops(self) -> float:
+        """Two products over the keys that each query sees (causal)."""
+        seen = self.query * (self.context - self.query) + self.query * (self.query + 1) / 2
+        return 4.0 * self.batch * self.heads * self.head_dim * seen
+
+
+def ours(case: AttentionCase, device: torch.device) -> Call:
+    blocks_each = -(-case.context // case.block_size)
+    shape = (case.batch * blocks_each, case.block_size, case.kv_heads, case.head_dim)
+    k_cache, v_cache = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    tables = torch.randperm(shape[0], device=device).int().view(case.batch, blocks_each)  # scattered, as in service
+    q = torch.randn(case.batch * case.query, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
+    out, meta, scale = torch.empty_like(q), _metadata(case, tables, device), case.head_dim**-0.5
+
+    def call() -> object:
+        return paged_attention(q, k_cache, v_cache, meta, scale=scale, out=out)
+
+    return call
+
+
+def _metadata(case: AttentionCase, tables: torch.Tensor, device: torch.device) -> AttentionMetadata:
+    cu_seqlens = np.arange(0, (case.batch + 1) * case.query, case.query, dtype=np.int32)
+    seq_lens = np.full(case.batch, case.context, dtype=np.int32)
+    return AttentionMetadata(
+        slot_mapping=torch.full((case.batch * case.query,), -1, dtype=torch.int64, device=device),
+        block_tables=tables,
+        cu_seqlens_q=torch.from_numpy(cu_seqlens).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        max_seqlen_q=case.query,
+        max_seq_len=case.context,
+        num_decodes=case.batch if case.query == 1 else 0,
+        cu_seqlens_q_cpu=cu_seqlens,
+        seq_lens_cpu=seq_lens,
+    )
+
+
+def _dense(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v as [batch, heads, tokens, head_dim]."""
+    sizes = ((case.heads, case.query), (case.kv_heads, case.context), (case.kv_heads, case.context))
+    q, k, v = (
+        torch.randn(case.batch, heads, length, case.head_dim, device=device, dtype=torch.bfloat16)
+        for heads, length in sizes
+    )
+    return q, k, v
+
+
+def torch_sdpa(case: AttentionCase, device: torch.device) -> Call:
+    """Over dense keys and values: no block table to follow."""
+    q, k, v = _dense(case, device)
+    causal = case.query > 1
+
+    def call() -> object:
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    return call
+
+
+def flex_attention(case: AttentionCase, device: torch.device) -> Call:
+    """torch's FlexAttention under torch.compile, dense."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import flex_attention as attend
+
+    q, k, v = _dense(case, device)
+    mask = None
+    if case.query > 1:
+        mask = create_block_mask(_is_causal, None, None, case.query, case.context, device=str(device))
+    compiled: Any = torch.compile(attend, dynamic=False)
+
+    def call() -> object:
+        return compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+    return call
+
+
+def _is_causal(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+    return query >= key
+
+
+def flash_attention_3() -> Callable[[AttentionCase, torch.device], Call] | None:
+    """None where no `flash_attn_interface` can be imported. Decodes read a paged cache, prompts dense keys."""
+    try:
+        library: Any = importlib.import_module("flash_attn_interface")
+    except (ImportError, OSError):
+        return None
+
+    def make(case: AttentionCase, device: torch.device) -> Call:
+        if case.query > 1:
+            q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in _dense(case, device))
+            return lambda: library.flash_attn_func(q, k, v, causal=True)
+        blocks_each = -(-case.context // case.block_size)
+        shape = (case.batch * blocks_each, case.block_size, case.kv_heads, case.head_dim)
+        k_cache, v_cache = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+        tables = torch.randperm(shape[0], device=device).int().view(case.batch, blocks_each)
+        q = torch.randn(case.batch, 1, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
+        lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
+        return lambda: library.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=lengths, page_table=tables, causal=True
+        )
+
+    return make

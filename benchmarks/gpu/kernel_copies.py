@@ -1,0 +1,98 @@
+"""Blocks copied inside the cache, and moved to pinned host memory and back, at the shape of the largest model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+import torch
+
+from gpu.limits import ModelShape
+from gpu.models import limits_of
+from gpu.stage import Stage
+from gpu.timing import Call, Timer
+from gpu.values import throughput
+from tidewheel.batch import Int32Array
+from tidewheel.models import base
+from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel_kernels import copy_blocks
+
+BLOCK_SIZE = 64
+COPIED = (1, 16, 256)  # blocks
+MOVED = (8, 64, 256)
+ROUNDS = 10
+
+
+def layout_of(shape: ModelShape) -> CacheLayout:
+    model = base.ModelShape(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+    )
+    return CacheLayout(model, BLOCK_SIZE, torch.bfloat16)
+
+
+def copies(stage: Stage) -> None:
+    layout = layout_of(limits_of("tiny" if stage.is_dry else "llama-3.1-8b"))
+    for count in (2,) if stage.is_dry else COPIED:
+        with stage.part(f"block copy, {count} blocks", needs_s=2.0):
+            moved = 2 * count * layout.block_bytes
+            timer = Timer(stage.device, is_dry=stage.is_dry)
+            timing = timer.measure(lambda _, count=count: _copy(layout, count, stage.device), moved)
+            limit = 1e-9 * stage.ceilings.copy_bandwidth
+            case = f"{count} blocks of {layout.block_bytes / 2**20:.2f} MiB"
+            stage.result(
+                throughput("block copy", case, timing.seconds, 1e-9 * moved, "GB/s", limit, details=timing.details)
+            )
+    for count in (2,) if stage.is_dry else MOVED:
+        with stage.part(f"swap, {count} blocks", needs_s=3.0):
+            swap(stage, layout, count)
+
+
+def _copy(layout: CacheLayout, count: int, device: torch.device) -> Call:
+    shape = layout.shape
+    cache = torch.zeros(
+        2 * shape.num_layers, 2 * count, layout.block_size, shape.num_kv_heads, shape.head_dim,
+        dtype=layout.dtype, device=device,
+    )  # fmt: skip
+    order = torch.randperm(2 * count, device=device)
+    source, target = order[:count].clone(), order[count:].clone()
+    return lambda: copy_blocks(cache, source, target)
+
+
+def swap(stage: Stage, layout: CacheLayout, count: int) -> None:
+    """As preemption does it: gathered on the device, across the bus, and back; host clock, device synchronised."""
+    host = HostBlocks(KVTensors(layout, 2 * count, stage.device), count)
+    rng = np.random.default_rng(0)
+    blocks: Int32Array = rng.permutation(2 * count)[:count].astype(np.int32)
+    slots: Int32Array = rng.permutation(count).astype(np.int32)
+    num_bytes = count * layout.block_bytes
+    ways = {
+        "out": (lambda: host.write_out(blocks, slots), stage.ceilings.to_host),
+        "in": (lambda: host.read_in(slots, blocks), stage.ceilings.from_host),
+    }
+    for way, (call, ceiling) in ways.items():
+        call()
+        seconds = [_synchronised(call, stage) for _ in range(2 if stage.is_dry else ROUNDS)]
+        case = f"{count} blocks of {layout.block_bytes / 2**20:.2f} MiB"
+        limit = 1e-9 * ceiling or None
+        stage.result(throughput(f"swap {way}", case, seconds, 1e-9 * num_bytes, "GB/s", limit))
+        stage.facts(seconds_per_block=statistics.median(seconds) / count, direction=way, blocks=count)
+
+
+def _synchronised(call: Call, stage: Stage) -> float:
+    _synchronise(stage)
+    start = time.perf_counter()
+    call()
+    _synchronise(stage)
+    return time.perf_counter() - start
+
+
+def _synchronise(stage: Stage) -> None:
+    if stage.is_cuda:
+        torch.cuda.synchronize(stage.device)

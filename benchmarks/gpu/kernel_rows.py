@@ -1,0 +1,140 @@
+"""The operations on rows of tokens or logits: inputs at real shapes, and the bytes that each must move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from gpu.timing import Call
+from random_model import Shape
+from tidewheel_kernels import SamplingTensors, compute_logprobs, rms_norm, rope_and_cache, sample, silu_and_mul
+
+EPS = 1e-6
+BLOCK_SIZE = 64
+CONTEXT = 8192
+Maker = Callable[[torch.device], Call]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCase:
+    """`num_bytes`: what one call reads and writes at least."""
+
+    name: str
+    case: str
+    num_bytes: int
+    make: Maker
+    peers: dict[str, Maker]
+
+
+def _random(*sizes: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(sizes, device=device, dtype=torch.bfloat16)
+
+
+def residual_norm(shape: Shape, num_tokens: int) -> RowCase:
+    def make(device: torch.device) -> Call:
+        x, residual = (_random(num_tokens, shape.hidden, device=device) for _ in range(2))
+        return partial(rms_norm, x, _random(shape.hidden, device=device), EPS, residual)
+
+    def unfused(device: torch.device) -> Call:
+        x, residual = (_random(num_tokens, shape.hidden, device=device) for _ in range(2))
+        weight = _random(shape.hidden, device=device)
+        return lambda: torch.rms_norm(x + residual, weight.shape, weight, EPS)
+
+    case = f"{num_tokens} tokens, hidden {shape.hidden}"
+    return RowCase("residual RMSNorm", case, 4 * 2 * num_tokens * shape.hidden, make, {"torch": unfused})
+
+
+def gated_activation(shape: Shape, num_tokens: int) -> RowCase:
+    def make(device: torch.device) -> Call:
+        return partial(silu_and_mul, _random(num_tokens, 2 * shape.intermediate, device=device))
+
+    def unfused(device: torch.device) -> Call:
+        gate, up = _random(num_tokens, 2 * shape.intermediate, device=device).chunk(2, dim=-1)
+        return lambda: silu(gate) * up
+
+    case = f"{num_tokens} tokens, intermediate {shape.intermediate}"
+    return RowCase("SiLU-mul", case, 3 * 2 * num_tokens * shape.intermediate, make, {"torch": unfused})
+
+
+def norm_rope_write(shape: Shape, num_tokens: int) -> RowCase:
+    """On views of a fused QKV output. q is read and written; k too, and again into the cache; v read, and written
+    there; cosines and sines are float32."""
+    q_heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
+
+    def make(device: torch.device) -> Call:
+        qkv = _random(num_tokens, q_heads + 2 * kv_heads, dim, device=device)
+        q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        k_cache, v_cache = (_random(num_blocks, BLOCK_SIZE, kv_heads, dim, device=device) for _ in range(2))
+        angles = torch.randn(CONTEXT, dim, device=device)
+        positions = torch.arange(num_tokens, device=device) % CONTEXT
+        slots = torch.randperm(num_blocks * BLOCK_SIZE, device=device)[:num_tokens]
+        weights: dict[str, torch.Tensor] = {}
+        if shape.qk_norm:
+            weights = {name: _random(dim, device=device) for name in ("q_norm_weight", "k_norm_weight")}
+        return partial(rope_and_cache, q, k, v, angles, positions, slots, k_cache, v_cache, eps=EPS, **weights)
+
+    moved = 2 * num_tokens * dim * (2 * q_heads + 5 * kv_heads) + 4 * num_tokens * dim
+    name = "qk-norm, RoPE, KV write" if shape.qk_norm else "RoPE, KV write"
+    return RowCase(name, f"{num_tokens} tokens, {q_heads}:{kv_heads} heads", moved, make, {})
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.6},
+    "top-p 0.9": {"temperature": 0.6, "top_p": 0.9},
+    "top-k 50, top-p 0.9": {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
+}
+
+
+def sampling(batch: int, vocab: int, sampler: str) -> RowCase:
+    """At least, the logits are read once."""
+    values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, **SAMPLERS[sampler]}
+
+    def make(device: torch.device) -> Call:
+        def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((batch,), value, dtype=dtype, device=device)
+
+        tensors = SamplingTensors(
+            temperature=column(values["temperature"], torch.float32),
+            top_k=column(values["top_k"], torch.int32),
+            top_p=column(values["top_p"], torch.float32),
+            min_p=column(0.0, torch.float32),
+            any_sampled=values["temperature"] > 0,
+            any_top_k=values["top_k"] > 0,
+            any_top_p=values["top_p"] < 1,
+            any_min_p=False,
+        )
+        logits = 4.0 * _random(batch, vocab, device=device)
+        return partial(sample, logits, tensors, torch.rand(batch, device=device))
+
+    def by_sorting(device: torch.device) -> Call:
+        return partial(_sample_by_sorting, 4.0 * _random(batch, vocab, device=device), values["top_p"])
+
+    peers = {"torch sort": by_sorting} if sampler.startswith("top-p") else {}
+    return RowCase(f"sample, {sampler}", f"batch {batch}, vocabulary {vocab}", 2 * batch * vocab, make, peers)
+
+
+def _sample_by_sorting(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    probabilities, order = torch.softmax(logits.float() / 0.6, dim=-1).sort(dim=-1, descending=True)
+    kept = probabilities.where(probabilities.cumsum(dim=-1) - probabilities < top_p, 0.0)
+    drawn = (kept / torch.empty_like(kept).exponential_()).argmax(dim=-1, keepdim=True)
+    return order.gather(-1, drawn)
+
+
+def log_probabilities(batch: int, vocab: int, num_top: int) -> RowCase:
+    def make(device: torch.device) -> Call:
+        logits = 4.0 * _random(batch, vocab, device=device)
+        return partial(compute_logprobs, logits, torch.zeros(batch, dtype=torch.int64, device=device), num_top)
+
+    def whole(device: torch.device) -> Call:
+        logits = 4.0 * _random(batch, vocab, device=device)
+        return lambda: torch.log_softmax(logits.float(), dim=-1).topk(max(num_top, 1), dim=-1)
+
+    case = f"batch {batch}, vocabulary {vocab}, top {num_top}"
+    return RowCase("logprobs", case, 2 * batch * vocab, make, {"torch log_softmax": whole})

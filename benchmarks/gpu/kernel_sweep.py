@@ -1,0 +1,151 @@
+"""Alternative launch configurations beside those of the table, so that the table can be corrected from one run.
+
+A configuration function of `tidewheel_kernels.launch_config` is replaced for the time of a measurement, wherever the
+launchers have imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpu import kernel_attention as attention
+from gpu import kernel_rows as rows
+from gpu.kernel_attention import AttentionCase
+from gpu.models import shape_of
+from gpu.stage import Stage, is_device_lost
+from gpu.timing import Call, Timer
+from gpu.values import OURS, Measurement
+from tidewheel_kernels import launch_config
+
+RECORDED = "as recorded"
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`fields`: values to try in the configuration that `function` returns; "" is the number that it returns."""
+
+    function: str
+    name: str
+    case: str
+    num_bytes: int
+    make: Callable[[torch.device], Call]
+    fields: Mapping[str, Sequence[int]]
+
+
+def sweeps(is_dry: bool) -> Iterator[Sweep]:
+    decodes = [AttentionCase(1, 8192), AttentionCase(32, 2048), AttentionCase(128, 2048), AttentionCase(256, 512)]
+    prompts = [AttentionCase(1, 8192, 8192), AttentionCase(1, 1024, 1024)]
+    model, num_tokens, batch, vocab = "llama-3.1-8b", 8192, 128, 151_936
+    if is_dry:
+        decodes = [AttentionCase(2, 64, heads=4, kv_heads=2, head_dim=16, block_size=16)]
+        prompts, model, num_tokens, batch, vocab = [], "tiny", 4, 2, 512
+    tiles = {"block_n": (32, 64), "num_warps": (4, 8), "num_stages": (3, 4, 5)}
+    for case in decodes:
+        yield _attention("decode_config", case, tiles)
+        yield _attention("num_kv_splits", case, {"": (1, 2, 4, 8, 16, 32, 64)})
+    for case in prompts:
+        yield _attention("prefill_config", case, {"block_m": (64, 128), **tiles, "num_stages": (2, 3)})
+    shape = shape_of(model)
+    few = {"num_warps": (1, 2, 4, 8, 16)}
+    yield _rows("row_config", rows.residual_norm(shape, num_tokens), few)
+    yield _rows("elementwise_config", rows.gated_activation(shape, num_tokens), {"block": (512, 1024, 2048), **few})
+    yield _rows("rope_config", rows.norm_rope_write(shape, num_tokens), {"block": (1, 2, 4, 8, 16), **few})
+    yield _rows("vocabulary_config", rows.sampling(batch, vocab, "top-p 0.9"), {"row_warps": (4, 8, 16)})
+
+
+def _attention(function: str, case: AttentionCase, fields: Mapping[str, Sequence[int]]) -> Sweep:
+    name = "prefill attention" if case.query > 1 else "decode attention"
+    return Sweep(function, name, case.label, case.num_bytes, lambda device: attention.ours(case, device), fields)
+
+
+def _rows(function: str, case: rows.RowCase, fields: Mapping[str, Sequence[int]]) -> Sweep:
+    return Sweep(function, case.name, case.case, case.num_bytes, case.make, fields)
+
+
+def sweep(stage: Stage) -> None:
+    timer = Timer(stage.device, is_dry=stage.is_dry)
+    for one in sweeps(stage.is_dry):
+        with stage.part(f"sweep of {one.function}, {one.case}", needs_s=10.0):
+            _sweep_one(stage, timer, one)
+
+
+def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
+    if not hasattr(launch_config, one.function):
+        stage.skip(f"sweep of {one.function}", "launch_config has no such function")
+        return
+    found: dict[str, list[float]] = {RECORDED: timer.measure(lambda _: one.make(stage.device), one.num_bytes).seconds}
+    refused: dict[str, str] = {}
+    for changes in _candidates(one.fields):
+        stage.check_time(needs_s=2.0)
+        label = ", ".join(f"{key or 'splits'} {value}" for key, value in changes.items())
+        try:
+            with replaced(one.function, changes):
+                found[label] = timer.measure(lambda _: one.make(stage.device), one.num_bytes).seconds
+        except UnknownField as unknown:
+            stage.skip(f"sweep of {one.function}", str(unknown))
+            break
+        except Exception as error:  # a tile that does not fit is an answer too
+            if is_device_lost(error):
+                raise
+            refused[label] = " ".join(str(error).split())[:120] or type(error).__name__
+    _report(stage, one, found, refused)
+
+
+def _report(stage: Stage, one: Sweep, found: dict[str, list[float]], refused: dict[str, str]) -> None:
+    medians = {label: statistics.median(seconds) for label, seconds in found.items()}
+    best = min(medians, key=lambda label: medians[label])
+    gain = medians[RECORDED] / medians[best]
+    stage.result(
+        Measurement(
+            name=f"sweep {one.function}",
+            case=f"{one.name}, {one.case}",
+            value=gain,
+            unit="x",
+            samples=found[RECORDED],
+            sample_unit="s",
+            who=OURS,
+            details={"best": best, "median_us": {k: 1e6 * v for k, v in medians.items()}, "refused": refused},
+        )
+    )
+    print(f"    best: {best} ({1e6 * medians[best]:.1f} us; recorded {1e6 * medians[RECORDED]:.1f} us)", flush=True)
+
+
+def _candidates(fields: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    for values in itertools.product(*fields.values()):
+        yield dict(zip(fields, values, strict=True))
+
+
+class UnknownField(Exception):
+    """The configuration has no such field (any more)."""
+
+
+@contextlib.contextmanager
+def replaced(function: str, changes: Mapping[str, int]) -> Iterator[None]:
+    """Other values in what `function` returns, in every module of the kernels that has it."""
+    original: Callable[..., Any] = getattr(launch_config, function)
+
+    def other(*arguments: Any, **named: Any) -> Any:
+        value = original(*arguments, **named)
+        if "" in changes:
+            return changes[""]
+        if unknown := set(changes) - set(value._fields):
+            raise UnknownField(f"{type(value).__name__} has no {', '.join(sorted(unknown))}")
+        return value._replace(**changes)
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("tidewheel_kernels")]
+    holders = [module for module in modules if getattr(module, function, None) is original]
+    for module in holders:
+        setattr(module, function, other)
+    try:
+        yield
+    finally:
+        for module in holders:
+            setattr(module, function, original)

@@ -9,20 +9,22 @@ import pytest
 from support.bench import measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.errors import BenchError
+from tidewheel.bench.findings import comparison, efficiency_ratios, lone_tpot, offline_ratios
+from tidewheel.bench.knee import curve, knee_of
 from tidewheel.bench.plan import Run, Stage
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.suites import Suite, comparison, knee_index, offline_ratios
+from tidewheel.bench.suites import Suite
 from tidewheel.bench.targets import Target
-from tidewheel.bench.values import Outcome
+from tidewheel.bench.values import Outcome, Slo
 
 LOADS = tuple(Load("poisson", rate) for rate in (1.0, 2.0, 3.0))
 
 
-def test_the_knee_is_that_of_the_p99_latency() -> None:
+def test_the_knee_is_that_of_the_mean_latency() -> None:
     def hockey_stick(run: Run) -> list[Outcome]:
         return [outcome(ttft=0.1 if run.load.value < 3 else 5.0) for _ in range(10)]
 
-    assert knee_index(measured(stage(loads=LOADS), hockey_stick), "continuous") == 1
+    assert knee_of(measured(stage(loads=LOADS), hockey_stick), "continuous").rate == pytest.approx(2.0)
 
 
 def test_loads_without_requests_have_no_place_on_the_curve() -> None:
@@ -32,13 +34,27 @@ def test_loads_without_requests_have_no_place_on_the_curve() -> None:
         return [outcome(code="TIMEOUT")] if run.load.value > 4 else [outcome(ttft=0.1)]
 
     loads = [Load("poisson", rate) for rate in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    assert knee_index(measured(stage(loads=loads), nothing_at_first), "continuous") == 3
+    assert knee_of(measured(stage(loads=loads), nothing_at_first), "continuous").load == 3
+
+
+def test_the_curve_of_requests_in_flight_is_over_what_came_of_them() -> None:
+    def saturated_at_four(run: Run) -> list[Outcome]:
+        users = int(run.load.value)
+        per_s = min(4, users)
+        return [outcome(sent=i / per_s, ttft=users / per_s, tokens=1) for i in range(40)]
+
+    loads = [Load("closed", users) for users in (1, 2, 4, 8)]
+    points = curve(measured(stage(loads=loads, repeats=1), saturated_at_four), "continuous")
+    assert [point.load for point in points] == [0, 1, 2]  # the last sends more, and gets no more
+    assert [point.latency for point in points] == pytest.approx([1.0, 1.0, 1.0])
+    assert points[0].rate == pytest.approx(40 / 40)
+    assert knee_of(measured(stage(loads=loads, repeats=1), saturated_at_four), "continuous").load == 2
 
 
 def test_two_points_have_no_knee() -> None:
     result = measured(stage(loads=LOADS), lambda run: [outcome()] if run.load.value > 1 else [])
     with pytest.raises(BenchError, match="too few requests to find the knee of continuous"):
-        knee_index(result, "continuous")
+        knee_of(result, "continuous")
 
 
 def test_ours_over_the_reference() -> None:
@@ -86,8 +102,30 @@ def test_offline_speeds_are_compared_pair_by_pair() -> None:
     assert "llm" not in findings["offline_ratios"]
 
 
+def test_efficiency_compares_each_engine_with_itself() -> None:
+    speeds = {
+        "mixed lengths": {"llm": [90.0, 45.0], "vllm": [50.0, 25.0]},
+        "equal lengths": {"llm": [100.0, 50.0], "vllm": [100.0, 50.0]},
+        "a shared prompt": {"llm": [30.0], "vllm": [60.0]},
+        "prompts of their own": {"llm": [10.0], "vllm": [30.0]},
+    }
+    findings = efficiency_ratios(speeds, "llm")
+    assert findings["scheduling_efficiency"]["llm"][0] == pytest.approx(0.9)
+    assert findings["scheduling_efficiency_ratios"] == {"vllm": pytest.approx(1.8)}
+    assert findings["prefix_caching_gain"]["vllm"][0] == pytest.approx(2.0)
+    assert findings["prefix_caching_gain_ratios"] == {"vllm": pytest.approx(1.5)}
+
+
+def test_the_time_per_token_of_a_request_alone() -> None:
+    whole = [outcome(ttft=0.1 + 0.02 * (n - 1), tpot=0.0, tokens=n, streamed=False) for n in (2, 11, 31)]
+    assert lone_tpot([whole], 0.1) == pytest.approx(0.02)
+    assert lone_tpot([[outcome(ttft=9.0, tpot=0.03, tokens=5)]], 0.1) == pytest.approx(0.03)
+    with pytest.raises(BenchError, match="give --ttft and --tpot"):
+        lone_tpot([[outcome(tokens=1), outcome(code="TIMEOUT")]], 0.1)
+
+
 class Measured:
-    """An experiment whose targets are queues: the baseline does 10 requests/s and gets slow, ours does not."""
+    """An experiment whose targets are queues. The baseline does 10 requests/s and gets slow, ours does not."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
@@ -100,8 +138,10 @@ class Measured:
     def _run(run: Run) -> list[Outcome]:
         capacity = 10.0 if run.target.name == "baseline_dynamic" else 100.0
         if run.load.kind == "closed":
-            return [outcome(sent=index / capacity, ttft=1 / capacity, tokens=1) for index in range(50)]
-        ttft = 0.2 if run.load.value <= 0.8 * capacity else 4.0
+            per_s = min(capacity, 2.5 * run.load.value)
+            latency = run.load.value / per_s
+            return [outcome(sent=index / per_s, ttft=latency, tpot=0.0, tokens=9) for index in range(50)]
+        ttft = 0.2 if run.load.value <= capacity else 9.0
         return [outcome(sent=index / run.load.value, ttft=ttft, tokens=1) for index in range(40)]
 
 
@@ -111,23 +151,44 @@ def test_a_comparison_is_made_around_the_knee_of_the_reference(tmp_path: Path) -
     suite = Suite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
     baseline = suite.base.targets[1]
     suite.compare(baseline, "continuous")
-    capacity, curve, compared = experiment.stages
-    assert [target.name for target in curve.targets] == ["baseline_dynamic"]
-    assert one.extra["reference_capacity_per_s"] == pytest.approx(10.0)
-    assert one.extra["knee_per_s"] == pytest.approx(8.0)
-    assert [load.value for load in compared.loads] == pytest.approx([4.0, 8.0, 16.0])
+    ramp, alone, compared = experiment.stages
+    assert [[target.name for target in of.targets] for of in (ramp, alone)] == [["baseline_dynamic"]] * 2
+    assert [of.repeats for of in (ramp, alone)] == [1, 1]
+    assert one.extra["reference_capacity_per_s"] == pytest.approx(10.0, rel=0.1)
+    assert one.extra["knee_per_s"] == pytest.approx(10.0, rel=0.1)
+    knee = one.extra["knee_per_s"]
+    assert [load.value for load in compared.loads] == pytest.approx([knee / 2, knee, 2 * knee], rel=0.01)
     assert [target.name for target in compared.targets] == ["continuous", "baseline_dynamic"]
     assert one.extra["goodput_ratio"] == pytest.approx(1.0)
     assert one.extra["comparisons"]["twice the knee"]["goodput_ratio_is_lower_bound"] is True
-    assert one.extra["comparisons"]["twice the knee"]["p99_ttft_ratio"] == pytest.approx(0.05)
-    assert capacity.repeats == 1
+    assert one.extra["comparisons"]["twice the knee"]["p99_ttft_ratio"] == pytest.approx(0.2 / 9.0)
+
+
+def test_the_objective_is_a_multiple_of_a_request_alone(tmp_path: Path) -> None:
+    experiment = Measured()
+    one = recorder(tmp_path)
+    suite = Suite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
+    suite.compare(suite.base.targets[1], "continuous")
+    assert experiment.stages[-1].slo.ttft_s == pytest.approx(4.0)  # alone it takes 0.4 s
+    assert one.extra["objective"] == {"ttft_s": 4.0, "tpot_s": 0.0, "is_given": False}
+
+
+def test_an_objective_that_is_given_holds(tmp_path: Path) -> None:
+    experiment = Measured()
+    suite = Suite(experiment, recorder(tmp_path), stage(loads=[]))  # type: ignore[arg-type]
+    suite.compare(suite.base.targets[1], "continuous", Slo(0.7, 0.07))
+    assert experiment.stages[-1].slo == Slo(0.7, 0.07)
 
 
 def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
     experiment = Measured()
-    suite = Suite(experiment, recorder(tmp_path), stage(("baseline_dynamic",), loads=[]))  # type: ignore[arg-type]
+    one = recorder(tmp_path)
+    suite = Suite(experiment, one, stage(("baseline_dynamic",), loads=[]))  # type: ignore[arg-type]
     suite.rates(suite.base.targets[0])
-    assert [load.value for load in experiment.stages[1].loads] == pytest.approx([1.0, 10.0, 50.0])
+    capacity = one.extra["capacity_per_s"]
+    assert [load.value for load in experiment.stages[1].loads] == pytest.approx(
+        [capacity / 10, capacity, capacity * 5], rel=0.01
+    )
 
 
 def test_batch_sizes_go_up_to_128(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ hold all.
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
@@ -46,6 +47,19 @@ class Deployment:
     settings: dict[str, str] = field(default_factory=dict)  # of every engine of ours
     baselines: Path = Path("model_repository")  # where the baselines' entries are
     folder: Path  # for logs and generated repositories
+
+    def summary(self) -> dict[str, Any]:
+        """For the record: the shape of the model says more than where its folder was."""
+        try:
+            shape = json.loads((Path(self.model) / "config.json").read_text())
+        except (OSError, ValueError):
+            shape = {}
+        return {
+            "model": Path(self.model).name,
+            "model_config": shape,
+            "dtype": self.dtype,
+            "settings": dict(self.settings),
+        }
 
 
 class Place(NamedTuple):

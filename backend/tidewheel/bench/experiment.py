@@ -56,7 +56,8 @@ class Experiment:
 
     def measure(self, stage: Stage) -> StageResult:
         """Raises `BenchError` if a target is not there. What was measured until then is recorded."""
-        result = self._recorder.begin(stage)
+        setup = {**self._deployment.summary(), "warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
+        result = self._recorder.begin(stage, setup)
         runs = list(stage.runs())
         with Live(stage.title, len(runs)) as live:
             for targets, group in self._groups(stage, runs):

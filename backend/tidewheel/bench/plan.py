@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tidewheel.bench.arrivals import Load
@@ -58,7 +59,8 @@ class Stage:
             "name": self.name,
             "title": self.title,
             "targets": [
-                {"name": t.name, "kind": t.kind, "settings": dict(t.settings), "url": t.url} for t in self.targets
+                {"name": t.name, "kind": t.kind, "settings": _portable(t.settings), "url": t.url}
+                for t in self.targets
             ],
             "loads": [{"kind": load.kind, "value": load.value, "burstiness": load.burstiness} for load in self.loads],
             "workload": self.workload.summary(),
@@ -84,6 +86,11 @@ class Run:
     load: Load
     repeat: int
     seed: int
+
+
+def _portable(settings: Mapping[str, str]) -> dict[str, str]:
+    """Without the folders of this machine."""
+    return {key: Path(value).name if value.startswith("/") else value for key, value in settings.items()}
 
 
 def _at(conversation: Sequence[Offered], at: float) -> Conversation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from tidewheel.bench.errors import BenchError
+from tidewheel.bench.knee import knee_of
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.stats import UNKNOWN, Estimate
-from tidewheel.bench.suites import knee_index
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; grey is for the baselines.
 _OURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")
@@ -134,8 +136,8 @@ def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Pictur
         for panel, latency in zip(panels[1:], ("ttft_s", "e2e_s"), strict=True):
             values = [f[latency]["p99"].mean * 1e3 if f else math.nan for f in series]
             panel.plot(rates, values, **line)
-        if all(series):
-            at = knee_index(result, target)
+        with contextlib.suppress(BenchError):  # too few points
+            at = knee_of(result, target).load
             panels[2].plot(rates[at], series[at]["e2e_s"]["p99"].mean * 1e3, "o", mfc="none", mec=_INK, ms=14)
     panels[0].plot(rates, rates, color=_GRID, zorder=0, label="offered")
     _title(panels[0], "Goodput, requests/s", "within the objective")
@@ -151,22 +153,27 @@ def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Pictur
 
 
 def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> Picture:
+    """Throughput, time and utilisation over the requests in flight, and the knee of each curve."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     sizes = [load.value for load in result.stage.loads]
+    series = {target: [result.figures(target, index) for index in range(len(sizes))] for target in targets}
+    is_streamed = any(f and math.isfinite(f["tpot_s"]["p50"].mean) for line in series.values() for f in line)
+    latency = "tpot_s" if is_streamed else "e2e_s"
     for target, marker in zip(targets, _MARKERS * 8, strict=False):
         line: Any = {"color": colours(result)[target], "marker": marker, "markersize": 5}
-        series = [result.figures(target, index) for index in range(len(sizes))]
-        panels[0].plot(
-            sizes, [f["output_tokens_per_s"].mean if f else math.nan for f in series], label=target, **line
-        )
+        speeds = [f["output_tokens_per_s"].mean if f else math.nan for f in series[target]]
+        panels[0].plot(sizes, speeds, label=target, **line)
         for quantile, style in (("p50", "-"), ("p99", "--")):
-            values = [f["tpot_s"][quantile].mean * 1e3 if f else math.nan for f in series]
+            values = [f[latency][quantile].mean * 1e3 if f else math.nan for f in series[target]]
             panels[1].plot(sizes, values, style, label=f"{target} {quantile}", **line)
-        busy = [f["server"].get("device_busy", math.nan) * 100 if f else math.nan for f in series]
+        busy = [f["server"].get("device_busy", math.nan) * 100 if f else math.nan for f in series[target]]
         panels[2].plot(sizes, busy, label=target, **line)
-    _title(panels[0], "Output, tokens/s", "more is better")
-    _title(panels[1], "Time per output token, ms", "less is better")
+        with contextlib.suppress(BenchError):  # too few points
+            at = knee_of(result, target).load
+            panels[0].plot(sizes[at], speeds[at], "o", mfc="none", mec=_INK, ms=14)
+    _title(panels[0], "Output, tokens/s", "more is better; circle: the knee of latency over requests/s")
+    _title(panels[1], "Time per output token, ms" if is_streamed else "Whole answer, ms", "less is better")
     _title(panels[2], "Engine busy, %", "time in steps over time")
     panels[0].set_ylim(bottom=0)
     panels[1].set_ylim(bottom=0)
@@ -176,7 +183,7 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
         panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
         panel.set_xlabel("requests in flight")
     panels[1].legend(frameon=False, fontsize=9)
-    return Picture(name, f"{result.stage.title}.", figure)
+    return Picture(name, f"{result.stage.title}. The knee is found by Kneedle (Satopää and others, 2011).", figure)
 
 
 def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Picture:

@@ -31,6 +31,7 @@ class RunResult:
 class StageResult:
     stage: Stage
     runs: list[RunResult] = field(default_factory=list)
+    setup: Mapping[str, Any] = field(default_factory=dict)  # of what is started here
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
 
     def repeats(self, target: str, load: int) -> list[RunResult]:
@@ -69,8 +70,8 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._lines.write_text("")
 
-    def begin(self, stage: Stage) -> StageResult:
-        result = StageResult(stage)
+    def begin(self, stage: Stage, setup: Mapping[str, Any] | None = None) -> StageResult:
+        result = StageResult(stage, setup=setup or {})
         self.stages.append(result)
         return result
 
@@ -89,6 +90,7 @@ class Recorder:
                 "stages": [
                     {
                         **result.stage.summary(),
+                        "setup": result.setup,
                         "figures": [
                             {"target": target.name, "load": str(load), **result.figures(target.name, index)}
                             for index, load in enumerate(result.stage.loads)

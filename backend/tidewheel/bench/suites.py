@@ -3,28 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from tidewheel.bench.arrivals import Load, ramp
+from tidewheel.bench.arrivals import Load
 from tidewheel.bench.errors import BenchError
 from tidewheel.bench.experiment import Experiment
+from tidewheel.bench.findings import (
+    Speeds,
+    comparison,
+    efficiency_ratios,
+    lone_tpot,
+    offline_ratios,
+    offline_speeds,
+)
+from tidewheel.bench.knee import curve as points_of
+from tidewheel.bench.knee import knee_of
 from tidewheel.bench.plan import Stage
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.stats import Estimate, knee, quantile, ratio_interval
-from tidewheel.bench.summary import rates
+from tidewheel.bench.stats import Estimate, quantile
 from tidewheel.bench.targets import Target
-from tidewheel.bench.values import Outcome
+from tidewheel.bench.values import Slo
+from tidewheel.bench.workloads import WORKLOADS, Uniform
+from tidewheel.simulate.lengths import Lengths
 
 CAPACITY_USERS = 64
-RAMP = (0.2, 1.2, 6)  # of the capacity: from, to, steps
+RAMP = (1, 2, 4, 8, 16, 32, 64)  # requests in flight
+ALONE_REQUESTS = 32
+# Objectives as multiples of a request alone, and these multiples, are those of the evaluation of Mooncake (Qin and
+# others, FAST 2025).
+TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
 LOADS = {"half the knee": 0.5, "the knee": 1.0, "twice the knee": 2.0}
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 RATES = (10, 100, 500)  # requests/s; 100 stands for what the machine can just do
 RATE_OF_CAPACITY = 100
 OFFLINE_REQUESTS = 64
+# Mean lengths are the same in the first two, and in the last two.
+EFFICIENCY = {
+    "mixed lengths": WORKLOADS["mixed"],
+    "equal lengths": replace(
+        WORKLOADS["fixed"], inputs=Lengths("constant", 72, 1.0, 72), outputs=Lengths("constant", 72, 1.0, 72)
+    ),
+    "a shared prompt": WORKLOADS["shared-prefix"],
+    "prompts of their own": replace(WORKLOADS["mixed"], inputs=Uniform(272, 384)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +61,57 @@ class Suite:
         result = self.experiment.measure(self.base)
         self._note_knees(result)
 
-    def compare(self, reference: Target, ours: str) -> None:
-        """All targets at three loads around the knee of the reference's curve.
-
-        The knee is that of its p99 latency over the load, up to 1.2 times its capacity.
+    def compare(self, reference: Target, ours: str, slo: Slo | None = None) -> None:
+        """All targets at three loads around the knee of the reference's curve, held against `slo`, or against
+        multiples of what a request takes that the reference serves alone.
         """
-        alone = replace(self.base, targets=(reference,), repeats=1)
-        capacity = self.capacity(reference)
-        rates = [round(rate * capacity, 3) for rate in ramp(*RAMP)]
-        loads = tuple(Load("poisson", rate) for rate in rates)
         curve = self.experiment.measure(
-            replace(alone, name="curve", title=f"The curve of {reference.name}", loads=loads)
+            replace(
+                self.base,
+                name="curve",
+                title=f"The curve of {reference.name}",
+                targets=(reference,),
+                loads=tuple(Load("closed", users) for users in RAMP),
+                repeats=1,
+            )
         )
-        at = loads[knee_index(curve, reference.name)].value
-        loads = tuple(Load("poisson", round(at * share, 3)) for share in LOADS.values())
+        lone = self._alone(reference)
+        tpot = lone_tpot(curve.outcomes(reference.name, 0), lone)
+        at = knee_of(curve, reference.name)
+        base = replace(self.base, slo=slo or Slo(_rounded(TTFT_MULTIPLE * lone), _rounded(TPOT_MULTIPLE * tpot)))
+        loads = tuple(Load("poisson", _rounded(at.rate * share)) for share in LOADS.values())
         self.recorder.extra |= {
             "reference": reference.name,
-            "reference_capacity_per_s": capacity,
-            "knee_per_s": at,
+            "unloaded": {"ttft_s": lone, "tpot_s": tpot},
+            "objective": {"ttft_s": base.slo.ttft_s, "tpot_s": base.slo.tpot_s, "is_given": slo is not None},
+            "reference_capacity_per_s": max(point.rate for point in points_of(curve, reference.name)),
+            "knee_per_s": at.rate,
             "loads": dict(zip(LOADS, (load.value for load in loads), strict=True)),
         }
-        title = "Every strategy, the baseline and the peers, at three loads"
-        result = self.experiment.measure(replace(self.base, name="compare", title=title, loads=loads))
+        title = "Every strategy, the baselines and the peers, at three loads"
+        result = self.experiment.measure(replace(base, name="compare", title=title, loads=loads))
         by_load = {name: comparison(result, index, ours, reference.name) for index, name in enumerate(LOADS)}
         self.recorder.extra |= {"comparisons": by_load, **by_load["the knee"]}
+
+    def _alone(self, reference: Target) -> float:
+        """Median seconds to the only token of a request that the reference serves alone. Raises `BenchError`."""
+        one_token = replace(self.base.workload, outputs=Lengths("constant", 1, 1.0, 1))
+        result = self.experiment.measure(
+            replace(
+                self.base,
+                name="alone",
+                title=f"One request after the other at {reference.name}, one token each",
+                targets=(reference,),
+                loads=(Load("closed", 1),),
+                workload=one_token,
+                max_requests=ALONE_REQUESTS,
+                repeats=1,
+            )
+        )
+        times = [o.first_token for o in result.outcomes(reference.name, 0)[0] if o.first_token is not None]
+        if not times:
+            raise BenchError(f"target {reference.name} answered no request: there is nothing to compare with")
+        return quantile(times, 0.5)
 
     def batch_sizes(self) -> None:
         """Throughput, latency and utilisation over the number of requests in flight."""
@@ -93,6 +141,24 @@ class Suite:
         result = self.experiment.measure(stage)
         self.recorder.extra |= offline_ratios(result, ours)
 
+    def efficiency(self, ours: str) -> None:
+        """How much of its own best speed each engine keeps: lengths mixed against all alike, and a prompt that is
+        shared against as many tokens of each request's own. Ratios of one engine to itself say something about its
+        scheduler and its cache, whatever its arithmetic."""
+        speeds: dict[str, Speeds] = {}
+        for name, workload in EFFICIENCY.items():
+            base = self.base.workload
+            stage = replace(
+                self.base,
+                name=name,
+                title=f"At once: {name}",
+                loads=(Load("all"),),
+                max_requests=self.base.max_requests or OFFLINE_REQUESTS,
+                workload=replace(workload, vocab=base.vocab, max_tokens=base.max_tokens),
+            )
+            speeds[name] = offline_speeds(self.experiment.measure(stage))
+        self.recorder.extra |= efficiency_ratios(speeds, ours)
+
     def capacity(self, target: Target) -> float:
         """Requests per second of a target that always has work."""
         stage = replace(
@@ -110,82 +176,16 @@ class Suite:
         return float(rate)
 
     def _note_knees(self, result: StageResult) -> None:
-        rates = [load.rate for load in result.stage.loads if load.rate is not None]
-        if len(rates) < 3 or len(rates) != len(result.stage.loads):
+        loads = result.stage.loads
+        is_ramp = all(load.rate is not None for load in loads) or all(load.kind == "closed" for load in loads)
+        if len(loads) < 3 or not is_ramp:
             return
         for target in result.stage.targets:
             with contextlib.suppress(BenchError):  # the figures are there, without a knee
                 knees = self.recorder.extra.setdefault("knees_per_s", {})
-                knees[target.name] = rates[knee_index(result, target.name)]
+                knees[target.name] = knee_of(result, target.name).rate
 
 
-def knee_index(result: StageResult, target: str) -> int:
-    """Of the load at the knee of a target's curve of p99 latency. Raises `BenchError` with less than 3 points.
-
-    Loads so low that no request fell into the run have no point; where none was answered, it is the client's limit.
-    """
-    measured = [
-        (index, figures) for index in range(len(result.stage.loads)) if (figures := result.figures(target, index))
-    ]
-    if len(measured) < 3:
-        raise BenchError(f"too few requests to find the knee of {target}: raise --seconds, or the rates")
-    latencies = [figures["e2e_s"]["p99"].mean for _, figures in measured]
-    limit = result.stage.timeout_s
-    at = knee(
-        [result.stage.loads[index].rate or 0.0 for index, _ in measured],
-        [limit if math.isnan(latency) else latency for latency in latencies],
-    )
-    return measured[at][0]
-
-
-def comparison(result: StageResult, load: int, ours: str, reference: str) -> dict[str, Any]:
-    """Ours over the reference at one load. Only with both measured."""
-    mine, theirs = result.outcomes(ours, load), result.outcomes(reference, load)
-    if not mine or not theirs:
-        return {}
-    slo = result.stage.slo
-    seconds = result.stage.seconds
-
-    def goodput(repeats: Sequence[Sequence[Outcome]], *, at_end: bool) -> list[float]:
-        is_met = slo.is_met_at_end if at_end else slo.is_met
-        return [sum(map(is_met, outcomes)) / seconds for outcomes in repeats]
-
-    def p99_ttft(repeats: Sequence[Sequence[Outcome]]) -> list[float]:
-        return [quantile([o.first_token for o in one if o.first_token is not None], 0.99) for one in repeats]
-
-    findings: dict[str, Any] = {"comparison_load": str(result.stage.loads[load])}
-    for name, at_end in (("goodput_ratio", False), ("goodput_ratio_e2e", True)):
-        findings |= _ratio(name, goodput(mine, at_end=at_end), goodput(theirs, at_end=at_end), 1 / seconds)
-    return findings | _ratio("p99_ttft_ratio", p99_ttft(mine), p99_ttft(theirs), math.inf)
-
-
-def _ratio(name: str, mine: list[float], theirs: list[float], least: float) -> dict[str, Any]:
-    """The ratio of paired repeats. A reference that had nothing at all is taken as `least`: the ratio is a bound."""
-    is_bound = not any(value > 0 for value in theirs)
-    if is_bound and not math.isfinite(least):
-        return {name: None, f"{name}_reason": "the reference has no value"}
-    pairs = list(zip(mine, [least] * len(theirs) if is_bound else theirs, strict=False))
-    ratio = ratio_interval([a for a, _ in pairs], [b for _, b in pairs])
-    return {name: ratio.mean, f"{name}_interval": [ratio.low, ratio.high], f"{name}_is_lower_bound": is_bound}
-
-
-def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
-    """Ours over each other target in output tokens per second, by paired repeats."""
-
-    def speeds(target: str) -> list[float]:
-        return [
-            rates(outcomes, result.stage.slo, None)["output_tokens_per_s"] for outcomes in result.outcomes(target, 0)
-        ]
-
-    mine = speeds(ours)
-    findings: dict[str, Any] = {"offline_ratios": {}}
-    for target in result.stage.targets:
-        theirs = speeds(target.name)
-        if target.name == ours or not theirs or not mine:
-            continue
-        count = min(len(mine), len(theirs))
-        ratio = ratio_interval(mine[:count], theirs[:count])
-        findings["offline_ratios"][target.name] = list(ratio)
-        if target.kind == "vllm":
-            findings |= {"vllm_cpu_ratio": ratio.mean, "vllm_cpu_ratio_interval": [ratio.low, ratio.high]}
-    return findings
+def _rounded(value: float) -> float:
+    """To three digits, as it is shown."""
+    return float(f"{value:.3g}")

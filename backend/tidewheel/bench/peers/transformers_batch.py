@@ -13,7 +13,7 @@ def make(options: dict[str, Any]) -> TransformersBatch:
 
 
 class TransformersBatch:
-    """Its scheduler and paged cache on paged SDPA, or on what `attention` names."""
+    """Its scheduler and paged cache on paged SDPA, or on what `attention` names, on as many threads as ours."""
 
     streams = True
 
@@ -22,8 +22,8 @@ class TransformersBatch:
         import transformers
         from transformers.generation import configuration_utils
 
-        if options.get("threads"):
-            torch.set_num_threads(int(options["threads"]))
+        from tidewheel.runner.device import limit_threads
+
         device = options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             options["model"],
@@ -31,6 +31,10 @@ class TransformersBatch:
             attn_implementation=options.get("attention", "paged|sdpa"),
         )
         self._model = model.to(device).eval()
+        if options.get("threads"):
+            torch.set_num_threads(int(options["threads"]))
+        elif device == "cpu":
+            limit_threads(sum(parameter.nbytes for parameter in model.parameters()))
         new_generation_config: Any = transformers.GenerationConfig
         generation = new_generation_config(do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1)
         sizes: dict[str, Any] = {}

@@ -1,0 +1,105 @@
+"""What is concluded from stages: ratios of paired repeats, with their intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidewheel.bench.errors import BenchError
+from tidewheel.bench.results import StageResult
+from tidewheel.bench.stats import Estimate, quantile, ratio_interval
+from tidewheel.bench.summary import rates
+from tidewheel.bench.values import Outcome
+
+Speeds = dict[str, list[float]]
+EFFICIENCIES = {
+    "scheduling_efficiency": ("mixed lengths", "equal lengths"),
+    "prefix_caching_gain": ("a shared prompt", "prompts of their own"),
+}
+
+
+def lone_tpot(repeats: Sequence[Sequence[Outcome]], ttft: float) -> float:
+    """Median time per output token of requests served one after the other. Of an answer in one piece: its time after
+    the `ttft` seconds that a first token takes, over the tokens after the first. Raises `BenchError` without any.
+    """
+    answered = [o for outcomes in repeats for o in outcomes if o.is_complete and o.num_tokens > 1]
+    times = [
+        o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
+        for o in answered
+        if o.last_token is not None
+    ]
+    if not times:
+        raise BenchError("no request was answered alone: there is no objective to derive; give --ttft and --tpot")
+    return quantile(times, 0.5)
+
+
+def comparison(result: StageResult, load: int, ours: str, reference: str) -> dict[str, Any]:
+    """Ours over the reference at one load. Only with both measured."""
+    mine, theirs = result.outcomes(ours, load), result.outcomes(reference, load)
+    if not mine or not theirs:
+        return {}
+    slo = result.stage.slo
+    seconds = result.stage.seconds
+
+    def goodput(repeats: Sequence[Sequence[Outcome]], *, at_end: bool) -> list[float]:
+        is_met = slo.is_met_at_end if at_end else slo.is_met
+        return [sum(map(is_met, outcomes)) / seconds for outcomes in repeats]
+
+    def p99_ttft(repeats: Sequence[Sequence[Outcome]]) -> list[float]:
+        return [quantile([o.first_token for o in one if o.first_token is not None], 0.99) for one in repeats]
+
+    findings: dict[str, Any] = {"comparison_load": str(result.stage.loads[load])}
+    for name, at_end in (("goodput_ratio", False), ("goodput_ratio_e2e", True)):
+        findings |= _ratio(name, goodput(mine, at_end=at_end), goodput(theirs, at_end=at_end), 1 / seconds)
+    return findings | _ratio("p99_ttft_ratio", p99_ttft(mine), p99_ttft(theirs), math.inf)
+
+
+def _ratio(name: str, mine: list[float], theirs: list[float], least: float) -> dict[str, Any]:
+    """The ratio of paired repeats. A reference that had nothing at all is taken as `least`: the ratio is a bound."""
+    is_bound = not any(value > 0 for value in theirs)
+    if is_bound and not math.isfinite(least):
+        return {name: None, f"{name}_reason": "the reference has no value"}
+    pairs = list(zip(mine, [least] * len(theirs) if is_bound else theirs, strict=False))
+    ratio = ratio_interval([a for a, _ in pairs], [b for _, b in pairs])
+    return {name: ratio.mean, f"{name}_interval": [ratio.low, ratio.high], f"{name}_is_lower_bound": is_bound}
+
+
+def offline_speeds(result: StageResult) -> Speeds:
+    """Output tokens per second by target, a value per repeat."""
+    slo = result.stage.slo
+    return {
+        target.name: [rates(one, slo, None)["output_tokens_per_s"] for one in result.outcomes(target.name, 0)]
+        for target in result.stage.targets
+    }
+
+
+def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
+    """Ours over each other target in output tokens per second, by paired repeats."""
+    speeds = offline_speeds(result)
+    findings: dict[str, Any] = {"offline_ratios": {}}
+    for target in result.stage.targets:
+        if target.name == ours or not speeds[target.name] or not speeds[ours]:
+            continue
+        ratio = _paired(speeds[ours], speeds[target.name])
+        findings["offline_ratios"][target.name] = list(ratio)
+        if target.kind == "vllm":
+            findings |= {"vllm_cpu_ratio": ratio.mean, "vllm_cpu_ratio_interval": [ratio.low, ratio.high]}
+    return findings
+
+
+def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]:
+    """Each engine against itself, and ours over the others in that."""
+    findings: dict[str, Any] = {}
+    for name, (tested, plain) in EFFICIENCIES.items():
+        by_target = {target: _paired(values, speeds[plain][target]) for target, values in speeds[tested].items()}
+        mine = by_target[ours].mean
+        findings[name] = {target: list(ratio) for target, ratio in by_target.items()}
+        findings[f"{name}_ratios"] = {t: mine / ratio.mean for t, ratio in by_target.items() if t != ours}
+    return findings
+
+
+def _paired(mine: list[float], theirs: list[float]) -> Estimate:
+    """Of as many repeats as both have."""
+    count = min(len(mine), len(theirs))
+    return ratio_interval(mine[:count], theirs[:count])

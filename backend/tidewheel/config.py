@@ -46,10 +46,13 @@ class EngineConfig:
     kv_cache_memory_mb: int | None = None  # CPU: memory for the cache; None: 512
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False  # no CUDA graphs; on a CPU there are none anyway
     num_threads: int | None = None  # CPU threads of the engine; None: all cores, one for small models
     max_prompt_bytes: int = 1 << 22
     engine_start_timeout_s: float = 600.0
     record: str = ""  # a folder: every decision is recorded there, for `tidewheel simulate`; empty: none is
+
+    async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; None: on CUDA
 
     # order of service
     scheduling_policy: PolicyName = "priority"
@@ -190,7 +193,6 @@ _FIXED: dict[str, tuple[object, str]] = {
     "kv_cache_dtype": ("auto", "the cache has the dtype of the model"),
     "disable_log_requests": (True, "requests are never logged"),
     "disable_log_stats": (True, "figures go to /metrics"),
-    "enforce_eager": (True, "steps run without CUDA graphs"),
     "enable_chunked_prefill": (True, "prompts are always chunked to the token budget"),
     "quantization": ("", "weights are served in float32, bfloat16 or float16"),
 }

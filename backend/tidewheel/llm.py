@@ -191,7 +191,7 @@ class LLM:
 
     def _run(self, core: EngineCore, bar: tqdm) -> None:
         num_left = len(self._outputs)
-        while self._outputs:
+        while self._outputs or core.has_unfinished:
             core.step()
             bar.update(num_left - len(self._outputs))
             num_left = len(self._outputs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
+from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.tenants import TenantLimits
 
@@ -87,6 +89,22 @@ def test_what_the_runner_measured_reaches_the_scheduler() -> None:
 def test_quotas_above_the_pool_stop_the_load(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         built(**settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "num_steps"),
+    [
+        ("cpu (2 threads)", None, 1), ("cpu (2 threads)", True, 2), ("cpu (2 threads)", False, 1),
+        ("NVIDIA H200", None, 2), ("NVIDIA H200", True, 2), ("NVIDIA H200", False, 1),
+    ],
+)  # fmt: skip
+def test_one_step_ahead_where_it_overlaps_or_is_asked_for(device: str, setting: bool | None, num_steps: int) -> None:
+    config = EngineConfig(model="m", async_scheduling=setting)
+    names = {field.name for field in dataclasses.fields(RunnerInfo)}
+    facts = {name: value for name, value in msgspec.structs.asdict(INFO).items() if name in names}
+    info = engine_info(RunnerInfo(**(facts | {"device": device})), config)
+    assert info.async_scheduling is (num_steps == 2)
+    assert build_scheduler(config, info).max_inflight_steps == num_steps
 
 
 def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:

@@ -47,7 +47,6 @@ class Harness:
             self.deliver,
             receive=self.receive,
             clock=lambda: self.now,
-            max_inflight_steps=config.max_inflight_steps,
         )
         self.commands: deque[Callable[[], None]] = deque()  # one is carried out at each `receive`
         self.requests: dict[str, Request] = {}

@@ -77,7 +77,6 @@ def simulator(
         ReplicaSettings(
             num_rows=changes.get("max_num_seqs", 4),
             max_model_len=512,
-            max_inflight_steps=max_inflight_steps,
             enable_prefix_caching=enable_prefix_caching,
         ),
         num_replicas=num_replicas,

@@ -40,8 +40,17 @@ def load_model_runner(config: EngineConfig, progress: Progress | None = None) ->
 
 
 def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
-    facts = dataclasses.asdict(runner)
-    return EngineInfo(pid=os.getpid(), enable_prefix_caching=config.enable_prefix_caching, **facts)
+    return EngineInfo(
+        pid=os.getpid(),
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=is_async(config, runner.device),
+        **dataclasses.asdict(runner),
+    )
+
+
+def is_async(config: EngineConfig, device: str) -> bool:
+    """On a CPU a launch returns when its work is done: there is nothing to overlap, and a stop would cost a row."""
+    return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
@@ -55,6 +64,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
         max_model_len=info.max_model_len,
         max_waiting_requests=config.max_waiting_requests,
         max_waiting_tokens=config.max_waiting_tokens,
+        max_inflight_steps=2 if info.async_scheduling else 1,
         policy=config.scheduling_policy,
         ageing_s=config.ageing_s,
         tenants=tenants,

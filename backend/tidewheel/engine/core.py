@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.engine.messages import EngineStats
-from tidewheel.engine.recovery import is_out_of_memory, recover
+from tidewheel.engine.recovery import is_out_of_memory, no_tokens, recover
 from tidewheel.engine.runner import Computed, PendingTokens, Runner
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
@@ -20,6 +20,7 @@ from tidewheel.scheduler.stats import WaitingRoom
 class _InFlight(NamedTuple):
     batch: ScheduledBatch
     pending: PendingTokens
+    began: float  # when it was scheduled
 
 
 Deliver = Callable[[StepOutputs], None]
@@ -27,6 +28,9 @@ Deliver = Callable[[StepOutputs], None]
 
 class EngineCore:
     """Drives scheduler and runner from one thread.
+
+    With a scheduler that lets two steps be in flight, a step is launched before the tokens of the last one are waited
+    for: the device computes it while those are applied, delivered and sent.
 
     `receive` is called twice a step: before it is planned, and before its tokens are applied, so that a request
     cancelled while the device was busy gets no further token. It calls `add` and `cancel`. `deliver` learns of every
@@ -42,22 +46,22 @@ class EngineCore:
         *,
         receive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        max_inflight_steps: int = 1,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
         self._receive = receive
         self._clock = clock
-        self._max_inflight_steps = max_inflight_steps
         self._in_flight: deque[_InFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row, as the newest batch has it
         self._step_seconds = 0.0
+        self._last_end = clock()  # of a step
         self._last_stats = (clock(), 0.0)
 
     @property
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished
+        """Requests that have not ended, or a step in flight."""
+        return bool(self._in_flight) or self._scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
         """Raises what the scheduler refuses with; nothing is delivered then."""
@@ -89,39 +93,57 @@ class EngineCore:
         self._deliver_ended(self._scheduler.expire(started))
         batch = self._scheduler.schedule(started)
         if batch is not None:
-            self._in_flight.append(self._launch(batch))
+            self._in_flight.append(_InFlight(batch, self._launch(batch), started))
         if not self._in_flight:
             return False
-        if batch is None or len(self._in_flight) == self._max_inflight_steps:
-            self._complete(*self._in_flight.popleft())
-        self._step_seconds += self._clock() - started
+        if batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps:
+            self._complete()
         return True
 
-    def _complete(self, batch: ScheduledBatch, pending: PendingTokens) -> None:
-        tokens = self._wait(batch, pending)
-        self._receive()
-        self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
-
-    def _launch(self, batch: ScheduledBatch) -> _InFlight:
-        for new in batch.new_rows:
-            self._request_ids[new.row] = new.request_id
+    def _complete(self, later: ScheduledBatch | None = None) -> None:
+        """The oldest step in flight; `later` is one that was launched after it and failed."""
+        batch, pending, began = self._in_flight.popleft()
+        if later is None and self._in_flight:
+            later = self._in_flight[0].batch
         try:
-            return _InFlight(batch, self._runner.launch(batch))
+            tokens = pending.wait()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)  # its frames hold tensors that the next try needs room for
-        return _InFlight(batch, Computed(recover(self._runner, batch, failure, self._give_up)))
+            del pending
+            tokens = self._recover(batch, failure) if later is None else self._lose(batch, later)
+        self._receive()
+        self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
+        end = self._clock()
+        self._step_seconds += end - max(began, self._last_end)  # of two in flight, the second one's time begins here
+        self._last_end = end
 
-    def _wait(self, batch: ScheduledBatch, pending: PendingTokens) -> SampledTokens:
+    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         try:
-            return pending.wait()
+            return self._runner.launch(batch)
         except Exception as error:
-            if self._in_flight or not is_out_of_memory(error):  # or a later step builds on this one already
+            if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)
-        del pending
+        finally:
+            for new in batch.new_rows:
+                self._request_ids[new.row] = new.request_id
+        while self._in_flight:  # what the device still holds for it is free then
+            self._complete(later=batch)
+        return Computed(self._recover(batch, failure))
+
+    def _recover(self, batch: ScheduledBatch, failure: Exception) -> SampledTokens:
         return recover(self._runner, batch, failure, self._give_up)
+
+    def _lose(self, batch: ScheduledBatch, later: ScheduledBatch) -> SampledTokens:
+        """A later step read tokens that never came to be: whoever is in this one has ended. Those whom it does not
+        name go on, and so do those who left their row between the two and are computed again anyway."""
+        left = set(later.freed_rows.tolist())
+        for row in batch.rows.tolist():
+            if row not in left:
+                self._give_up(row)
+        return no_tokens(batch)
 
     def _give_up(self, row: int) -> None:
         request = self._scheduler.cancel(self._request_ids[row], FinishReason.ERROR)

@@ -13,9 +13,11 @@ def describe(info: EngineInfo) -> list[str]:
     lines = [
         f"model: {info.architecture} in {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s",
         f"memory: weights {_mib(info.weights_bytes)}, activations {_mib(info.activation_bytes)}, "
+        f"graphs {_mib(info.graph_bytes)}, "
         f"KV cache {_mib(info.kv_cache_bytes)} ({info.num_blocks:,} blocks of {info.block_size} tokens)",
         f"{device} KV cache size: {info.num_cache_tokens:,} tokens",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {info.max_concurrency:.2f}x",
+        f"async scheduling: {'on' if info.async_scheduling else 'off'}",
     ]
     if info.swap_seconds_per_block is not None:
         milliseconds = 1e3 * info.swap_seconds_per_block

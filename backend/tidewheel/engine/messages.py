@@ -102,6 +102,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     num_host_blocks: int = 0  # of the host tier
     swap_seconds_per_block: float | None = None  # of one copy in one direction; None: no host tier
+    graph_bytes: int = 0  # of CUDA graphs
+    async_scheduling: bool = False  # a step is launched before the tokens of the last are read
 
     @property
     def num_cache_tokens(self) -> int:

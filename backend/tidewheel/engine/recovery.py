@@ -1,4 +1,7 @@
-"""A step that ran out of memory is run again without its longest chunk: one request ends, the others go on."""
+"""A step that ran out of memory is run again without its longest chunk: one request ends, the others go on.
+
+Nothing is run again once a later step was launched: that one has read what this one should have written.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def recover(
         keep[largest] = False
         give_up(int(batch.rows[largest]))
         if not keep.any():
-            return _spread(batch, keep, None)
+            return no_tokens(batch)
         try:
             return _spread(batch, keep, runner.launch(_only(batch, keep)).wait())
         except Exception as next_error:
@@ -44,6 +47,11 @@ def recover(
                 raise
             error = next_error.with_traceback(None)
     raise error
+
+
+def no_tokens(batch: ScheduledBatch) -> SampledTokens:
+    """The answer to a batch of which nobody is left."""
+    return SampledTokens(batch.step_id, np.full(len(batch.rows), SampledTokens.NOT_FINITE, dtype=np.int32))
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
@@ -67,11 +75,9 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
     )
 
 
-def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens | None) -> SampledTokens:
+def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
     """Aligned with the whole batch again. Whoever was given up has ended: its place holds no valid token."""
     token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
-    if tokens is None:
-        return SampledTokens(batch.step_id, token_ids)
     token_ids[keep] = tokens.token_ids
     indices = np.flatnonzero(keep).tolist()
     logprobs = tokens.logprobs and {indices[index]: value for index, value in tokens.logprobs.items()}

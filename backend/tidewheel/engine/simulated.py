@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tidewheel.config import EngineConfig
+from tidewheel.engine.build import is_async
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.simulate.cost_model import CostModel
 
@@ -11,12 +12,13 @@ def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int)
     """What an engine on the device of the cost model would resolve; settings that are given go first."""
     block_size = config.block_size or cost.block_size
     num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
+    device = cost.device or cost.name
     cache_bytes = round(num_blocks * block_size * cost.kv_bytes_per_token)
     return EngineInfo(
         pid=0,
         model=config.model,
         architecture="simulated",
-        device=cost.device or cost.name,
+        device=device,
         dtype="",
         vocab_size=2**31 - 1,
         max_model_len=config.max_model_len or max_model_len,
@@ -29,4 +31,5 @@ def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int)
         kv_cache_bytes=cache_bytes,
         enable_prefix_caching=config.enable_prefix_caching,
         load_seconds=0.0,
+        async_scheduling=is_async(config, device),
     )

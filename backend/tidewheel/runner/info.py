@@ -25,3 +25,4 @@ class RunnerInfo:
     load_seconds: float
     num_host_blocks: int = 0  # of the host tier
     swap_seconds_per_block: float | None = None  # of one copy in one direction, measured; None: no host tier
+    graph_bytes: int = 0  # CUDA graphs of decode steps, measured; 0: there are none

@@ -18,6 +18,9 @@ class EngineScheduler(Protocol):
     def has_unfinished(self) -> bool: ...
 
     @property
+    def max_inflight_steps(self) -> int: ...
+
+    @property
     def num_running(self) -> int: ...
 
     @property

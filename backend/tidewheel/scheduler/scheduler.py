@@ -50,6 +50,10 @@ class Scheduler:
         return bool(self._state.requests)
 
     @property
+    def max_inflight_steps(self) -> int:
+        return self._config.max_inflight_steps
+
+    @property
     def num_running(self) -> int:
         return self._state.columns.num_running
 

@@ -24,6 +24,10 @@ class RecordingScheduler:
         return self._scheduler.has_unfinished
 
     @property
+    def max_inflight_steps(self) -> int:
+        return self._scheduler.max_inflight_steps
+
+    @property
     def num_running(self) -> int:
         return self._scheduler.num_running
 

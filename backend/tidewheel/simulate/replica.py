@@ -41,7 +41,6 @@ class Replica:
         ended: Ended,
         *,
         num_rows: int,
-        max_inflight_steps: int = 1,
         pool: Int32Array | None = None,
         has_deadlines: bool = False,
     ) -> None:
@@ -53,7 +52,6 @@ class Replica:
         self._scheduler = scheduler
         self._cost = cost
         self._ended = ended
-        self._max_inflight_steps = max_inflight_steps
         self._has_deadlines = has_deadlines
         self._pool = pool  # of tokens; None: all are alike, which nobody notices while prefixes are not looked up
         self._inbox: deque[tuple[float, Request, int, int]] = deque()
@@ -90,7 +88,7 @@ class Replica:
         if not self._in_flight:
             self._completes = False
             return now + IDLE_POLL_S if self._scheduler.has_unfinished else None
-        self._completes = is_full or len(self._in_flight) == self._max_inflight_steps
+        self._completes = is_full or len(self._in_flight) == self._scheduler.max_inflight_steps
         batch, end = self._in_flight[0]
         host_seconds = self._cost.turn_seconds(len(batch.rows))
         return (max(now, end) if self._completes else now) + host_seconds

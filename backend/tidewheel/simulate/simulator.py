@@ -31,7 +31,6 @@ class ReplicaSettings:
 
     num_rows: int
     max_model_len: int
-    max_inflight_steps: int = 1
     enable_prefix_caching: bool = True
     session_ttl_s: float = 300.0
 
@@ -66,7 +65,6 @@ class Simulator:
                 cost,
                 self._ended,
                 num_rows=settings.num_rows,
-                max_inflight_steps=settings.max_inflight_steps,
                 pool=self._contents.pool if settings.enable_prefix_caching else None,
                 has_deadlines=bool(np.isfinite(trace.deadlines).any()),
             )

@@ -38,6 +38,7 @@ class Shape:
 
 
 SHAPES = {
+    "tiny": Shape(64, 2, 128, 4, 2, 16, 512, True, True, 1e6, 4096),
     "qwen3-40m": Shape(512, 8, 1536, 8, 4, 64, 32_000, True, True, 1e6),
     "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151_936, True, True, 1e6),
     "llama-3.1-8b": Shape(4096, 32, 14_336, 32, 8, 128, 128_256, False, False, 5e5, 131_072),
@@ -105,11 +106,11 @@ def config(shape: Shape, dtype: torch.dtype) -> dict[str, object]:
 
 
 def save_tokenizer(folder: Path, vocab: int) -> None:
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab)}, unk_token="t3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Metaspace(replacement=" ")
+    tokenizer = Tokenizer(models.WordLevel({f"▁t{i}": i for i in range(vocab)}, unk_token="▁t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t2", "unk_token": "t3"}
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "▁t2", "unk_token": "▁t3"}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 
@@ -130,8 +131,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="that draws the values")
     arguments = parser.parse_args()
-    print(make_model(arguments.folder, SHAPES[arguments.shape], getattr(torch, arguments.dtype)))
+    dtype, device = getattr(torch, arguments.dtype), torch.device(arguments.device)
+    print(make_model(arguments.folder, SHAPES[arguments.shape], dtype, device=device))
 
 
 if __name__ == "__main__":

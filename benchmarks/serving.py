@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,12 +37,23 @@ def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700)
     address = Address(f"127.0.0.1:{ports + 1}", f"127.0.0.1:{ports}", folder.name, f"127.0.0.1:{ports + 2}")
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        with Client(address.grpc, model=address.model) as client:
-            client.wait_ready(START_LIMIT_S)
+        _wait_ready(process, address)
         yield address
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
+    """Raises RuntimeError if the server ends before it is ready; what it said is above."""
+    end = time.monotonic() + START_LIMIT_S
+    with Client(address.grpc, model=address.model) as client:
+        while not client.is_ready():
+            if process.poll() is not None:
+                raise RuntimeError(f"tidewheel serve ended with status {process.returncode} before it was ready")
+            if time.monotonic() > end:
+                raise RuntimeError(f"tidewheel serve was not ready within {START_LIMIT_S:g} s")
+            time.sleep(0.1)
 
 
 def metric(address: Address, name: str, **labels: str) -> float:

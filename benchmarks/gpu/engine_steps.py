@@ -44,11 +44,7 @@ class TimedLLM(LLM):
 
     def timed(self, work: Sequence[WorkItem], temperature: float) -> Timed:
         """One `generate` of all. Raises RuntimeError if an answer is shorter than was asked for."""
-        prompts = [{"input_ids": item.input_ids} for item in work]
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=item.num_output_tokens, ignore_eos=True)
-            for item in work
-        ]
+        prompts, params = self._arguments(work, temperature)
         self.deliveries = []
         start = time.perf_counter()
         results = self.generate(prompts, params, use_tqdm=False)
@@ -57,6 +53,20 @@ class TimedLLM(LLM):
             if len(result.token_ids) != item.num_output_tokens:
                 raise RuntimeError(f"{len(result.token_ids)} of {item.num_output_tokens} tokens: {result.error}")
         return Timed(start, end, [len(item.input_ids) for item in work], self.deliveries)
+
+    def greedy(self, work: Sequence[WorkItem]) -> list[list[int]]:
+        results = self.generate(*self._arguments(work, 0.0), use_tqdm=False)
+        return [result.token_ids for result in results]
+
+    @staticmethod
+    def _arguments(
+        work: Sequence[WorkItem], temperature: float
+    ) -> tuple[list[dict[str, list[int]]], list[SamplingParams]]:
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=item.num_output_tokens, ignore_eos=True)
+            for item in work
+        ]
+        return [{"input_ids": item.input_ids} for item in work], params
 
 
 class Timed(NamedTuple):

@@ -1,0 +1,182 @@
+"""Other engines beside ours: the same weight files and requests, greedy, one process each, the device empty between.
+
+    python -m gpu.peers [--peers BUNDLE.tar.xz]
+
+transformers is measured where it is installed; a bundle brings the others, as folders for PYTHONPATH (README.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu.engine import HEADLINE, headline_work, report
+from gpu.engine_steps import OFFLINE
+from gpu.models import TINY
+from gpu.stage import Stage, parser, run
+from gpu.values import OURS, Measurement
+from workload import WorkItem
+
+# Run with -P: a module of this folder must not stand in for a package of the same name that an engine imports.
+PROGRAM = Path(__file__).parent / "peer_engine.py"
+RANDOM_MODEL = Path(__file__).parents[1] / "random_model.py"
+START_S = 40.0  # what an engine needs besides its runs, about
+FA3_LIBRARY = "site-vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+
+
+class Peer(NamedTuple):
+    name: str
+    folders: tuple[str, ...] = ()  # of the bundle, for PYTHONPATH; none: it is installed
+    repeats: int = 2
+    models: tuple[str, ...] = ()  # empty: all
+
+
+PEERS = (
+    Peer("tidewheel"),
+    Peer("vllm", ("site-vllm", "site-deps")),
+    Peer("vllm-triton", ("site-vllm", "site-deps"), models=("qwen3-0.6b",)),
+    Peer("transformers", repeats=1, models=("qwen3-0.6b", TINY)),
+    Peer("transformers-fa3", ("site-shim",), repeats=1),
+    Peer("lmdeploy", ("site-lmd", "site-deps", "site-ldeps")),
+    Peer("sglang-triton", ("site-sglfix", "site-sgl", "site-deps", "site-sdeps", "site-shim")),
+)
+
+
+def unpack(bundle: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(bundle) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def peer_environment(peer: Peer, bundle: Path | None) -> dict[str, str] | None:
+    """None when the bundle that it needs is not there, or lacks it."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if not peer.folders:
+        return environment
+    if bundle is None or not (bundle / peer.folders[0]).is_dir():
+        return None
+    environment["PYTHONPATH"] = os.pathsep.join(str(bundle / folder) for folder in peer.folders)
+    environment["FA3_SO"] = str(bundle / FA3_LIBRARY)
+    environment["SGLANG_USE_SGL_FA3_KERNEL"] = "1"
+    return environment
+
+
+def body(stage: Stage) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        bundle: Path | None = None
+        if stage.options.peers:
+            with stage.part("bundle of peers"):
+                bundle = _bundle(stage.options.peers, folder / "bundle")
+        for model in stage.models:
+            with stage.part(f"weights of {model}"):
+                weights = _make_weights(stage, model, folder / model)
+                _compare(stage, model, weights, bundle, folder)
+
+
+def _bundle(path: Path, folder: Path) -> Path:
+    """A folder is taken as it is."""
+    return path if path.is_dir() else unpack(path, folder)
+
+
+def _make_weights(stage: Stage, model: str, folder: Path) -> Path:
+    """In a process of its own, so that the device is empty afterwards."""
+    command = [sys.executable, str(RANDOM_MODEL), str(folder), "--shape", model, "--device", stage.device.type]
+    subprocess.run(command, check=True, timeout=max(stage.seconds_left, 1.0), stdout=subprocess.DEVNULL)
+    return folder
+
+
+def _compare(stage: Stage, model: str, weights: Path, bundle: Path | None, folder: Path) -> None:
+    work = headline_work(stage, model)
+    requests = folder / "requests.json"
+    requests.write_text(json.dumps([(item.input_ids, item.num_output_tokens) for item in work]))
+    answers: dict[str, dict[str, Any]] = {}
+    for peer in PEERS:
+        if peer.models and model not in peer.models:
+            continue
+        environment = peer_environment(peer, bundle)
+        if environment is None:
+            stage.skip(f"{peer.name} on {model}", "it needs a bundle: --peers, see benchmarks/gpu/README.md")
+            continue
+        with stage.part(f"{peer.name} on {model}", needs_s=0.0 if stage.is_dry else START_S):
+            answers[peer.name] = _run(stage, peer, weights, requests, environment)
+            _report(stage, model, peer, work, answers)
+
+
+def _run(stage: Stage, peer: Peer, weights: Path, requests: Path, environment: dict[str, str]) -> dict[str, Any]:
+    options = {
+        "model": str(weights),
+        "requests": str(requests),
+        "repeats": 1 if stage.is_dry else peer.repeats,
+        "device": stage.device.type,
+        "max_model_len": OFFLINE["max_model_len"],
+    }
+    with (requests.parent / f"{peer.name}.log").open("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM), peer.name, json.dumps(options)], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=max(stage.seconds_left - 2.0, 1.0))
+        finally:
+            _end_group(process)
+        log.seek(0)
+        said = log.read()
+    if process.returncode or not output.strip():
+        last = [line for line in said.strip().splitlines() if line.strip()][-3:]
+        raise RuntimeError(f"ended with status {process.returncode}: {' | '.join(last)[-600:]}")
+    answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return answer
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    """Engines have processes of their own, which must not hold the device."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _report(stage: Stage, model: str, peer: Peer, work: list[WorkItem], answers: dict[str, dict[str, Any]]) -> None:
+    answer, ours = answers[peer.name], answers.get(OURS)
+    same = None
+    if ours is not None:
+        same = sum(a == b for a, b in zip(ours["head"], answer["head"], strict=True))
+    report(
+        stage, model, f"{HEADLINE}, greedy", work, answer["seconds"], peer.name,
+        load_s=answer["load_s"], of_right_length=answer["of_right_length"], requests=len(work),
+        same_first_tokens_as_ours=same,
+    )  # fmt: skip
+    if ours is not None and peer.name != OURS:
+        ratio = statistics.median(answer["seconds"]) / statistics.median(ours["seconds"])
+        stage.result(
+            Measurement(
+                name="ours over peer",
+                case=f"{model}, {HEADLINE}, greedy",
+                value=ratio,
+                unit="x",
+                samples=answer["seconds"],
+                sample_unit="s",
+                who=peer.name,
+                details={"model": model},
+            )
+        )
+
+
+def main() -> None:
+    made = parser(__doc__)
+    made.add_argument("--peers", type=Path, help="a tar file, or the folder that it was unpacked to")
+    run("peers", body, made.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import pytest
 
 from tidewheel.engine import spawn
 from tidewheel.engine.backoff import RestartPolicy, recent_deaths, record_death
-from tidewheel.engine.run_dir import BACKOFF, LOG, STATUS, engine_dir, run_dir, socket_address
+from tidewheel.engine.run_dir import BACKOFF, LOG, STATUS, engine_dir, socket_address
 from tidewheel.engine.status import (
     Status,
     last_log_line,
@@ -23,6 +23,7 @@ from tidewheel.engine.status import (
     write_status,
 )
 from tidewheel.errors import ConfigError
+from tidewheel.private_dir import run_dir
 
 
 @pytest.fixture

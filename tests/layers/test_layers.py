@@ -21,6 +21,7 @@ SOURCES = {"tidewheel": ROOT / "backend", "tidewheel_kernels": ROOT / "kernels",
 LAYERS = {
     "tidewheel": 0,
     "tidewheel.errors": 0,
+    "tidewheel.private_dir": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,
     "tidewheel.tenants": 0,

@@ -1,0 +1,31 @@
+"""Folders that only this user may look into."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from tidewheel.errors import ConfigError
+
+
+def run_dir() -> Path:
+    """`$TIDEWHEEL_RUN_DIR`, or a folder of this user in the temporary directory. Made with mode 0700.
+
+    Raises `ConfigError` when the folder belongs to somebody else or others may look into it.
+    """
+    named = os.environ.get("TIDEWHEEL_RUN_DIR")
+    path = Path(named) if named else Path(tempfile.gettempdir()) / f"tidewheel-{os.getuid()}"
+    return private_dir(path.absolute())
+
+
+def private_dir(path: Path) -> Path:
+    """Made with mode 0700. Raises `ConfigError` when it belongs to somebody else or others may look into it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{path} must be a folder that belongs to user {os.getuid()}: set TIDEWHEEL_RUN_DIR")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigError(f"{path} is open to other users: run chmod 700 on it, or set TIDEWHEEL_RUN_DIR")
+    return path

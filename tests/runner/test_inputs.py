@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tidewheel.batch import NewRow, ScheduledBatch
-from tidewheel.runner.inputs import DeviceInputs, RowTable, metadata
-from tidewheel.runner.staging import Staging
+from tidewheel.runner.inputs import RowTable
 from tidewheel.sampling import SamplingParams
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 6, 70, 16
@@ -33,18 +32,33 @@ def make_batch(
     )  # fmt: skip
 
 
-def filled(generator: np.random.Generator) -> tuple[RowTable, np.ndarray, np.ndarray]:
+def updated(table: RowTable, batch: ScheduledBatch) -> None:
+    """Told of a batch, and its changes sent to the device."""
+    table.apply(batch, [torch.from_numpy(array) for array in table.update(batch)])
+
+
+def block_tables(table: RowTable, rows: list[int], max_seq_len: int = MAX_MODEL_LEN) -> list[list[int]]:
+    return table.block_tables(torch.tensor(rows, dtype=torch.int32), max_seq_len).tolist()
+
+
+@pytest.fixture(params=[True, False], ids=["shared memory", "tables of its own"])
+def shares_memory(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def filled(generator: np.random.Generator, *, shares_memory: bool = True) -> tuple[RowTable, np.ndarray, np.ndarray]:
     """A table whose every row has tokens and blocks, and the same as plain arrays."""
-    table = RowTable(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, CPU)
+    table = RowTable(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, CPU, shares_memory=shares_memory)
     tokens = generator.integers(0, 1000, (MAX_NUM_SEQS, MAX_MODEL_LEN), dtype=np.int32)
     blocks = generator.permutation(MAX_NUM_SEQS * MAX_BLOCKS).astype(np.int32).reshape(MAX_NUM_SEQS, MAX_BLOCKS)
     rows, indices = np.indices(blocks.shape, dtype=np.int32)
-    table.update(
+    updated(
+        table,
         make_batch(
             [0], [0], [1], [False],
             new_rows=tuple(new_row(row, tokens[row]) for row in range(MAX_NUM_SEQS)),
             block_rows=rows.ravel(), block_indices=indices.ravel(), block_ids=blocks.ravel(),
-        )
+        ),
     )  # fmt: skip
     return table, tokens, blocks
 
@@ -59,9 +73,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_inputs_equal_those_of_a_loop(name: str) -> None:
+def test_inputs_equal_those_of_a_loop(name: str, shares_memory: bool) -> None:
     rows, starts, counts, samples = CASES[name]
-    table, tokens, blocks = filled(np.random.default_rng(0))
+    table, tokens, blocks = filled(np.random.default_rng(0), shares_memory=shares_memory)
     batch = make_batch(rows, starts, counts, samples)
     host = table.host_inputs(batch)
 
@@ -71,55 +85,81 @@ def test_inputs_equal_those_of_a_loop(name: str) -> None:
         blocks[row, position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
         for row, position in zip(owners, positions, strict=True)
     ]
-    flat = table.flat_token_ids.numpy()
-    assert flat[host.token_indices].tolist() == [tokens[r, p] for r, p in zip(owners, positions, strict=True)]
+    read = table.tokens_at(torch.from_numpy(host.token_indices)).tolist()
+    assert read == [tokens[r, p] for r, p in zip(owners, positions, strict=True)]
     assert host.positions.tolist() == positions
     assert host.slot_mapping.tolist() == slots
     assert host.cu_seqlens_q.tolist() == np.cumsum([0, *counts]).tolist()
     assert host.seq_lens.tolist() == [start + count for start, count in zip(starts, counts, strict=True)]
     ends = np.cumsum(counts) - 1
     assert host.logit_indices.tolist() == [end for end, sampled in zip(ends, samples, strict=True) if sampled]
-    widest = -(-max(host.seq_lens) // BLOCK_SIZE)
-    assert np.array_equal(host.block_tables, blocks[rows, :widest])
-    flat[host.store_indices] = -7
-    stored = np.argwhere(flat.reshape(MAX_NUM_SEQS, -1) == -7).tolist()
+    widest = -(-max(host.seq_lens) // BLOCK_SIZE) if shares_memory else MAX_BLOCKS
+    tables = table.block_tables(torch.from_numpy(host.rows), int(host.seq_lens.max()))
+    assert np.array_equal(tables.numpy(), blocks[rows, :widest])
+    table.store(torch.from_numpy(host.store_indices), torch.full(host.store_indices.shape, 7777))
+    stored = np.argwhere(all_tokens(table) == 7777).tolist()
     assert stored == sorted([row, end] for row, end, s in zip(rows, host.seq_lens, samples, strict=True) if s)
 
 
-def test_metadata_describes_the_batch() -> None:
-    table, _, _ = filled(np.random.default_rng(0))
-    batch = make_batch(*CASES["mixed"])
-    host = table.host_inputs(batch)
-    meta = metadata(host, DeviceInputs(*Staging(CPU).to_device([host])[0]), batch)
-    assert (meta.num_decodes, meta.max_seqlen_q, meta.max_seq_len, meta.num_seqs) == (2, 22, 70, 4)
-    assert meta.slot_mapping.dtype == torch.int64
-    assert meta.block_tables.dtype == meta.seq_lens.dtype == meta.cu_seqlens_q.dtype == torch.int32
-    assert np.array_equal(meta.seq_lens.numpy(), meta.host_seq_lens())
+def all_tokens(table: RowTable) -> np.ndarray:
+    indices = torch.arange(MAX_NUM_SEQS * (MAX_MODEL_LEN + 1))
+    return table.tokens_at(indices).numpy().reshape(MAX_NUM_SEQS, -1)
 
 
-def test_rows_change_only_where_the_batch_says_so() -> None:
-    table, _, blocks = filled(np.random.default_rng(0))
-    before = table.flat_token_ids.clone().view(MAX_NUM_SEQS, -1)
+def test_rows_change_only_where_the_batch_says_so(shares_memory: bool) -> None:
+    table, _, blocks = filled(np.random.default_rng(0), shares_memory=shares_memory)
+    before = all_tokens(table)
     tokens = int32([7, 8, 9])
-    table.update(
-        make_batch(
-            [2], [0], [3], [True], new_rows=(new_row(2, tokens),),
-            block_rows=int32([2]), block_indices=int32([1]), block_ids=int32([99]),
-        )
+    change = make_batch(
+        [2], [0], [3], [True], new_rows=(new_row(2, tokens),),
+        block_rows=int32([2]), block_indices=int32([1]), block_ids=int32([99]),
     )  # fmt: skip
+    updated(table, change)
     tokens[:] = 0  # the table keeps its own copy
-    after = table.flat_token_ids.view(MAX_NUM_SEQS, -1)
+    after = all_tokens(table)
     assert after[2, :3].tolist() == [7, 8, 9]
-    assert torch.equal(after[:2], before[:2])
-    assert torch.equal(after[3:], before[3:])
-    assert table.host_inputs(make_batch([2], [69], [1], [True])).block_tables.tolist() == [
-        [blocks[2, 0], 99, *blocks[2, 2:].tolist()]
+    before[2, :3] = [7, 8, 9]
+    assert np.array_equal(after, before)
+    blocks[2, 1] = 99
+    assert block_tables(table, list(range(MAX_NUM_SEQS))) == blocks.tolist()
+
+
+def test_a_place_that_is_named_twice_gets_the_last_block() -> None:
+    table, _, _ = filled(np.random.default_rng(0), shares_memory=False)
+    twice = make_batch(
+        [1], [0], [1], [True],
+        block_rows=int32([1, 1]), block_indices=int32([0, 0]), block_ids=int32([70, 71]),
+    )  # fmt: skip
+    _, block_ids, _ = table.update(twice)
+    assert block_ids.tolist() == [71, 71]
+
+
+def test_a_token_that_could_not_be_sampled_is_stored_as_one_that_can_be_embedded() -> None:
+    table, _, _ = filled(np.random.default_rng(0))
+    table.store(torch.tensor([3]), torch.tensor([-1]))
+    assert table.tokens_at(torch.tensor([3])).tolist() == [0]
+
+
+def test_padding_reads_and_writes_where_nobody_is(shares_memory: bool) -> None:
+    table, _, _ = filled(np.random.default_rng(0), shares_memory=shares_memory)
+    before = all_tokens(table)
+    host = table.host_inputs(make_batch([4, 1], [33, 15], [1, 1], [True, True]))
+    padded = table.padded(host, 5)
+    assert padded.rows.tolist() == [4, 1, *[MAX_NUM_SEQS] * 3]
+    assert padded.seq_lens.tolist() == [34, 16, 0, 0, 0]
+    assert padded.slot_mapping[2:].tolist() == [-1] * 3
+    assert padded.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4, 5]
+    assert padded.logit_indices.tolist() == [0, 1, 2, 3, 4]
+    assert [column.dtype for column in padded] == [column.dtype for column in host]
+    assert table.padded(host, 2) is host
+    assert table.tokens_at(torch.from_numpy(padded.token_indices[2:])).tolist() == [0, 0, 0]
+    table.store(torch.from_numpy(padded.store_indices[2:]), torch.tensor([5, 6, 7]))
+    assert np.array_equal(all_tokens(table), before)
+    assert block_tables(table, [MAX_NUM_SEQS]) == [[0] * MAX_BLOCKS]
+    nothing = table.padding(3)
+    assert [column.tolist() for column in nothing[4:]] == [
+        [0] * 3,
+        [MAX_NUM_SEQS] * 3,
+        [0, 1, 2],
+        nothing[7].tolist(),
     ]
-
-
-def test_staging_keeps_groups_apart() -> None:
-    first = [np.arange(3), np.ones((2, 2), dtype=np.float32)]
-    staged = Staging(CPU).to_device([first, None, [np.array([True])]])
-    assert [len(group) for group in staged] == [2, 0, 1]
-    assert staged[0][1].shape == (2, 2)
-    assert staged[2][0].dtype == torch.bool

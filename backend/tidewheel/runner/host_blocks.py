@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array
-from tidewheel.runner.kv_tensors import MIB, KVTensors
+from tidewheel.runner.kv_tensors import MIB, KVTensors, index_on
 
 # torch rounds pinned memory up to a power of two, so that one large tensor may take twice what was asked for.
 SLAB_BYTES = 1024 * MIB
@@ -71,5 +70,5 @@ class HostBlocks:
         """As many as the staging buffer holds: the blocks as a tensor on the device, and their slots."""
         size = len(self._staging)
         for first in range(0, len(slots), size):
-            index = torch.from_numpy(block_ids[first : first + size].astype(np.int64))
-            yield index.to(self._staging.device), slots[first : first + size].tolist()
+            index = index_on(self._staging.device, block_ids[first : first + size])
+            yield index, slots[first : first + size].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tidewheel.batch import Int32Array, ScheduledBatch
-from tidewheel_kernels import AttentionMetadata
+from tidewheel.runner.staging import HostArray
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -22,7 +23,7 @@ class HostInputs(NamedTuple):
     slot_mapping: Int64Array  # [T]
     cu_seqlens_q: Int32Array  # [n + 1]
     seq_lens: Int32Array  # [n]
-    block_tables: Int32Array  # [n, widest]
+    rows: Int32Array  # [n] of the table of blocks
     logit_indices: Int64Array  # [S] last token of each sampling row, in [0, T)
     store_indices: Int64Array  # [S] where its new token belongs in the flat token table
 
@@ -35,7 +36,7 @@ class DeviceInputs(NamedTuple):
     slot_mapping: torch.Tensor
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
-    block_tables: torch.Tensor
+    rows: torch.Tensor
     logit_indices: torch.Tensor
     store_indices: torch.Tensor
 
@@ -46,60 +47,124 @@ class RowTable:
     Token ids live on the device: the tokens of a new row are copied there once, and what is sampled is written in
     place, so a step can be launched before the tokens of the last one were read. One column more than the context
     holds the token that is sampled at its end.
+
+    Block tables are kept twice, here for the slots of new tokens and on the device for attention; a step sends what
+    has changed. One row more than there are requests is nobody's: the padding of a step reads and writes there.
+
+    On a CPU (`shares_memory`) the tables of the device are those of the host, and nothing is sent.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device, *, shares_memory: bool
+    ) -> None:
         self._width = max_model_len + 1
         self._block_size = block_size
-        self._token_ids = torch.zeros(max_num_seqs, self._width, dtype=torch.int32, device=device)
-        self._block_tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._max_num_seqs = max_num_seqs
+        self._shares_memory = shares_memory
+        self._blocks = np.zeros((max_num_seqs + 1, -(-max_model_len // block_size)), dtype=np.int32)
+        self._tokens = np.zeros((max_num_seqs + 1, self._width), dtype=np.int32) if shares_memory else None
+        if self._tokens is not None:
+            self._device_tokens, self._device_blocks = torch.from_numpy(self._tokens), torch.from_numpy(self._blocks)
+        else:
+            shape = (max_num_seqs + 1, self._width)
+            self._device_tokens = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._device_blocks = torch.zeros(self._blocks.shape, dtype=torch.int32, device=device)
+        self._flat_tokens = self._device_tokens.view(-1)
+        self._padding = self._make_padding(max_num_seqs)
 
-    @property
-    def flat_token_ids(self) -> torch.Tensor:
-        return self._token_ids.view(-1)
+    def _make_padding(self, size: int) -> HostInputs:
+        nobody = self._max_num_seqs * self._width
+        return HostInputs(
+            token_indices=np.full(size, nobody),
+            positions=np.zeros(size, dtype=np.int64),
+            slot_mapping=np.full(size, -1),
+            cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
+            seq_lens=np.zeros(size, dtype=np.int32),
+            rows=np.full(size, self._max_num_seqs, dtype=np.int32),
+            logit_indices=np.arange(size),
+            store_indices=np.full(size, nobody + 1),
+        )
 
-    def update(self, batch: ScheduledBatch) -> None:
-        """Takes what changed since the last batch."""
-        for new in batch.new_rows:
-            self._token_ids[new.row, : len(new.token_ids)].copy_(torch.from_numpy(new.token_ids.copy()))
+    # --- on the host ----------------------------------------------------------------------------------------------
+
+    def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
+        """Takes what changed since the last batch; answers what `apply` wants to have on the device."""
+        places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
-            self._block_tables[batch.block_rows, batch.block_indices] = batch.block_ids
+            self._blocks[places] = batch.block_ids
+        if self._tokens is not None:
+            for new in batch.new_rows:
+                self._tokens[new.row, : len(new.token_ids)] = new.token_ids
+            return ()
+        if not batch.new_rows and not len(batch.block_rows):
+            return ()
+        flat = batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices
+        prompts = [new.token_ids for new in batch.new_rows]
+        # Read back, so that a place that is named twice gets one value, in whatever order the device writes it.
+        return flat, self._blocks[places], np.concatenate(prompts) if prompts else np.empty(0, dtype=np.int32)
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
         rows, starts, counts = batch.rows, batch.start_positions.astype(np.int64), batch.num_scheduled_tokens
         cu_seqlens_q = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=cu_seqlens_q[1:])
         seq_lens = starts + counts
-        tables = self._block_tables[rows, : -(-int(seq_lens.max()) // self._block_size)]
+        bases = rows.astype(np.int64) * self._width
         if batch.num_tokens == len(rows):  # every row computes one token
-            sequence, positions = np.arange(len(rows)), starts
+            positions, owners, token_bases = starts, rows, bases
         else:
             sequence = np.repeat(np.arange(len(rows)), counts)
             positions = np.arange(batch.num_tokens) + (starts - cu_seqlens_q[:-1])[sequence]
-        blocks = tables[sequence, positions // self._block_size].astype(np.int64)
+            owners, token_bases = rows[sequence], bases[sequence]
+        blocks = self._blocks[owners, positions // self._block_size].astype(np.int64)
         sampling = np.flatnonzero(batch.samples)
-        bases = rows.astype(np.int64) * self._width
         return HostInputs(
-            token_indices=bases[sequence] + positions,
+            token_indices=token_bases + positions,
             positions=positions,
             slot_mapping=blocks * self._block_size + positions % self._block_size,
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens.astype(np.int32),
-            block_tables=tables,
+            rows=rows,
             logit_indices=cu_seqlens_q[1:][sampling].astype(np.int64) - 1,
             store_indices=bases[sampling] + seq_lens[sampling],
         )
 
+    def padding(self, num_rows: int) -> HostInputs:
+        """Rows of nobody that are to be decoded and sampled."""
+        return self._make_padding(num_rows)
 
-def metadata(host: HostInputs, device: DeviceInputs, batch: ScheduledBatch) -> AttentionMetadata:
-    return AttentionMetadata(
-        slot_mapping=device.slot_mapping,
-        block_tables=device.block_tables,
-        cu_seqlens_q=device.cu_seqlens_q,
-        seq_lens=device.seq_lens,
-        max_seqlen_q=int(batch.num_scheduled_tokens.max()),
-        max_seq_len=int(host.seq_lens.max()),
-        num_decodes=batch.num_decodes,
-        cu_seqlens_q_cpu=host.cu_seqlens_q,
-        seq_lens_cpu=host.seq_lens,
-    )
+    def padded(self, host: HostInputs, num_rows: int) -> HostInputs:
+        """`host`, decodes that all sample, with padding after them: `num_rows` in all."""
+        extra = num_rows - len(host.rows)
+        if extra == 0:
+            return host
+        pairs: Iterable[tuple[HostArray, HostArray]] = zip(host, self._padding, strict=True)
+        return HostInputs(*(np.concatenate((column, fill[len(column) :][:extra])) for column, fill in pairs))
+
+    # --- on the device --------------------------------------------------------------------------------------------
+
+    def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
+        """Writes what `update` answered, now on the device, into the tables there."""
+        if not sent:
+            return
+        places, block_ids, token_ids = sent
+        if places.shape[0]:
+            self._device_blocks.view(-1).index_copy_(0, places, block_ids)
+        first = 0
+        for new in batch.new_rows:
+            count = len(new.token_ids)
+            self._device_tokens[new.row, :count].copy_(token_ids[first : first + count])
+            first += count
+
+    def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
+        """[n, max_blocks] int32 of some rows: on a CPU as many columns as the longest needs; elsewhere all, since a
+        kernel is compiled anew for other strides."""
+        if not self._shares_memory:
+            return self._device_blocks.index_select(0, rows)
+        return self._device_blocks[:, : -(-max_seq_len // self._block_size)].index_select(0, rows)
+
+    def tokens_at(self, indices: torch.Tensor) -> torch.Tensor:
+        return self._flat_tokens.index_select(0, indices)
+
+    def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Tokens that could not be sampled, below 0, are stored as 0: their request ends."""
+        self._flat_tokens.index_copy_(0, indices, token_ids.clamp(min=0).int())

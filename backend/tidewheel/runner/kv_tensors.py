@@ -88,6 +88,11 @@ class KVTensors:
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copies block ``sources[i]`` to ``targets[i]`` in every layer."""
         if len(sources):
-            device = self._tensor.device
-            source, target = (torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (sources, targets))
+            source, target = (index_on(self._tensor.device, ids) for ids in (sources, targets))
             copy_blocks(self._tensor.flatten(0, 1), source, target)
+
+
+def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:
+    """[n] int64 on the device. Nobody waits for the copy: torch keeps pinned memory until it is done."""
+    index = torch.from_numpy(ids.astype(np.int64))
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index

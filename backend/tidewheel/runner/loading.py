@@ -17,12 +17,13 @@ from tidewheel.models.config_file import checkpoint_dtype, read_config
 from tidewheel.models.loader import LoadedModel, load_model
 from tidewheel.models.source import resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
+from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
 from tidewheel.runner.host_blocks import HostBlocks, num_staged_blocks
 from tidewheel.runner.host_memory import available_host_bytes, decide_num_host_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
-from tidewheel.runner.profiling import gpu_budget
+from tidewheel.runner.profiling import StepMemory, gpu_budget
 
 logger = logging.getLogger(__name__)
 
@@ -79,31 +80,52 @@ class Cache(NamedTuple):
     host: HostBlocks | None  # the tier behind it
 
 
-def allocate_cache(parts: RunnerParts, config: EngineConfig, activation_bytes: int) -> tuple[Cache, RunnerInfo]:
-    """The cache that settings or free memory give, and the complete facts about the runner."""
+def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[Cache, RunnerInfo]:
+    """The cache that settings or free memory give, and what is known of the runner with it."""
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
-    budget = _budget(config, activation_bytes + staging_bytes, device)
+    budget = _budget(config, memory.activations + memory.graphs + staging_bytes, device)
     num_blocks = decide_num_blocks(config.num_blocks, budget, layout, parts.info.max_model_len)
     kv = _allocate(layout, num_blocks, device, budget)
     host = _allocate_host(kv, num_host_blocks, config.swap_space)
     info = dataclasses.replace(
         parts.info,
         num_blocks=num_blocks,
-        activation_bytes=activation_bytes,
+        activation_bytes=memory.activations,
         kv_cache_bytes=kv.num_bytes,
         num_host_blocks=num_host_blocks,
         swap_seconds_per_block=BlockTransfers(kv, host).seconds_per_block(),
-        load_seconds=time.perf_counter() - parts.started,
     )
-    _log(info, device)
     return Cache(kv, host), info
 
 
-def _budget(config: EngineConfig, activation_bytes: int, device: torch.device) -> MemoryBudget:
+def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
+    """At the end of the load; told to the log."""
+    info = dataclasses.replace(info, graph_bytes=graph_bytes, load_seconds=time.perf_counter() - parts.started)
+    _log(info, parts.device)
+    return info
+
+
+def graph_sizes(config: EngineConfig, parts: RunnerParts) -> list[int]:
+    """Batch sizes of decode steps that become graphs; why there are none is told to the log."""
+    if parts.device.type == "cpu":
+        logger.info("CUDA graphs: none, the device is a CPU")
+        return []
+    if config.enforce_eager:
+        logger.info("CUDA graphs: none, enforce_eager is set")
+        return []
+    if not parts.model.is_capturable:
+        logger.info(
+            "CUDA graphs: none, nothing proves that transformers' %s can be captured", parts.info.architecture
+        )
+        return []
+    return decode_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+
+
+def _budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:
     if device.type == "cuda" and config.kv_cache_memory_mb is None:
-        return gpu_budget(config, activation_bytes, device)
+        return gpu_budget(config, reserved_bytes, device)
     return cpu_budget(config)
 
 
@@ -129,8 +151,8 @@ def _allocate_host(kv: KVTensors, num_host_blocks: int, swap_space: float) -> Ho
 def _log(info: RunnerInfo, device: torch.device) -> None:
     tokens = info.num_blocks * info.block_size
     logger.info(
-        "memory: weights %d MiB, activations %d MiB, KV cache %d MiB",
-        info.weights_bytes // MIB, info.activation_bytes // MIB, info.kv_cache_bytes // MIB,
+        "memory: weights %d MiB, activations %d MiB, graphs %d MiB, KV cache %d MiB",
+        info.weights_bytes // MIB, info.activation_bytes // MIB, info.graph_bytes // MIB, info.kv_cache_bytes // MIB,
     )  # fmt: skip
     logger.info("%s KV cache size: %d tokens", "GPU" if device.type == "cuda" else "CPU", tokens)
     if info.swap_seconds_per_block is not None:

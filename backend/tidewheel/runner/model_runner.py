@@ -2,104 +2,192 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
 from tidewheel.models.base import CausalLM, Progress, no_progress
+from tidewheel.runner.accelerator import Accelerator, accelerator_of
 from tidewheel.runner.block_transfers import BlockTransfers
+from tidewheel.runner.decode_graphs import DecodeGraph, DecodeGraphs
+from tidewheel.runner.forward import Forward, exact_bounds
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.inputs import DeviceInputs, HostInputs, RowTable, metadata
+from tidewheel.runner.inputs import DeviceInputs, HostInputs, RowTable
 from tidewheel.runner.kv_tensors import KVTensors
-from tidewheel.runner.loading import Cache, RunnerParts, allocate_cache, load_parts
+from tidewheel.runner.loading import Cache, RunnerParts, allocate_cache, complete_info, graph_sizes, load_parts
 from tidewheel.runner.pending import PendingTokens
 from tidewheel.runner.profiling import (
+    StepMemory,
     estimated_activation_bytes,
+    estimated_graph_bytes,
     largest_step,
     measured_activation_bytes,
     profile_batch,
     warm_up_step,
 )
-from tidewheel.runner.sampler import sample_tokens, staged_groups
+from tidewheel.runner.sampler import NUM_GROUPS, Sampled, sample_tokens, staged_groups
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
-from tidewheel.runner.staging import Staging
+from tidewheel.runner.staging import Group, Sender, Sent, SharedMemory, Staging
+
+NUM_TRIAL_GRAPHS = 3
+# Static buffer of a step's inputs: by token, by row, and room for the tokens and blocks of new rows.
+BYTES_PER_TOKEN = 24
+BYTES_PER_ROW = 96
+SPARE_BYTES = 1 << 20
 
 
 class ModelRunner:
     """Runs scheduled batches: keeps tokens, block tables and sampling state of every row, and the KV cache.
 
-    One thread only. Batches are launched in the order they were scheduled.
+    One thread only. Batches are launched in the order they were scheduled. Without an accelerator the device is a
+    CPU, and a step is done when its launch returns.
     """
 
-    def __init__(self, model: CausalLM, cache: Cache, info: RunnerInfo, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: Cache,
+        info: RunnerInfo,
+        device: torch.device,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self.info = info
         self.kv = cache.kv
         self._transfers = BlockTransfers(cache.kv, cache.host)
         self._model = model
-        self._device = device
-        self._rows = RowTable(info.max_num_seqs, info.max_model_len, info.block_size, device)
+        self._accelerator = accelerator
+        self._rows = RowTable(
+            info.max_num_seqs, info.max_model_len, info.block_size, device, shares_memory=accelerator is None
+        )
         self._sampling = SamplingTable(info.max_num_seqs)
-        self._staging = Staging(device)
+        self._sender: Sender = SharedMemory() if accelerator is None else Staging(accelerator, _static_bytes(info))
+        self._forward = Forward(model, self._rows, cache.kv)
+        self._graphs: DecodeGraphs | None = None
         self._last: PendingTokens | None = None
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
-        """Loads what `config` names and sizes the cache. Raises `ConfigError` in one line."""
+        """Loads what `config` names, sizes the cache and captures graphs. Raises `ConfigError` in one line."""
         report = progress or no_progress
         parts = load_parts(config, report)
+        sizes = graph_sizes(config, parts)
         report("profile", 0.0)
-        activation_bytes = cls._activation_bytes(parts, config)
-        cache, info = allocate_cache(parts, config, activation_bytes)
+        cache, info = allocate_cache(parts, config, cls._measured(parts, config, sizes))
         report("profile", 1.0)
-        return cls(parts.model, cache, info, parts.device)
+        runner = cls(parts.model, cache, info, parts.device, accelerator_of(parts.device))
+        graph_bytes = sum(runner.capture(sizes, report))
+        runner.info = complete_info(info, parts, graph_bytes)
+        return runner
 
     @classmethod
-    def _activation_bytes(cls, parts: RunnerParts, config: EngineConfig) -> int:
+    def _measured(cls, parts: RunnerParts, config: EngineConfig, sizes: Sequence[int]) -> StepMemory:
         """Runs a step with a cache just large enough for it, which also proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(config, parts.info.max_model_len)
         size = warm_up_step(parts.info.max_model_len) if device.type == "cpu" else largest
 
-        def run() -> None:
+        def run() -> ModelRunner:
             cache = Cache(KVTensors(layout, size.num_blocks(layout.block_size), device), None)
-            cls(parts.model, cache, parts.info, device).run(profile_batch(size, layout.block_size))
+            runner = cls(parts.model, cache, parts.info, device, accelerator_of(device))
+            runner.run(profile_batch(size, layout.block_size))
+            return runner
 
         if device.type == "cpu":
             run()
-            return estimated_activation_bytes(largest, layout.shape, layout.dtype)
-        return measured_activation_bytes(run, config, device)
+            return StepMemory(estimated_activation_bytes(largest, layout.shape, layout.dtype), 0)
+        runner, activation_bytes = measured_activation_bytes(run, config, device)
+        taken = runner.capture(sizes[-NUM_TRIAL_GRAPHS:], no_progress)
+        return StepMemory(activation_bytes, estimated_graph_bytes(taken, len(sizes)))
+
+    def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
+        """Makes graphs of decode steps for batches of these sizes; answers the memory each took, the largest first.
+
+        Raises `ConfigError` when the memory does not suffice.
+        """
+        if not sizes or self._accelerator is None:
+            return []
+        self._graphs = DecodeGraphs(
+            self._accelerator.graph_pool(), self._forward, self._rows, self._sender, self.info.max_model_len
+        )
+        try:
+            with torch.inference_mode():
+                return self._graphs.capture(sizes, progress)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                "the GPU has no room for CUDA graphs beside weights and cache: lower gpu_memory_utilization, "
+                "kv_cache_memory_mb, num_blocks or max_num_seqs, or set enforce_eager"
+            ) from None
 
     def run(self, batch: ScheduledBatch) -> SampledTokens:
         return self.launch(batch).wait()
 
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
-        """Starts one step. On a CPU it is done on return; on CUDA only `PendingTokens.wait` waits for it."""
+        """Starts one step. On a CPU it is done on return; on CUDA only `PendingTokens.wait` waits for it.
+
+        Steps may be launched while others are in flight: what a step reads and writes on the device follows what was
+        queued before it.
+        """
         with torch.inference_mode():
             self._transfers.start(batch)
-            self._rows.update(batch)
             self._sampling.update(batch)
             pending = self._launch(batch)
-        if self._device.type == "cpu":
+        if self._accelerator is None:
             pending.wait()
         self._last = pending
         return pending
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
+        changes = self._rows.update(batch)
         host = self._rows.host_inputs(batch)
         plan = self._plan(batch, host) if batch.samples.any() else None
-        staged = self._staging.to_device([host, *(staged_groups(plan) if plan is not None else ())])
-        inputs = DeviceInputs(*staged[0])
-        token_ids = self._rows.flat_token_ids.index_select(0, inputs.token_indices)
-        meta = metadata(host, inputs, batch)
-        logits = self._model.forward(token_ids, inputs.positions, meta, self.kv.layers, inputs.logit_indices)
-        if plan is None:
-            return PendingTokens(batch, None, None)
-        sampled = sample_tokens(logits, plan, staged[1:])
-        self._rows.flat_token_ids.index_copy_(0, inputs.store_indices, sampled.token_ids.clamp(min=0).int())
-        return PendingTokens(batch, plan, sampled)
+        graph = self._graphs.find(batch) if self._graphs is not None else None
+        if plan is not None and graph is not None:
+            sampled: Sampled | None = self._replayed(batch, host, plan, changes, graph)
+        else:
+            sampled = self._computed(batch, host, plan, changes)
+        return PendingTokens(batch, plan, sampled, self._accelerator)
+
+    def _computed(
+        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan | None, changes: Group
+    ) -> Sampled | None:
+        sent = self._send(batch, host, staged_groups(plan), changes)
+        inputs = DeviceInputs(*sent.group(0))
+        logits = self._forward(inputs, exact_bounds(batch, host))
+        return None if plan is None else self._sampled(logits, plan, sent, inputs.store_indices)
+
+    def _replayed(
+        self, batch: ScheduledBatch, host: HostInputs, plan: SamplingPlan, changes: Group, graph: DecodeGraph
+    ) -> Sampled:
+        count = len(batch.rows)
+        padded = self._rows.padded(host, graph.num_rows)
+        groups = staged_groups(plan, graph.num_rows if plan.is_plain else count)
+        sent = self._send(batch, padded, groups, changes)
+        graph.forward.replay()
+        if plan.is_plain:
+            return Sampled(graph.sample(any_sampled=plan.any_sampled)[:count], None)
+        return self._sampled(graph.logits[:count], plan, sent, graph.inputs.store_indices[:count])
+
+    def _send(
+        self, batch: ScheduledBatch, host: HostInputs, sampling: Sequence[Group | None], changes: Group
+    ) -> Sent:
+        sent = self._sender.send([host, *sampling, changes])
+        self._rows.apply(batch, sent.group(1 + NUM_GROUPS))
+        return sent
+
+    def _sampled(self, logits: torch.Tensor, plan: SamplingPlan, sent: Sent, store_indices: torch.Tensor) -> Sampled:
+        sampled = sample_tokens(logits, plan, [sent.group(1 + i) for i in range(NUM_GROUPS)])
+        self._rows.store(store_indices, sampled.token_ids)
+        return sampled
 
     def _plan(self, batch: ScheduledBatch, host: HostInputs) -> SamplingPlan:
         rows = batch.rows[batch.samples]
         if self._last is not None and self._sampling.reads_history(rows):
             self._last.wait()
         return self._sampling.plan(rows, host.seq_lens[batch.samples])
+
+
+def _static_bytes(info: RunnerInfo) -> int:
+    return BYTES_PER_TOKEN * info.max_num_batched_tokens + BYTES_PER_ROW * info.max_num_seqs + SPARE_BYTES

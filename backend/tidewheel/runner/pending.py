@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
 from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.runner.accelerator import Accelerator, Event
 from tidewheel.runner.sampler import Sampled, top_logprobs
 from tidewheel.runner.sampling_plan import SamplingPlan
 from tidewheel_kernels import LogprobsOutput
 
 
 class PendingTokens:
-    """Answers `wait` with the tokens of one batch. On CUDA nothing before `wait` waits for the device."""
+    """Answers `wait` with the tokens of one batch. On CUDA nothing before `wait` waits for the device.
 
-    def __init__(self, batch: ScheduledBatch, plan: SamplingPlan | None, sampled: Sampled | None) -> None:
+    The copies are queued at once, so that the next step may write where this one's tokens lie.
+    """
+
+    def __init__(
+        self,
+        batch: ScheduledBatch,
+        plan: SamplingPlan | None = None,
+        sampled: Sampled | None = None,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self._batch = batch
         self._plan = plan
         self._result: SampledTokens | None = None
         self._copies: list[torch.Tensor] = []
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Event | None = None
         if sampled is not None:
-            self._copies = list(_host_copies(sampled))
-            if sampled.token_ids.is_cuda:
-                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._copied.record()
+            self._copies = [sampled.token_ids, *(sampled.logprobs or ())]
+        if sampled is not None and accelerator is not None:
+            self._copies = [_host_copy(tensor, accelerator) for tensor in self._copies]
+            self._copied = accelerator.event()
+            self._copied.record()
 
     def wait(self) -> SampledTokens:
         """The tokens; every call answers the same."""
@@ -55,10 +64,5 @@ class PendingTokens:
         return SampledTokens(batch.step_id, token_ids, logprobs)
 
 
-def _host_copies(sampled: Sampled) -> Iterator[torch.Tensor]:
-    for tensor in (sampled.token_ids, *(sampled.logprobs or ())):
-        if tensor.is_cuda:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            yield host.copy_(tensor, non_blocking=True)
-        else:
-            yield tensor
+def _host_copy(tensor: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+    return accelerator.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)

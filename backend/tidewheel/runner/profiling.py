@@ -1,9 +1,14 @@
-"""What a step needs beside weights and cache: measured on a GPU by running the largest one, estimated on a CPU."""
+"""What a step needs beside weights and cache: measured on a GPU by running the largest one, estimated on a CPU.
+
+Graphs point into the cache, so that they are captured after it is made, and their memory is not free for it. So the
+largest few are captured first with a cache of a few blocks, what all of them will take is reckoned from that, and the
+cache gets what is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,10 +20,19 @@ from tidewheel.models.base import ModelShape
 from tidewheel.runner.kv_tensors import MIB, MemoryBudget
 from tidewheel.sampling import SamplingParams
 
+T = TypeVar("T")
+
 # Turns every stage of sampling on, so that the measured peak holds for any request.
 EVERY_STAGE = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
 )
+
+
+class StepMemory(NamedTuple):
+    """Bytes."""
+
+    activations: int
+    graphs: int  # an estimate
 
 
 class StepSize(NamedTuple):
@@ -70,23 +84,29 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
     return size.num_rows * size.tokens_per_row * per_token + logits
 
 
-def measured_activation_bytes(run: Callable[[], None], config: EngineConfig, device: torch.device) -> int:
-    """Peak of CUDA memory while `run` runs, beyond what was there before."""
+def measured_activation_bytes(run: Callable[[], T], config: EngineConfig, device: torch.device) -> tuple[T, int]:
+    """What `run` answers, and the peak of CUDA memory while it runs, beyond what was there before."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        run()
+        result = run()
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}: a step of that size does not fit on the GPU "
             f"beside {before // MIB} MiB of weights; lower it"
         ) from None
-    return torch.cuda.max_memory_allocated(device) - before
+    return result, torch.cuda.max_memory_allocated(device) - before
 
 
-def gpu_budget(config: EngineConfig, activation_bytes: int, device: torch.device) -> MemoryBudget:
-    """What `gpu_memory_utilization` of the device leaves beside all that is there now and a step's activations."""
+def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
+    """From the memory of the largest few sizes: the first one pays for the pool, and each of the others at most what
+    the dearest of those after it did."""
+    return taken[0] + (num_sizes - 1) * max(taken[1:], default=0)
+
+
+def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:
+    """What `gpu_memory_utilization` of the device leaves beside all that is there now and what is reserved."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(total * config.gpu_memory_utilization) - (total - free) - activation_bytes
+    allowed = int(total * config.gpu_memory_utilization) - (total - free) - reserved_bytes
     return MemoryBudget(allowed, f"gpu_memory_utilization {config.gpu_memory_utilization}", "gpu_memory_utilization")

@@ -10,7 +10,7 @@ import torch
 from tidewheel.batch import Int32Array, TopLogprobs
 from tidewheel.runner.inputs import Int64Array
 from tidewheel.runner.sampling_plan import SamplingPlan
-from tidewheel.runner.staging import HostArray
+from tidewheel.runner.staging import Group
 from tidewheel_kernels import (
     LogprobsOutput,
     PenaltyTensors,
@@ -21,6 +21,8 @@ from tidewheel_kernels import (
     sample,
 )
 
+NUM_GROUPS = 4  # of arrays that sampling has on the device
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -30,10 +32,21 @@ class Sampled:
     logprobs: LogprobsOutput | None  # of the rows that the plan names
 
 
-def staged_groups(plan: SamplingPlan) -> list[Sequence[HostArray] | None]:
-    """The arrays of a plan that `sample_tokens` wants on the device, in its order."""
-    wants_logprobs = len(plan.logprob_rows) > 0
-    return [plan.draw, plan.bias, plan.penalties, (plan.logprob_rows,) if wants_logprobs else None]
+def staged_groups(plan: SamplingPlan | None, num_rows: int | None = None) -> list[Group | None]:
+    """The arrays of a plan that `sample_tokens` wants on the device, in its order, those of the draw padded to
+    `num_rows`."""
+    if plan is None:
+        return [None] * NUM_GROUPS
+    draw = plan.draw if num_rows is None else plan.draw.padded(num_rows)
+    logprob_rows = (plan.logprob_rows,) if len(plan.logprob_rows) else None
+    return [draw, plan.bias, plan.penalties, logprob_rows]
+
+
+def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], *, any_sampled: bool) -> torch.Tensor:
+    """[S] int64, as `Sampled` has them: greedy, or with every filter on. Nothing depends on values of the host."""
+    temperature, top_k, top_p, min_p, uniform = draw
+    flags = (any_sampled,) * 4
+    return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
 
 
 def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, staged: Sequence[Sequence[torch.Tensor]]) -> Sampled:

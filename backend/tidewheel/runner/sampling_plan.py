@@ -24,6 +24,19 @@ class DrawColumns(NamedTuple):
     min_p: Float32Array
     uniform: Float32Array
 
+    def padded(self, num_rows: int) -> DrawColumns:
+        """With greedy rows after these, `num_rows` in all."""
+        extra = num_rows - len(self.temperature)
+        if extra == 0:
+            return self
+        pairs = zip(self, greedy_columns(extra), strict=True)
+        return DrawColumns(*(np.concatenate(pair) for pair in pairs))
+
+
+def greedy_columns(num_rows: int) -> DrawColumns:
+    zeros = np.zeros(num_rows, dtype=np.float32)
+    return DrawColumns(zeros, zeros.astype(np.int32), np.ones(num_rows, dtype=np.float32), zeros, zeros)
+
 
 class BiasColumns(NamedTuple):
     """[N] each: add values[i] to the logit of token_ids[i] in sampling row rows[i]."""
@@ -59,6 +72,11 @@ class SamplingPlan:
     logprob_rows: Int64Array  # [L] sampling rows whose log-probabilities are wanted
     num_top_logprobs: Int32Array  # [L]
     observers: list[tuple[int, LogitRules]]  # rules to tell the token of sampling row i
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits of the model are sampled as they are, and nothing else is asked of them."""
+        return self.bias is None and self.penalties is None and not len(self.logprob_rows)
 
 
 class SamplingTable:

@@ -3,57 +3,142 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tidewheel.runner.accelerator import Accelerator
+
 HostArray = npt.NDArray[np.generic]
+Group = Sequence[HostArray]
+TypedViews = dict[np.dtype[Any], torch.Tensor]  # of one buffer
 
-ALIGNMENT = 16  # bytes; every view starts at a multiple of it
+ALIGNMENT = 16  # bytes; every array starts at a multiple of it
 NUM_SLOTS = 3  # pinned buffers: a slot is written again only after its copy is done
+DTYPES: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+}
 
 
-class _Slot:
-    def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+class Sent(Protocol):
+    def group(self, index: int) -> list[torch.Tensor]:
+        """The arrays of a group as tensors on the device, good until the next `send`. Empty for one that was None."""
 
-    def reserve(self, size: int) -> torch.Tensor:
-        self.copied.synchronize()
-        if self.buffer.numel() < size:
-            self.buffer = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
-        return self.buffer[:size]
+
+class Sender(Protocol):
+    """Makes tensors of one-dimensional arrays, which must not be written afterwards."""
+
+    def send(self, groups: Sequence[Group | None]) -> Sent: ...
+
+
+class SharedMemory:
+    """On a CPU: the tensors are the arrays."""
+
+    def send(self, groups: Sequence[Group | None]) -> Sent:
+        return _Shared(groups)
+
+
+class _Shared:
+    def __init__(self, groups: Sequence[Group | None]) -> None:
+        self._groups = groups
+
+    def group(self, index: int) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in self._groups[index] or ()]
 
 
 class Staging:
-    """Turns host arrays into device tensors. On a CPU they share memory; arrays must not be written afterwards."""
+    """Packs arrays into one of a few pinned buffers, and copies that into a buffer on the device that never moves.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._slots = [_Slot() for _ in range(NUM_SLOTS)] if device.type == "cuda" else []
+    Arrays of the same sizes in the same order lie at the same places each time, which is what a graph reads. Arrays
+    that no longer fit into the buffer go, with all that follow them, into a tensor made for the occasion. The copy is
+    queued behind all work that reads what the buffer held before.
+    """
+
+    def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:
+        num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self._num_bytes = num_bytes
+        self._static = torch.empty(num_bytes, dtype=torch.uint8, device=accelerator.device)
+        self._views: TypedViews = {dtype: self._static.view(torch_dtype) for dtype, torch_dtype in DTYPES.items()}
+        self._slots = [_Slot(accelerator, num_bytes) for _ in range(NUM_SLOTS)]
         self._next = 0
 
-    def to_device(self, groups: Sequence[Sequence[HostArray] | None]) -> list[list[torch.Tensor]]:
-        """The tensors of each group, in order; none for a group that is None."""
+    def send(self, groups: Sequence[Group | None]) -> Sent:
         arrays = [array for group in groups for array in group or ()]
-        tensors = iter(self._copied(arrays) if self._slots else [torch.from_numpy(array) for array in arrays])
-        return [[next(tensors) for _ in group or ()] for group in groups]
-
-    def _copied(self, arrays: Sequence[HostArray]) -> list[torch.Tensor]:
-        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
-        starts = [0, *ends[:-1]]
+        starts, end = [], 0
+        for array in arrays:
+            starts.append(end)
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         slot = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
-        packed = slot.reserve(ends[-1])
-        host = packed.numpy()
-        for start, array in zip(starts, arrays, strict=True):
-            host[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        on_device = packed.to(self._device, non_blocking=True)
+        host = slot.filled(arrays, starts, end)
+        num_static = _num_inside(arrays, starts, self._num_bytes)
+        split = starts[num_static] if num_static < len(arrays) else end
+        self._static[:split].copy_(host[:split], non_blocking=True)
+        rest = self._static[:0]
+        if split < end:
+            rest = torch.empty(end - split, dtype=torch.uint8, device=self._static.device)
+            rest.copy_(host[split:end], non_blocking=True)
         slot.copied.record()
-        return [_view(on_device, start, array) for start, array in zip(starts, arrays, strict=True)]
+        return _Packed(groups, arrays, starts, split, self._views, rest)
 
 
-def _view(packed: torch.Tensor, start: int, array: HostArray) -> torch.Tensor:
-    dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-    return packed[start : start + array.nbytes].view(dtype).view(array.shape)
+def _num_inside(arrays: Sequence[HostArray], starts: Sequence[int], num_bytes: int) -> int:
+    if not arrays or starts[-1] + arrays[-1].nbytes <= num_bytes:
+        return len(arrays)
+    return next(i for i, array in enumerate(arrays) if starts[i] + array.nbytes > num_bytes)
+
+
+class _Slot:
+    def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:
+        self._accelerator = accelerator
+        self.copied = accelerator.event()
+        self._make(num_bytes)
+
+    def _make(self, num_bytes: int) -> None:
+        self._buffer = self._accelerator.pinned((num_bytes,), torch.uint8)
+        self._bytes = self._buffer.numpy()
+
+    def filled(self, arrays: Sequence[HostArray], starts: Sequence[int], num_bytes: int) -> torch.Tensor:
+        self.copied.synchronize()
+        if self._buffer.numel() < num_bytes:
+            self._make(2 * num_bytes)
+        for start, array in zip(starts, arrays, strict=True):
+            self._bytes[start : start + array.nbytes].view(array.dtype)[:] = array
+        return self._buffer
+
+
+class _Packed:
+    """Makes a view only of what is asked for: a graph has its own."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group | None],
+        arrays: Sequence[HostArray],
+        starts: Sequence[int],
+        split: int,
+        static: TypedViews,
+        rest: torch.Tensor,
+    ) -> None:
+        self._groups = groups
+        self._arrays = arrays
+        self._starts = starts
+        self._split = split
+        self._static = static
+        self._rest = rest
+
+    def group(self, index: int) -> list[torch.Tensor]:
+        first = sum(len(group or ()) for group in self._groups[:index])
+        return [self._view(first + i) for i in range(len(self._groups[index] or ()))]
+
+    def _view(self, index: int) -> torch.Tensor:
+        array, start = self._arrays[index], self._starts[index]
+        if start >= self._split and array.size:
+            start -= self._split
+            return self._rest[start : start + array.nbytes].view(DTYPES[array.dtype])
+        first = start // array.itemsize
+        return self._static[array.dtype][first : first + array.size]

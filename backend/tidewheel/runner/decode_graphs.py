@@ -1,0 +1,125 @@
+"""Steps that only decode, as CUDA graphs: one set for each of some batch sizes, a batch takes the next larger one.
+
+A set holds the forward pass up to the logits, and two ways to sample after it: all rows greedily, or every row by its
+own parameters with all filters on. Biases, penalties and log-probabilities run eagerly on the logits of the graph.
+Steps with prompts run eagerly altogether; whether graphs of pieces of them would pay is not measured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from tidewheel.batch import ScheduledBatch
+from tidewheel.models.base import Progress
+from tidewheel.runner.cuda_graphs import Captured, Graph, GraphPool
+from tidewheel.runner.forward import Bounds, Forward
+from tidewheel.runner.inputs import DeviceInputs, RowTable
+from tidewheel.runner.sampler import draw_tokens
+from tidewheel.runner.sampling_plan import greedy_columns
+from tidewheel.runner.staging import Sender
+
+STAGE = "graphs"
+
+
+def decode_sizes(max_num_rows: int) -> list[int]:
+    """Batch sizes with graphs of their own, ascending: 1, 2, 4, 8, 16, 24, …, `max_num_rows`. From 512 on they are 16
+    apart, from 768 on 24, and so on."""
+    sizes, size = [], 1
+    while size < max_num_rows:
+        sizes.append(size)
+        size += size if size < 8 else 8 * max(1, size // 256)
+    return [*sizes, max_num_rows]
+
+
+class DecodeGraph(NamedTuple):
+    """What one batch size needs. Every replay overwrites logits and tokens of all sizes."""
+
+    num_rows: int
+    inputs: DeviceInputs  # where the graphs read
+    forward: Graph
+    logits: torch.Tensor  # [num_rows, vocab_size]
+    greedy: Captured  # these two store the tokens in their rows; the outputs are token ids, [num_rows] int64
+    drawn: Captured
+
+    def sample(self, *, any_sampled: bool) -> torch.Tensor:
+        captured = self.drawn if any_sampled else self.greedy
+        captured.graph.replay()
+        return captured.output
+
+
+class DecodeGraphs:
+    """Captures graphs of some sizes, largest first, so that smaller ones find room in the memory of larger ones."""
+
+    def __init__(self, pool: GraphPool, forward: Forward, rows: RowTable, sender: Sender, max_model_len: int) -> None:
+        self._pool = pool
+        self._forward = forward
+        self._rows = rows
+        self._sender = sender
+        self._max_model_len = max_model_len
+        self._of_count: list[DecodeGraph] = []  # by number of rows - 1
+
+    def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
+        """Memory that each size took, in bytes, in descending order of sizes. Fills no row and no block."""
+        taken: list[int] = []
+        graphs: list[DecodeGraph] = []
+        with _without_collections():
+            for size in sorted(sizes, reverse=True):
+                progress(STAGE, len(graphs) / len(sizes))
+                before = self._pool.num_bytes
+                graphs.append(self._captured(size))
+                taken.append(self._pool.num_bytes - before)
+        progress(STAGE, 1.0)
+        ascending = iter(reversed(graphs))
+        graph = next(ascending)
+        for count in range(1, graphs[0].num_rows + 1):
+            graph = graph if count <= graph.num_rows else next(ascending)
+            self._of_count.append(graph)
+        return taken
+
+    def find(self, batch: ScheduledBatch) -> DecodeGraph | None:
+        """None for a step that does more than to decode and sample every row, or has too many rows."""
+        count = len(batch.rows)
+        if batch.num_decodes < count or count > len(self._of_count) or not batch.samples.all():
+            return None
+        return self._of_count[count - 1]
+
+    def _captured(self, size: int) -> DecodeGraph:
+        sent = self._sender.send([self._rows.padding(size), greedy_columns(size)])
+        inputs, draw = DeviceInputs(*sent.group(0)), sent.group(1)
+        bounds = Bounds(max_seqlen_q=1, max_seq_len=self._max_model_len, num_decodes=size)
+        forward = self._pool.capture(lambda: self._forward(inputs, bounds))
+        sampling = [self._sampling(forward.output, inputs, draw, any_sampled) for any_sampled in (False, True)]
+        greedy, drawn = (self._pool.capture(function) for function in sampling)
+        return DecodeGraph(
+            size, inputs, forward.graph, self._pool.unowned(forward.output),
+            greedy._replace(output=self._pool.unowned(greedy.output)),
+            drawn._replace(output=self._pool.unowned(drawn.output)),
+        )  # fmt: skip
+
+    def _sampling(
+        self, logits: torch.Tensor, inputs: DeviceInputs, draw: Sequence[torch.Tensor], any_sampled: bool
+    ) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            token_ids = draw_tokens(logits, draw, any_sampled=any_sampled)
+            self._rows.store(inputs.store_indices, token_ids)
+            return token_ids
+
+        return run
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A collection during a capture might free what must not be freed then."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

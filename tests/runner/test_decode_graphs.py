@@ -1,0 +1,304 @@
+"""Steps as graphs give the tokens that they give without: shown with graphs that are recorded on a CPU.
+
+The recorded graphs freeze host values and control flow and read static buffers, as CUDA's do, and raise where one of
+those could not be captured. Cut off from that are the kernels themselves, for which plain torch stands in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from support import capturable, tiny_models
+from support.recorded_graphs import NotCapturable, RecordedGraph, RecordingAccelerator
+from support.step_loop import GREEDY, StepLoop, poison, request
+from tidewheel.config import EngineConfig
+from tidewheel.request import Request
+from tidewheel.runner.decode_graphs import DecodeGraphs, decode_sizes
+from tidewheel.runner.forward import Bounds, Forward
+from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.runner.inputs import DeviceInputs
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.loading import Cache
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.sampling import SamplingParams
+
+KINDS = {
+    "greedy": [GREEDY],
+    "drawn": [SamplingParams(temperature=1.0)],
+    "filtered": [
+        GREEDY,
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=0.9, top_p=0.8, min_p=0.05),
+    ],
+    "everything": [
+        GREEDY,
+        SamplingParams(temperature=0.7, top_p=0.8, min_p=0.05, logprobs=3),
+        SamplingParams(temperature=1.1, repetition_penalty=1.4, logit_bias={3: 5.0}),
+        SamplingParams(temperature=0.0, presence_penalty=0.5, min_tokens=4),
+    ],
+}
+
+
+SIZES = [1, 2, 4, 8, 16]
+
+
+def test_sizes_cover_every_batch() -> None:
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(3) == [1, 2, 3]
+    assert decode_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert decode_sizes(256)[-3:] == [240, 248, 256]
+    large = decode_sizes(1100)
+    assert large[-1] == 1100
+    assert all(0 < after - size <= 32 for size, after in itertools.pairwise(large))
+
+
+@pytest.fixture
+def plain(config: EngineConfig) -> ModelRunner:
+    """Without graphs, on the CPU's own operations."""
+    return ModelRunner.load(dataclasses.replace(config, max_model_len=128))
+
+
+@pytest.fixture
+def graphed(plain: ModelRunner) -> ModelRunner:
+    return with_graphs(plain)
+
+
+def with_graphs(plain: ModelRunner) -> ModelRunner:
+    """The same weights behind a recording accelerator, with a cache of its own. Call and use it with the capturable
+    operations."""
+    info, device = plain.info, torch.device("cpu")
+    kv = KVTensors(CacheLayout(plain._model.shape, info.block_size, torch.float32), info.num_blocks, device)
+    runner = ModelRunner(plain._model, Cache(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
+    poison(runner)
+    with capturable.installed():
+        runner.capture(SIZES, lambda stage, fraction: None)
+    return runner
+
+
+def graphs_of(runner: ModelRunner) -> list[RecordedGraph]:
+    return runner._accelerator.pools[-1].graphs
+
+
+def replays(runner: ModelRunner) -> list[int]:
+    """Of forward pass, greedy and drawn sampling of each size, the largest first, since the capture."""
+    return [graph.num_replays - 1 for graph in graphs_of(runner)]
+
+
+class PipelinedLoop(StepLoop):
+    """Up to two steps in flight: a step is launched before the tokens of the last are applied."""
+
+    def __init__(self, runner: ModelRunner, **settings: object) -> None:
+        super().__init__(runner, max_inflight_steps=2, **settings)
+
+    def run(self, requests: Sequence[Request]) -> list[list[int]]:
+        for item in requests:
+            self.scheduler.add(item, 0.0)
+        in_flight, now = deque(), 0.0
+        while self.scheduler.has_unfinished or in_flight:
+            batch = self.scheduler.schedule(now)
+            if batch is not None:
+                in_flight.append((batch, self.runner.launch(batch)))
+            if batch is None or len(in_flight) == 2:
+                done, pending = in_flight.popleft()
+                self.scheduler.apply(done, pending.wait(), now)
+            now += 1.0
+        self.scheduler.check_invariants()
+        return [item.output_token_ids for item in requests]
+
+
+LOOPS = {"one step in flight": StepLoop, "two steps in flight": PipelinedLoop}
+loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+
+
+def workload(kinds: Sequence[SamplingParams], count: int = 24, *, seed: int = 0) -> list[Request]:
+    """Requests of many lengths, so that rows come and go; every third shares the beginning of its prompt."""
+    generator = np.random.default_rng(seed)
+    prompts = tiny_models.prompts(count, 1, 40, seed=seed)
+    shared = tiny_models.prompts(1, 33, 33, seed=seed + 1)[0]
+    return [
+        request(
+            f"r{i}", np.concatenate((shared, prompt)) if i % 3 == 0 else prompt, int(generator.integers(4, 18)),
+            kinds[i % len(kinds)], seed=i,
+        )
+        for i, prompt in enumerate(prompts)
+    ]  # fmt: skip
+
+
+def graphed_tokens(
+    graphed: ModelRunner, requests: Sequence[Request], loop: type[StepLoop] = StepLoop, **settings: object
+) -> list[list[int]]:
+    with capturable.installed():
+        return loop(graphed, **settings).run(requests)
+
+
+@loops
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_tokens_are_those_of_a_runner_without_graphs(
+    plain: ModelRunner, graphed: ModelRunner, kinds: list[SamplingParams], loop: type[StepLoop]
+) -> None:
+    expected = StepLoop(plain).run(workload(kinds))
+    assert graphed_tokens(graphed, workload(kinds), loop) == expected
+    assert sum(replays(graphed)[::3]) >= 15
+
+
+@loops
+def test_preempted_requests_come_to_the_same_tokens(
+    plain: ModelRunner, graphed: ModelRunner, loop: type[StepLoop]
+) -> None:
+    """Five requests of two blocks each grow to four, in a pool of eight: some leave their rows and come back."""
+
+    def requests() -> list[Request]:
+        prompts = tiny_models.prompts(5, 28, 32, seed=3)
+        kinds = KINDS["filtered"]
+        return [request(f"r{i}", prompt, 22, kinds[i % 3], seed=i) for i, prompt in enumerate(prompts)]
+
+    expected = StepLoop(plain).run(requests())
+    for mode in ("swap", "recompute"):
+        again = requests()
+        settings = {"num_blocks": 8, "num_host_blocks": 32, "preemption_mode": mode}
+        assert graphed_tokens(graphed, again, loop, **settings) == expected
+        assert sum(item.num_preemptions for item in again) > 0
+
+
+def decoding(count: int, sampling: SamplingParams = GREEDY) -> list[Request]:
+    """They start together, and end together after seven decodes."""
+    prompts = tiny_models.prompts(count, 3, 30, seed=count)
+    return [request(f"r{i}", prompt, 8, sampling, seed=i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 11, 16])
+def test_a_batch_takes_the_next_larger_size(plain: ModelRunner, graphed: ModelRunner, count: int) -> None:
+    assert graphed_tokens(graphed, decoding(count)) == StepLoop(plain).run(decoding(count))
+    size = min(size for size in SIZES if size >= count)
+    used = dict(zip(reversed(SIZES), replays(graphed)[::3], strict=True))
+    assert used == {other: 7 * (other == size) for other in SIZES}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "greedy", "drawn"),
+    [
+        (GREEDY, 7, 0),
+        (SamplingParams(temperature=1.0), 0, 7),
+        (SamplingParams(temperature=0.0, logprobs=2), 0, 0),
+        (SamplingParams(temperature=1.0, frequency_penalty=0.5), 0, 0),
+        (SamplingParams(temperature=0.0, logit_bias={5: 1.0}), 0, 0),
+    ],
+    ids=["greedy", "drawn", "log-probabilities", "penalties", "biases"],
+)
+def test_sampling_is_a_graph_where_nothing_else_is_asked(
+    graphed: ModelRunner, sampling: SamplingParams, greedy: int, drawn: int
+) -> None:
+    graphed_tokens(graphed, decoding(4, sampling))
+    forward, *sampled = replays(graphed)[6:9]
+    assert (forward, sampled) == (7, [greedy, drawn])
+
+
+def test_a_step_with_a_prompt_runs_eagerly(graphed: ModelRunner) -> None:
+    prompt = tiny_models.prompts(1, 20, 20)[0]
+    graphed_tokens(graphed, [request("r", prompt, 1)])
+    assert not any(replays(graphed))
+
+
+def test_a_capture_fills_no_row_and_no_block(graphed: ModelRunner) -> None:
+    assert all(cache.isnan().all() for layer in graphed.kv.layers for cache in layer)
+    info = graphed.info
+    indices = torch.arange(info.max_num_seqs * (info.max_model_len + 1))
+    assert not graphed._rows.tokens_at(indices).any()
+
+
+def test_progress_and_memory_are_told(plain: ModelRunner) -> None:
+    seen: list[tuple[str, float]] = []
+    runner = with_graphs(plain)
+    with capturable.installed():
+        taken = runner.capture([2, 1, 4], lambda stage, fraction: seen.append((stage, fraction)))
+    assert seen == [("graphs", 0.0), ("graphs", 1 / 3), ("graphs", 2 / 3), ("graphs", 1.0)]
+    assert sum(taken) == runner._accelerator.pools[-1].num_bytes
+    assert len(taken) == 3
+    assert taken[0] > taken[2] > 0
+
+
+# --- the proof can fail ---------------------------------------------------------------------------------------------
+
+
+def faulty(plain: ModelRunner, fault: mock._patch[object]) -> list[list[int]]:
+    with fault:
+        return graphed_tokens(with_graphs(plain), workload(KINDS["filtered"]))
+
+
+READS = {
+    "item": lambda tensor: tensor.sum().item(),
+    "int": lambda tensor: int(tensor[0]),
+    "bool": lambda tensor: bool((tensor > 0).any()),
+    "tolist": torch.Tensor.tolist,
+    "numpy": torch.Tensor.numpy,
+    "nonzero": torch.nonzero,
+    "mask": lambda tensor: tensor[tensor > 0],
+    "constant": lambda tensor: tensor + torch.tensor([1]),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_read_on_the_captured_path_is_found(plain: ModelRunner, read: Callable[[torch.Tensor], object]) -> None:
+    forward = Forward.__call__
+
+    def reading(self: Forward, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
+        read(inputs.seq_lens)
+        return forward(self, inputs, bounds)
+
+    with pytest.raises(NotCapturable):
+        faulty(plain, mock.patch.object(Forward, "__call__", reading))
+
+
+def test_a_frozen_host_value_is_found(plain: ModelRunner) -> None:
+    """A position that is counted on the host instead of read on the device."""
+    forward, steps = Forward.__call__, itertools.count()
+
+    def counting(self: Forward, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
+        logits = forward(self, inputs, bounds)
+        return logits + torch.arange(logits.shape[1]).eq(next(steps) % 7) * 100.0
+
+    def alike(self: Forward, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
+        logits = forward(self, inputs, bounds)
+        return logits + torch.arange(logits.shape[1]).eq(inputs.positions[inputs.logit_indices][:, None] % 7) * 100.0
+
+    with mock.patch.object(Forward, "__call__", alike):
+        expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+    assert faulty(plain, mock.patch.object(Forward, "__call__", alike)) == expected
+    assert faulty(plain, mock.patch.object(Forward, "__call__", counting)) != expected
+
+
+def test_a_bound_that_is_too_low_is_found(plain: ModelRunner) -> None:
+    init = DecodeGraphs.__init__
+
+    def short(self: DecodeGraphs, *args: object) -> None:
+        init(self, *args[:-1], 16)
+
+    expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+    assert faulty(plain, mock.patch.object(DecodeGraphs, "__init__", short)) != expected
+
+
+def test_an_input_outside_of_the_static_buffer_is_found(plain: ModelRunner) -> None:
+    send = ModelRunner._send
+
+    def elsewhere(self: ModelRunner, *args: object) -> object:
+        sent = send(self, *args)
+        self._sender._static.fill_(0)
+        return sent
+
+    expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+    assert faulty(plain, mock.patch.object(ModelRunner, "_send", elsewhere)) != expected
+
+
+def test_tokens_that_are_read_after_the_next_step_are_found(plain: ModelRunner) -> None:
+    """What a step answers must be its own copy: the next one overwrites where the tokens lay."""
+    expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+    with mock.patch("tidewheel.runner.pending._host_copy", lambda tensor, accelerator: tensor):
+        assert graphed_tokens(with_graphs(plain), workload(KINDS["filtered"]), PipelinedLoop) != expected

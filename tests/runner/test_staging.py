@@ -1,0 +1,62 @@
+"""Arrays arrive as they were sent, at places that follow from sizes alone, and slots are not written too early."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from support.recorded_graphs import RecordingAccelerator
+from tidewheel.runner.staging import NUM_SLOTS, SharedMemory, Staging
+
+FIRST = [np.arange(3), np.arange(5, dtype=np.int32)]
+LAST = [np.array([True, False, True]), np.array([0.5, 1.5], dtype=np.float32), np.empty(0, dtype=np.int64)]
+
+
+@pytest.mark.parametrize(
+    "sender",
+    [SharedMemory(), Staging(RecordingAccelerator(), 1024), Staging(RecordingAccelerator(), 48)],
+    ids=["shared memory", "one buffer", "a part of it does not fit"],
+)
+def test_groups_arrive_as_they_were_sent(sender: SharedMemory | Staging) -> None:
+    for _ in range(2 * NUM_SLOTS):
+        sent = sender.send([FIRST, None, LAST])
+        assert sent.group(1) == []
+        for index, arrays in ((2, LAST), (0, FIRST)):
+            tensors = sent.group(index)
+            assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
+            assert [tensor.dtype for tensor in tensors] == [torch.from_numpy(array).dtype for array in arrays]
+
+
+def test_nothing_at_all_can_be_sent() -> None:
+    assert Staging(RecordingAccelerator(), 64).send([None, []]).group(1) == []
+
+
+def test_the_first_arrays_lie_where_they_lay() -> None:
+    """Whatever follows them, also when it does not fit: that is what a graph reads."""
+    staging = Staging(RecordingAccelerator(), 256)
+    places = set()
+    for size in (0, 3, 40, 4000, 2):
+        tensors = staging.send([FIRST, [np.full(size, 9.0, dtype=np.float32)]]).group(0)
+        assert tensors[1].tolist() == [0, 1, 2, 3, 4]
+        places.add(tuple(tensor.data_ptr() for tensor in tensors))
+    assert len(places) == 1
+
+
+def test_a_slot_is_written_only_after_its_copy_is_done() -> None:
+    accelerator = RecordingAccelerator()
+    staging = Staging(accelerator, 256)
+    for _ in range(2 * NUM_SLOTS):
+        staging.send([FIRST])
+    slots = list(range(NUM_SLOTS))
+    expected = [(name, slot) for slot in slots * 2 for name in ("synchronize", "record")]
+    assert accelerator.events == expected
+
+
+def test_what_was_sent_before_is_not_touched_by_a_larger_step() -> None:
+    """A slot that has become too small is replaced, not written to."""
+    staging = Staging(RecordingAccelerator(), 16)
+    earlier = staging.send([[np.arange(2)], [np.arange(100)]]).group(1)[0]
+    for size in (200, 300, 400, 500):
+        staging.send([[np.arange(2)], [np.zeros(size, dtype=np.int64)]])
+    assert earlier.tolist() == list(range(100))

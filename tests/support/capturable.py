@@ -1,0 +1,112 @@
+"""Operations of a decode step in plain torch that never read values on the host: what the kernels are on a GPU.
+
+The CPU implementations plan with host values, which is what a graph cannot hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+
+from tidewheel_kernels import attention, rope, sampling
+from tidewheel_kernels.attention_cpu import paged_attention_cpu
+from tidewheel_kernels.metadata import AttentionMetadata
+from tidewheel_kernels.rms_norm import rms_norm_reference
+from tidewheel_kernels.rope import rotate_neox
+from tidewheel_kernels.sampling_reference import sample_reference
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Inside, they run on a CPU in place of its own."""
+    with ExitStack() as stack:
+        for module, function in ((attention, paged_attention), (rope, rope_and_cache), (sampling, sample_reference)):
+            stack.enter_context(mock.patch.dict(module._OP._chosen, cpu=function))
+        yield
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    out: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+) -> None:
+    """Steps with prompts are nobody's graph and go where they always go."""
+    if meta.num_decodes < meta.num_seqs:
+        return paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
+    out.copy_(decode_attention(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap))
+    return None
+
+
+def decode_attention(
+    q: torch.Tensor,  # [B, num_q_heads, head_dim]
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+) -> torch.Tensor:
+    """Gathers the keys of `max_seq_len` positions of every row, then masks those that are not there."""
+    block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    positions = torch.arange(meta.max_seq_len)
+    seq_lens = meta.seq_lens.unsqueeze(1)
+    visible = positions < seq_lens
+    if sliding_window:
+        visible = visible & (positions >= seq_lens - sliding_window)
+    blocks = torch.where(visible, meta.block_tables.index_select(1, positions // block_size), 0).long()
+    slots = (blocks * block_size + positions % block_size).flatten()
+    keys, values = (
+        torch.where(
+            visible[..., None, None], cache.flatten(0, 1).index_select(0, slots).unflatten(0, (len(q), -1)), 0
+        )
+        .repeat_interleave(group, dim=2)
+        .float()
+        for cache in (k_cache, v_cache)
+    )
+    logits = torch.einsum("bhd,bkhd->bhk", q.float(), keys) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    weights = torch.softmax(logits.masked_fill(~visible[:, None, :], float("-inf")), dim=-1)
+    weights = torch.where(visible[:, None, :], weights, 0)  # a row that sees no key has a softmax of NaN
+    return torch.einsum("bhk,bkhd->bhd", weights, values).to(q.dtype)
+
+
+def rope_and_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
+        normed = heads.float() if weight is None else rms_norm_reference(heads.float(), weight, eps)
+        heads.copy_(rotate_neox(normed, cos, sin))
+    write_cache(k, slot_mapping, k_cache)
+    write_cache(v, slot_mapping, v_cache)
+
+
+def write_cache(values: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor) -> None:
+    """Padding writes what the first row writes, to the same slot; where there is nothing but padding, nothing new."""
+    flat = cache.view(-1, *values.shape[1:])
+    first = slot_mapping[:1].clamp(min=0)
+    written = torch.where((slot_mapping[:1] >= 0)[:, None, None], values[:1], flat.index_select(0, first))
+    is_padding = slot_mapping < 0
+    flat.index_copy_(
+        0, torch.where(is_padding, first, slot_mapping), torch.where(is_padding[:, None, None], written, values)
+    )

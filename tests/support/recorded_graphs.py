@@ -1,0 +1,170 @@
+"""An accelerator without a GPU: operations on a CPU, recorded and replayed with the semantics of a CUDA graph.
+
+A capture runs the function once and writes down every aten operation with its arguments. A replay runs the very same
+operations again and writes their results where they lay before: host values and control flow are those of the
+capture, inputs are read where they were. What would wait for the device, or read it, during a capture raises.
+The memory of a pool is shared, as on a GPU: a replay spoils whatever other graphs of it computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tidewheel.runner.cuda_graphs import Captured
+
+# Results whose size or presence depends on values, and reads of values.
+READING_OPERATIONS = {
+    "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::nonzero_numpy", "aten::argwhere",
+    "aten::masked_select", "aten::equal", "aten::is_nonzero", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::repeat_interleave", "aten::bincount", "aten::record_stream",
+}  # fmt: skip
+# Calls from Python that end in a read, or bring values from the host.
+READING_CALLS = {
+    "item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__",
+    "tensor", "as_tensor", "from_numpy", "__iter__", "nonzero",
+}  # fmt: skip
+
+
+class NotCapturable(AssertionError):
+    """A CUDA graph could not hold this."""
+
+
+class _Watch(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in READING_CALLS:
+            raise NotCapturable(f"{name} during a capture")
+        return function(*args, **(kwargs or {}))
+
+
+class _Record(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[_Operation] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # in inference mode, composed operations arrive whole
+            parts = function.decompose(*args, **(kwargs or {}))
+        if parts is not NotImplemented:
+            return parts
+        name = function._schema.name
+        if name in READING_OPERATIONS or (name == "aten::index" and _has_mask(args[1])):
+            raise NotCapturable(f"{name} during a capture")
+        result = function(*args, **(kwargs or {}))
+        self.operations.append(_Operation(function, args, kwargs or {}, result))
+        return result
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+class _Operation:
+    def __init__(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.read = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        self.made = [tensor for tensor in _tensors(result) if _storage(tensor) not in self.read]
+
+    def replay(self) -> None:
+        result = self.function(*self.args, **self.kwargs)
+        fresh = [tensor for tensor in _tensors(result) if _storage(tensor) not in self.read]
+        for made, again in zip(self.made, fresh, strict=True):
+            made.copy_(again)
+
+
+class RecordedGraph:
+    def __init__(self, pool: RecordingPool, operations: list[_Operation]) -> None:
+        self._pool = pool
+        self._operations = operations
+        self.num_replays = 0
+
+    @property
+    def made(self) -> Iterator[torch.Tensor]:
+        return (tensor for operation in self._operations for tensor in operation.made)
+
+    @property
+    def read(self) -> set[int]:
+        return {storage for operation in self._operations for storage in operation.read}
+
+    @property
+    def names(self) -> list[str]:
+        return [operation.function._schema.name for operation in self._operations]
+
+    def replay(self) -> None:
+        self._pool.spoil_others(self)
+        for operation in self._operations:
+            operation.replay()
+        self.num_replays += 1
+
+
+class RecordingPool:
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+        self.num_bytes = 0
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+        function()  # the warm-up
+        with _Watch(), _Record() as record:
+            output = function()
+        graph = RecordedGraph(self, record.operations)
+        self.graphs.append(graph)
+        self.num_bytes += sum(tensor.nbytes for tensor in graph.made)
+        graph.replay()
+        return Captured(graph, output)
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def spoil_others(self, running: RecordedGraph) -> None:
+        """All that other graphs made, except what `running` reads, which was held while it was captured."""
+        for graph in self.graphs:
+            for tensor in graph.made:
+                if graph is not running and _storage(tensor) not in running.read:
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else -77 if tensor.dtype.is_signed else 1)
+
+
+class RecordedEvent:
+    """`log` gets what happens to all events of an accelerator, in order."""
+
+    def __init__(self, log: list[tuple[str, int]], number: int) -> None:
+        self._log, self._number = log, number
+
+    def record(self) -> None:
+        self._log.append(("record", self._number))
+
+    def synchronize(self) -> None:
+        self._log.append(("synchronize", self._number))
+
+
+class RecordingAccelerator:
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.pools: list[RecordingPool] = []
+        self._num_events = 0
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(tuple(shape), 77, dtype=dtype)
+
+    def event(self) -> RecordedEvent:
+        self._num_events += 1
+        return RecordedEvent(self.events, self._num_events - 1)
+
+    def graph_pool(self) -> RecordingPool:
+        self.pools.append(RecordingPool())
+        return self.pools[-1]

@@ -23,3 +23,9 @@ def test_a_host_tier_is_described_where_there_is_one() -> None:
     assert "async scheduling: off" in plain
     assert "async scheduling: on" in describe(msgspec.structs.replace(INFO, async_scheduling=True))
     assert describe(with_tier) == [*plain, "host tier: 4,096 blocks, 0.250 ms to copy one"]
+
+
+def test_the_time_of_the_load_is_split_where_it_is_known() -> None:
+    assert describe(INFO)[0].endswith("loaded in 0.5 s")
+    split = msgspec.structs.replace(INFO, stage_seconds={"weights": 0.3, "graphs": 0.2})
+    assert describe(split)[0].endswith("loaded in 0.5 s (weights 0.3, graphs 0.2)")

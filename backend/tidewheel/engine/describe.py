@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tidewheel.engine.messages import EngineInfo
 
 _MIB = 1 << 20
@@ -11,7 +13,8 @@ def describe(info: EngineInfo) -> list[str]:
     """The memory split, the size of the cache, and how many full-length requests fit it."""
     device = "CPU" if info.device.startswith("cpu") else "GPU"
     lines = [
-        f"model: {info.architecture} in {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s",
+        f"model: {info.architecture} in {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s"
+        f"{_stages(info.stage_seconds)}",
         f"memory: weights {_mib(info.weights_bytes)}, activations {_mib(info.activation_bytes)}, "
         f"graphs {_mib(info.graph_bytes)}, "
         f"KV cache {_mib(info.kv_cache_bytes)} ({info.num_blocks:,} blocks of {info.block_size} tokens)",
@@ -23,6 +26,10 @@ def describe(info: EngineInfo) -> list[str]:
         milliseconds = 1e3 * info.swap_seconds_per_block
         lines.append(f"host tier: {info.num_host_blocks:,} blocks, {milliseconds:.3f} ms to copy one")
     return lines
+
+
+def _stages(seconds: Mapping[str, float]) -> str:
+    return f" ({', '.join(f'{stage} {spent:.1f}' for stage, spent in seconds.items())})" if seconds else ""
 
 
 def _mib(size: int) -> str:

@@ -103,6 +103,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     num_host_blocks: int = 0  # of the host tier
     swap_seconds_per_block: float | None = None  # of one copy in one direction; None: no host tier
     graph_bytes: int = 0  # of CUDA graphs
+    stage_seconds: dict[str, float] = {}  # how the time of the load was spent, in order
     async_scheduling: bool = False  # a step is launched before the tokens of the last are read
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +26,4 @@ class RunnerInfo:
     num_host_blocks: int = 0  # of the host tier
     swap_seconds_per_block: float | None = None  # of one copy in one direction, measured; None: no host tier
     graph_bytes: int = 0  # CUDA graphs of decode steps, measured; 0: there are none
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # how the time of the load was spent, in order

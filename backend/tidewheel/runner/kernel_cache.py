@@ -1,0 +1,121 @@
+"""triton-lang made ready before anything is loaded: where it keeps what it compiled, and whether it can compile.
+
+Compiled kernels lie in the first of these that is set or can be written: `$TRITON_CACHE_DIR`, `$TRITON_HOME`,
+`$XDG_CACHE_HOME/tidewheel/kernels`, `~/.cache/tidewheel/kernels`, and `kernels` in the run directory. The last is for
+servers whose user has no home, as in containers that run under a number. A second start loads from there what the
+first has compiled.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tidewheel.errors import ConfigError
+from tidewheel.models.config_file import one_line
+from tidewheel.private_dir import run_dir
+from tidewheel_kernels import copy_blocks
+from tidewheel_kernels.backend import preference_from_environment
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "kernels"
+
+
+class CompileLog:
+    """Hears of every kernel that triton-lang compiles, or loads from its cache."""
+
+    def __init__(self) -> None:
+        self.num_compiled = 0
+        self.num_loaded = 0
+        self._is_serving = False
+
+    def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
+        """Called by triton-lang; `times` are in microseconds."""
+        if cache_hit:
+            self.num_loaded += 1
+        else:
+            self.num_compiled += 1
+        if self._is_serving:
+            what = "loaded" if cache_hit else "compiled"
+            seconds = 1e-6 * times.total
+            logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
+
+    def begin_serving(self) -> None:
+        """From now on nothing should be compiled; what is, is told."""
+        self._is_serving = True
+        logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
+
+
+def prepare_kernels(device: torch.device) -> CompileLog | None:
+    """Runs one small kernel. None where no kernel will run.
+
+    Raises `ConfigError` in one line where triton-lang, a C compiler or a place for compiled kernels is missing.
+    """
+    if device.type != "cuda" or preference_from_environment() == "reference":
+        return None
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("a GPU needs triton-lang, which is not installed: install 'triton', or set device to 'cpu'")
+    os.environ["TRITON_CACHE_DIR"] = str(cache_folder(os.environ))
+    log = CompileLog()
+    with _one_line_errors(device):
+        import triton
+
+        triton.knobs.compilation.listener = log
+        _run_a_kernel(device)
+    return log
+
+
+def _run_a_kernel(device: torch.device) -> None:
+    first, second = (torch.full((1,), index, dtype=torch.int64, device=device) for index in (0, 1))
+    copy_blocks(torch.zeros(1, 2, 16, device=device), first, second)
+    torch.cuda.synchronize(device)
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where compiled kernels are kept. Raises `ConfigError` when it was set and cannot be written."""
+    named = environment.get("TRITON_CACHE_DIR")
+    if not named and environment.get("TRITON_HOME"):
+        named = str(Path(environment["TRITON_HOME"]) / ".triton" / "cache")
+    if named:
+        if not _can_write(Path(named)):
+            raise ConfigError(f"compiled kernels cannot be kept in {named}: set TRITON_CACHE_DIR to another folder")
+        return Path(named)
+    caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME") or "/") / ".cache")
+    folder = Path(caches) / "tidewheel" / FOLDER
+    return folder if _can_write(folder) else run_dir() / FOLDER
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _one_line_errors(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(
+            f"triton-lang needs a C compiler and Python's headers, but {error.cmd[0]} failed (the log tells why): "
+            "install python3-dev, or set CC"
+        ) from error
+    except Exception as error:  # triton-lang raises many types
+        if "Failed to find C compiler" in str(error) or isinstance(error, FileNotFoundError):
+            raise ConfigError("triton-lang needs a C compiler, and there is none: install gcc, or set CC") from error
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"kernels cannot be compiled for {name}, or run on it: {one_line(error)}") from error

@@ -21,7 +21,7 @@ from tidewheel.bench.transports.worker import Worker
 
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
-WARM_UP_LIMIT_S = 60.0
+WARM_UP_LIMIT_S = 300.0
 
 
 class Experiment:

@@ -28,6 +28,7 @@ class Stage:
     slo: Slo = Slo()  # noqa: RUF009 - immutable
     seed: int = 0
     timeout_s: float = 120.0
+    load_names: tuple[str, ...] = ()  # what the loads stand for
 
     def runs(self) -> Iterator[Run]:
         """Interleaved: all targets take their turn before any comes again, and another one begins each time."""
@@ -63,6 +64,7 @@ class Stage:
                 for t in self.targets
             ],
             "loads": [{"kind": load.kind, "value": load.value, "burstiness": load.burstiness} for load in self.loads],
+            "load_names": self.load_names,
             "workload": self.workload.summary(),
             "seconds": self.seconds,
             "max_requests": self.max_requests,

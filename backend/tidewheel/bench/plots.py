@@ -15,6 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from tidewheel.bench.errors import BenchError
 from tidewheel.bench.knee import knee_of
+from tidewheel.bench.plan import Stage
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.stats import UNKNOWN, Estimate
 
@@ -24,6 +25,7 @@ _PEERS = ("#D55E00", "#882255", "#F0C000", "#44AA99")
 _BASELINES = ("#555555", "#999999")
 _INK, _GRID = "#222222", "#DDDDDD"
 _MARKERS = "osD^vPX<>"
+_MOST_DECADES = 2.3
 
 
 class Picture(NamedTuple):
@@ -72,8 +74,10 @@ def _bars(result: StageResult, targets: Sequence[str], name: str) -> Picture:
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, 3)
     figures = {(t, i): result.figures(t, i) for t in targets for i in range(len(result.stage.loads))}
+    whole = {k: f.get("goodput_e2e_per_s") for k, f in figures.items()}
+    _grouped(panels[0], result, targets, whole, is_outline=True)
     _grouped(panels[0], result, targets, {k: f.get("goodput_per_s") for k, f in figures.items()})
-    _title(panels[0], "Goodput, requests/s", "within the objective: more is better")
+    _title(panels[0], "Goodput, requests/s", "within the objective; outline: judged by the whole answer")
     p99 = {k: f["ttft_s"]["p99"] if f else None for k, f in figures.items()}
     _grouped(panels[1], result, targets, p99, scale=1e3, is_logarithmic=True)
     _title(panels[1], "Time to first token, p99, ms", "logarithmic: less is better")
@@ -97,6 +101,7 @@ def _grouped(
     scale: float = 1.0,
     *,
     is_logarithmic: bool = False,
+    is_outline: bool = False,
 ) -> None:
     colour, width = colours(result), 0.84 / len(targets)
     num_loads = len(result.stage.loads)
@@ -106,14 +111,23 @@ def _grouped(
         estimates = [values.get((target, index)) or UNKNOWN for index in range(num_loads)]
         heights = [estimate.mean * scale for estimate in estimates]
         heights_of_all += heights
+        if is_outline:
+            axes.bar(places, heights, width * 0.9, fill=False, edgecolor=colour[target], linewidth=1.1)
+            continue
         axes.bar(places, heights, width * 0.9, color=colour[target], label=target)
         _whiskers(axes, places, estimates, scale)
-    axes.set_xticks(range(num_loads), [str(load) for load in result.stage.loads])
+    axes.set_xticks(range(num_loads), [_load_label(result.stage, index) for index in range(num_loads)])
     if is_logarithmic:
         axes.set_yscale("log")
         _readable(axes.yaxis)
     else:  # few repeats make wide intervals, which would squash the bars
-        axes.set_ylim(0, 1.4 * max((height for height in heights_of_all if height > 0), default=1.0))
+        highest = 1.4 * max((height for height in heights_of_all if height > 0), default=1.0)
+        axes.set_ylim(0, highest if is_outline else max(highest, axes.get_ylim()[1] if axes.patches else 0.0))
+
+
+def _load_label(stage: Stage, index: int) -> str:
+    name = stage.load_names[index] if stage.load_names else ""
+    return f"{name}\n{stage.loads[index]}" if name else str(stage.loads[index])
 
 
 def _whiskers(axes: Axes, places: Sequence[float], estimates: Sequence[Estimate], scale: float) -> None:
@@ -160,6 +174,8 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
     series = {target: [result.figures(target, index) for index in range(len(sizes))] for target in targets}
     is_streamed = any(f and math.isfinite(f["tpot_s"]["p50"].mean) for line in series.values() for f in line)
     latency = "tpot_s" if is_streamed else "e2e_s"
+    is_busy_known = any(f and "device_busy" in f["server"] for line in series.values() for f in line)
+    server, scale = ("device_busy", 100.0) if is_busy_known else ("batch_size", 1.0)
     for target, marker in zip(targets, _MARKERS * 8, strict=False):
         line: Any = {"color": colours(result)[target], "marker": marker, "markersize": 5}
         speeds = [f["output_tokens_per_s"].mean if f else math.nan for f in series[target]]
@@ -167,17 +183,19 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
         for quantile, style in (("p50", "-"), ("p99", "--")):
             values = [f[latency][quantile].mean * 1e3 if f else math.nan for f in series[target]]
             panels[1].plot(sizes, values, style, label=f"{target} {quantile}", **line)
-        busy = [f["server"].get("device_busy", math.nan) * 100 if f else math.nan for f in series[target]]
-        panels[2].plot(sizes, busy, label=target, **line)
+        values = [f["server"].get(server, math.nan) * scale if f else math.nan for f in series[target]]
+        panels[2].plot(sizes, values, label=target, **line)
         with contextlib.suppress(BenchError):  # too few points
             at = knee_of(result, target).load
             panels[0].plot(sizes[at], speeds[at], "o", mfc="none", mec=_INK, ms=14)
-    _title(panels[0], "Output, tokens/s", "more is better; circle: the knee of latency over requests/s")
+    _title(panels[0], "Output, tokens/s", "circle: the knee of latency over requests/s")
     _title(panels[1], "Time per output token, ms" if is_streamed else "Whole answer, ms", "less is better")
-    _title(panels[2], "Engine busy, %", "time in steps over time")
-    panels[0].set_ylim(bottom=0)
-    panels[1].set_ylim(bottom=0)
-    panels[2].set_ylim(0, 105)
+    if is_busy_known:
+        _title(panels[2], "Engine busy, %", "time in steps over time")
+    else:
+        _title(panels[2], "Batch, requests", "a step, or an execution of Triton's")
+    for panel in panels:
+        panel.set_ylim(bottom=0)
     for panel in panels:
         panel.set_xscale("log", base=2)
         panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
@@ -191,7 +209,7 @@ def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Pi
     count = len(result.stage.loads)
     shown = sorted({0, count // 2, count - 1})
     figure = Figure(figsize=(12, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(shown), squeeze=False)[0]
+    panels = figure.subplots(1, len(shown), squeeze=False, sharex=True)[0]
     for panel, index in zip(panels, shown, strict=True):
         for target in targets:
             outcomes = [o for repeat in result.outcomes(target, index) for o in repeat]
@@ -201,18 +219,20 @@ def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Pi
                 panel.step(times, shares, where="post", color=colours(result)[target], linewidth=1.6, label=target)
         panel.axvline(result.stage.slo.ttft_s * 1e3, color=_INK, linewidth=0.8, linestyle=":")
         panel.set_xscale("log")
-        _readable(panel.xaxis)
         panel.set_ylim(0, 1.02)
         panel.set_xlabel("ms, logarithmic")
         _title(panel, f"First token within …, {result.stage.loads[index]}", "dotted: the objective")
+    _readable(panels[0].xaxis)  # all share it
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)
     return Picture(f"{name}_ttft", "Share of requests that had their first token by then.", figure)
 
 
 def _readable(axis: Axis) -> None:
-    """Ticks of a logarithmic axis: 1, 2 and 5 of each power of ten, written out."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    """Ticks of a logarithmic axis, written out: 1, 2 and 5 of each power of ten, or 1 alone when there are many."""
+    low, high = axis.get_view_interval()
+    is_wide = low > 0 and math.log10(high / low) > _MOST_DECADES
+    axis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -33,7 +33,6 @@ _COUNTERS = (
     "nv_inference_count",
     "nv_inference_exec_count",
     "nv_inference_queue_duration_us",
-    "nv_inference_compute_infer_duration_us",
 )
 Sample = dict[str, float]
 
@@ -73,7 +72,7 @@ def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
         return {}
     first, last = samples[0], samples[-1]
     grown = {name: last[name] - first.get(name, 0.0) for name in _COUNTERS if name in last}
-    figures = _of_engine(grown, seconds) or _of_triton(grown, seconds)
+    figures = _of_engine(grown, seconds) or _of_triton(grown)
     for gauge, figure in _GAUGES.items():
         if seen := [sample[gauge] for sample in samples if gauge in sample]:
             figures[figure] = mean(seen)
@@ -97,19 +96,17 @@ def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
     return figures
 
 
-def _of_triton(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """From Triton's own counters, which know models that answer before `execute` returns."""
+def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
+    """From Triton's own counters, which know models that answer before `execute` returns.
+
+    How long its executions took cannot be said: the duration of a batch is counted once for each of its requests.
+    """
     executions, count = grown.get("nv_inference_exec_count"), grown.get("nv_inference_count")
     if not executions or not count:
         return {}
-    batch_size = count / executions
-    # The duration of a batch is counted once for each of its requests.
-    computing = grown["nv_inference_compute_infer_duration_us"] * 1e-6 / batch_size
     return {
         "steps": executions,
-        "batch_size": batch_size,
-        "step_s": computing / executions,
-        "device_busy": computing / seconds,
+        "batch_size": count / executions,
         "queue_s": grown["nv_inference_queue_duration_us"] * 1e-6 / count,
     }
 

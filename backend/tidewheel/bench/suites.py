@@ -89,7 +89,8 @@ class Suite:
             "loads": dict(zip(LOADS, (load.value for load in loads), strict=True)),
         }
         title = "Every strategy, the baselines and the peers, at three loads"
-        result = self.experiment.measure(replace(base, name="compare", title=title, loads=loads))
+        stage = replace(base, name="compare", title=title, loads=loads, load_names=tuple(LOADS))
+        result = self.experiment.measure(stage)
         by_load = {name: comparison(result, index, ours, reference.name) for index, name in enumerate(LOADS)}
         self.recorder.extra |= {"comparisons": by_load, **by_load["the knee"]}
 
@@ -130,7 +131,8 @@ class Suite:
             "rates": {f"{rate}/s": load.value for rate, load in zip(RATES, loads, strict=True)},
         }
         title = "A tenth of the capacity, all of it, and five times as much"
-        self.experiment.measure(replace(self.base, name="rates", title=title, loads=loads))
+        names = tuple(f"{rate}/s" for rate in RATES)
+        self.experiment.measure(replace(self.base, name="rates", title=title, loads=loads, load_names=names))
 
     def offline(self, ours: str) -> None:
         """Everything at once: output tokens per second of each engine, and ours over theirs."""

@@ -1,0 +1,214 @@
+"""Measures the same load with `tidewheel bench` and with tools of others, in turns, and compares what they say.
+
+Every tool keeps the same number of requests of one size in flight: locust's users with locust's own statistics, and
+AIPerf where an environment has it (`pip install aiperf`), whose template endpoint speaks Triton's generate_stream.
+One server, no prefix cache; prompts are random, and as long in tokens for all.
+
+    python benchmarks/agreement.py build/qwen3-40m --aiperf ENVIRONMENT/bin/aiperf --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import record
+from serving import Address, served
+
+ROOT = Path(__file__).parents[1]
+LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
+NUM_PROMPTS = 2048
+# Payload and answer of Triton's generate_stream, for AIPerf's template endpoint.
+TEMPLATE = (
+    '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens }}, "stream": true, "ignore_eos": true, '
+    '"temperature": 0}'
+)
+PAIRS = (  # ours, theirs: over the same protocol
+    ("bench gRPC", "locust GrpcStreamUser"),
+    ("bench generate_stream", "locust HttpStreamUser"),
+    ("bench generate_stream", "aiperf"),
+)
+
+
+class Size(NamedTuple):
+    """Of the load that every tool makes."""
+
+    users: int
+    seconds: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Bench(NamedTuple):
+    """What a tool is told."""
+
+    address: Address
+    size: Size
+    folder: Path  # scratch, with the prompts
+    vocab: int
+
+
+Figures = dict[str, float]  # ttft_ms, tpot_ms, requests_per_s, output_tokens_per_s: means
+
+
+def write_prompts(folder: Path, size: Size, vocab: int) -> None:
+    """As lines, and as AIPerf's JSONL."""
+    rng = random.Random(0)
+    texts = [" ".join(f"t{rng.randrange(4, vocab)}" for _ in range(size.prompt_tokens)) for _ in range(NUM_PROMPTS)]
+    (folder / "prompts.txt").write_text("\n".join(texts))
+    lines = [json.dumps({"text": text, "output_length": size.output_tokens}) for text in texts]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    (folder / "template.json").write_text(TEMPLATE)
+
+
+def with_bench(url: str) -> Callable[[Bench], Figures]:
+    def run(bench: Bench) -> Figures:
+        size, out = bench.size, bench.folder / "bench"
+        target = url.format(grpc=bench.address.grpc, http=bench.address.http, model=bench.address.model)
+        command = [sys.executable, "-m", "tidewheel.cli.main", "bench", "--target", f"it={target}"]
+        command += ["--load", f"closed:{size.users}", "--seconds", str(size.seconds), "--repeats", "1"]
+        command += ["--workload", "fixed", "--input", f"constant:{size.prompt_tokens}"]
+        command += ["--output", f"constant:{size.output_tokens}", "--vocab", str(bench.vocab), "--out", str(out)]
+        subprocess.run(command, check=True, capture_output=True)
+        (run,) = json.loads((out / "results.json").read_text())["stages"][0]["runs"]
+        summary = run["summary"]
+        if summary["errors"]:
+            raise SystemExit(f"requests failed: {summary['errors']}")
+        return {
+            "ttft_ms": summary["ttft_s"]["mean"] * 1e3,
+            "tpot_ms": summary["tpot_s"]["mean"] * 1e3,
+            "requests_per_s": summary["requests_per_s"],
+            "output_tokens_per_s": summary["output_tokens_per_s"],
+        }
+
+    return run
+
+
+def with_locust(user: str) -> Callable[[Bench], Figures]:
+    def run(bench: Bench) -> Figures:
+        size = bench.size
+        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
+        command += ["-u", str(size.users), "-r", str(size.users), "-t", f"{size.seconds}s", "--stop-timeout", "60"]
+        command += ["--grpc-url", bench.address.grpc, "--host", f"http://{bench.address.http}"]
+        command += ["--model", bench.address.model, "--prompt-file", str(bench.folder / "prompts.txt")]
+        command += ["--output-tokens", str(size.output_tokens), "--csv", str(bench.folder / "locust"), user]
+        subprocess.run(command, check=True, capture_output=True)
+        with (bench.folder / "locust_stats.csv").open(newline="") as file:
+            rows = {row["Type"]: row for row in csv.DictReader(file)}
+        whole = next(rows[kind] for kind in ("GRPC", "SSE") if kind in rows)
+        return {
+            "ttft_ms": float(rows["TTFT"]["Average Response Time"]),
+            "tpot_ms": float(rows["TPOT"]["Average Response Time"]),
+            "requests_per_s": float(whole["Requests/s"]),
+            "output_tokens_per_s": float(whole["Requests/s"]) * size.output_tokens,
+        }
+
+    return run
+
+
+def with_aiperf(program: Path, tokenizer: Path) -> Callable[[Bench], Figures]:
+    def run(bench: Bench) -> Figures:
+        size, out = bench.size, bench.folder / "aiperf"
+        command = [str(program), "profile", "-m", bench.address.model, "--url", f"http://{bench.address.http}"]
+        command += ["--endpoint-type", "template", "--streaming", "--ui", "none"]
+        command += ["--custom-endpoint", f"/v2/models/{bench.address.model}/generate_stream"]
+        command += ["--extra-inputs", f"payload_template:{bench.folder / 'template.json'}"]
+        command += ["--extra-inputs", "response_field:text_output", "--tokenizer", str(tokenizer.resolve())]
+        command += ["--input-file", str(bench.folder / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
+        command += ["--concurrency", str(size.users), "--benchmark-duration", str(size.seconds)]
+        command += ["--workers-max", "1", "--output-artifact-dir", str(out)]
+        subprocess.run(command, check=True, capture_output=True)
+        found = json.loads((out / "profile_export_aiperf.json").read_text())
+        return {
+            "ttft_ms": found["time_to_first_token"]["avg"],
+            "tpot_ms": found["inter_token_latency"]["avg"],
+            "requests_per_s": found["request_throughput"]["avg"],
+            "output_tokens_per_s": found["output_token_throughput"]["avg"],
+        }
+
+    return run
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    size = Size(arguments.users, arguments.seconds, arguments.prompt_tokens, arguments.output_tokens)
+    vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
+    tools = {
+        "bench gRPC": with_bench("grpc://{grpc}/{model}"),
+        "locust GrpcStreamUser": with_locust("GrpcStreamUser"),
+        "bench generate_stream": with_bench("http://{http}/v2/models/{model}/generate_stream"),
+        "locust HttpStreamUser": with_locust("HttpStreamUser"),
+    }
+    if arguments.aiperf:
+        tools["aiperf"] = with_aiperf(arguments.aiperf, arguments.model)
+    samples: dict[str, list[Figures]] = {name: [] for name in tools}
+    settings = {
+        "enable_prefix_caching": False,
+        "num_threads": arguments.threads,
+        "kv_cache_memory_mb": 256,
+        "max_model_len": 2048,
+    }
+    with tempfile.TemporaryDirectory() as scratch, served(arguments.model, settings) as address:
+        bench = Bench(address, size, Path(scratch), vocab)
+        write_prompts(bench.folder, size, vocab)
+        for repeat in range(-1, arguments.repeats):  # the first round warms up and counts nowhere
+            for name, run in tools.items():
+                figures = run(bench if repeat >= 0 else bench._replace(size=size._replace(seconds=3)))
+                if repeat >= 0:
+                    samples[name].append(figures)
+                    print(
+                        repeat + 1, f"{name:24}", {key: round(value, 2) for key, value in figures.items()}, flush=True
+                    )
+    return {"size": size._asdict(), "settings": settings, "samples": samples, "differences": differences(samples)}
+
+
+def differences(samples: dict[str, list[Figures]]) -> dict[str, Figures]:
+    """Ours over theirs, less 1: medians of the pairs of neighbours in time."""
+    found = {}
+    for ours, theirs in PAIRS:
+        if theirs in samples:
+            pairs = list(zip(samples[ours], samples[theirs], strict=True))
+            found[f"{ours} / {theirs}"] = {
+                key: statistics.median(mine[key] / other[key] for mine, other in pairs) - 1 for key in pairs[0][0]
+            }
+    return found
+
+
+def aiperf_version(program: Path | None) -> dict[str, str]:
+    if program is None:
+        return {}
+    done = subprocess.run([str(program), "--version"], check=True, capture_output=True, text=True)
+    return {"aiperf": done.stdout.strip().splitlines()[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a folder of benchmarks/random_model.py: a word is a token")
+    parser.add_argument("--aiperf", type=Path, help="the program")
+    parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--seconds", type=int, default=20, help="of each run")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="of the engine: the tools need a core of their own")
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    result = record.environment("locust", "torch")
+    result["versions"] |= aiperf_version(arguments.aiperf)
+    result |= measure(arguments)
+    for pair, figures in result["differences"].items():
+        print(pair, {key: f"{value:+.1%}" for key, value in figures.items()})
+    if arguments.save:
+        print(record.save("agreement", result))
+
+
+if __name__ == "__main__":
+    main()

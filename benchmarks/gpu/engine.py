@@ -85,7 +85,8 @@ def _main_engine(stage: Stage, model: str, folder: Path) -> None:
         runs = [engine.timed(work, TEMPERATURE) for _ in range(1 if stage.is_dry else REPEATS.get(model, 2))]
         report(stage, model, HEADLINE, work, [timed.seconds for timed in runs], "tidewheel")
         _steps(stage, model, HEADLINE, runs[-1])
-        with stage.part(f"{model}, {SHAREGPT}", needs_s=0.0 if stage.is_dry else NEEDS_S[model]):
+        with stage.part(f"{model}, {SHAREGPT}"):
+            stage.check_time(0.0 if stage.is_dry else NEEDS_S[model])
             _sharegpt(stage, model, engine)
     finally:
         engine.close()
@@ -123,7 +124,8 @@ def body(stage: Stage) -> None:
         for model in stage.models:
             for who, settings in VARIANTS:
                 needs_s = 0.0 if stage.is_dry else NEEDS_S[model]
-                with stage.part(f"{model} {who}", needs_s=needs_s):
+                with stage.part(f"{model} {who}"):
+                    stage.check_time(needs_s)
                     _variant(stage, model, folder, who, settings)
 
 

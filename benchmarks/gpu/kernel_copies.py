@@ -40,7 +40,8 @@ def layout_of(shape: ModelShape) -> CacheLayout:
 def copies(stage: Stage) -> None:
     layout = layout_of(limits_of("tiny" if stage.is_dry else "llama-3.1-8b"))
     for count in (2,) if stage.is_dry else COPIED:
-        with stage.part(f"block copy, {count} blocks", needs_s=2.0):
+        with stage.part(f"block copy, {count} blocks"):
+            stage.check_time(2.0)
             moved = 2 * count * layout.block_bytes
             timer = Timer(stage.device, is_dry=stage.is_dry)
             timing = timer.measure(lambda _, count=count: _copy(layout, count, stage.device), moved)
@@ -50,7 +51,8 @@ def copies(stage: Stage) -> None:
                 throughput("block copy", case, timing.seconds, 1e-9 * moved, "GB/s", limit, details=timing.details)
             )
     for count in (2,) if stage.is_dry else MOVED:
-        with stage.part(f"swap, {count} blocks", needs_s=3.0):
+        with stage.part(f"swap, {count} blocks"):
+            stage.check_time(3.0)
             swap(stage, layout, count)
 
 

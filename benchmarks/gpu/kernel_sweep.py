@@ -73,7 +73,8 @@ def _rows(function: str, case: rows.RowCase, fields: Mapping[str, Sequence[int]]
 def sweep(stage: Stage) -> None:
     timer = Timer(stage.device, is_dry=stage.is_dry)
     for one in sweeps(stage.is_dry):
-        with stage.part(f"sweep of {one.function}, {one.case}", needs_s=10.0):
+        with stage.part(f"sweep of {one.function}, {one.case}"):
+            stage.check_time(10.0)
             _sweep_one(stage, timer, one)
 
 

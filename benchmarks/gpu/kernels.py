@@ -81,7 +81,8 @@ class Kernels:
         """Bandwidth of decodes, arithmetic of prompts."""
         stage, ceilings = self._stage, self._stage.ceilings
         for case in cases:
-            with stage.part(f"{name}, {case.label}, {who}", needs_s=3.0):
+            with stage.part(f"{name}, {case.label}, {who}"):
+                stage.check_time(3.0)
                 timing = self._timer.measure(lambda _, case=case: make(case, stage.device), case.num_bytes)
                 if case.query > 1:
                     amount, unit, limit = 1e-12 * case.flops, "TFLOP/s", 1e-12 * ceilings.flops
@@ -97,7 +98,8 @@ class Kernels:
         limit = 1e-9 * stage.ceilings.copy_bandwidth
         for case in cases:
             for who, make in {OURS: case.make, **case.peers}.items():
-                with stage.part(f"{case.name}, {case.case}, {who}", needs_s=2.0):
+                with stage.part(f"{case.name}, {case.case}, {who}"):
+                    stage.check_time(2.0)
                     timing = self._timer.measure(lambda _, make=make: make(stage.device), case.num_bytes)
                     figure = throughput(
                         case.name, case.case, timing.seconds, 1e-9 * case.num_bytes, "GB/s", limit,

@@ -46,7 +46,8 @@ def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
     """A lone prompt: nothing else runs."""
     shape, device = limits_of(model), stage.ceilings.device
     for length in _prompts(stage):
-        with stage.part(f"prompt of {length}, {model}", needs_s=1.0):
+        with stage.part(f"prompt of {length}, {model}"):
+            stage.check_time(1.0)
             seconds = []
             for repeat in range(1 + (1 if stage.is_dry else REPEATS)):
                 timed = engine.timed(of_length(1, length, 1, shape_of(model).vocab, seed=repeat), 0.0)
@@ -67,7 +68,8 @@ def _decodes(stage: Stage, model: str, engine: TimedLLM) -> None:
             if batch * (context + MARGIN // 2) > room:
                 stage.skip(what, f"the cache has room for {room} tokens")
                 continue
-            with stage.part(what, needs_s=0.5 + _seconds_needed(stage, model, batch, context)):
+            with stage.part(what):
+                stage.check_time(0.5 + _seconds_needed(stage, model, batch, context))
                 _decode(stage, model, engine, batch, context)
 
 

@@ -10,10 +10,6 @@ import torch
 from gpu.limits import MODELS, ModelShape
 from random_model import SHAPES, Shape, config, save_tokenizer
 
-TINY = "tiny"
-MODEL_NAMES = ("qwen3-0.6b", "llama-3.1-8b")
-DRY_MODELS = (TINY,)
-
 
 def shape_of(name: str) -> Shape:
     return SHAPES[name]

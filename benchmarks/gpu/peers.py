@@ -14,14 +14,14 @@ import signal
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpu.bundle import FA3_FOLDER, FA3_LIBRARY, unpack
 from gpu.engine import HEADLINE, headline_work, report
 from gpu.engine_steps import OFFLINE
-from gpu.models import TINY
+from gpu.options import TINY
 from gpu.stage import Stage, parser, run
 from gpu.values import OURS, Measurement
 from workload import WorkItem
@@ -30,7 +30,6 @@ from workload import WorkItem
 PROGRAM = Path(__file__).parent / "peer_engine.py"
 RANDOM_MODEL = Path(__file__).parents[1] / "random_model.py"
 START_S = 40.0  # what an engine needs besides its runs, about
-FA3_LIBRARY = "site-vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
 class Peer(NamedTuple):
@@ -45,17 +44,10 @@ PEERS = (
     Peer("vllm", ("site-vllm", "site-deps")),
     Peer("vllm-triton", ("site-vllm", "site-deps"), models=("qwen3-0.6b",)),
     Peer("transformers", repeats=1, models=("qwen3-0.6b", TINY)),
-    Peer("transformers-fa3", ("site-shim",), repeats=1),
+    Peer("transformers-fa3", (FA3_FOLDER,), repeats=1),
     Peer("lmdeploy", ("site-lmd", "site-deps", "site-ldeps")),
     Peer("sglang-triton", ("site-sglfix", "site-sgl", "site-deps", "site-sdeps", "site-shim")),
 )
-
-
-def unpack(bundle: Path, folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(bundle) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
 
 
 def peer_environment(peer: Peer, bundle: Path | None) -> dict[str, str] | None:
@@ -108,7 +100,8 @@ def _compare(stage: Stage, model: str, weights: Path, bundle: Path | None, folde
         if environment is None:
             stage.skip(f"{peer.name} on {model}", "it needs a bundle: --peers, see benchmarks/gpu/README.md")
             continue
-        with stage.part(f"{peer.name} on {model}", needs_s=0.0 if stage.is_dry else START_S):
+        with stage.part(f"{peer.name} on {model}"):
+            stage.check_time(0.0 if stage.is_dry else START_S)
             answers[peer.name] = _run(stage, peer, weights, requests, environment)
             _report(stage, model, peer, work, answers)
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import torch
 
-from gpu.models import DRY_MODELS, MODEL_NAMES
+from gpu.options import add_common_options, is_dry, model_names
 from gpu.values import Ceilings, Measurement
 
 NO_DEVICE = 2  # exit status
@@ -65,25 +65,23 @@ class Stage:
         self._write({"type": "facts", **facts})
 
     @contextlib.contextmanager
-    def part(self, what: str, needs_s: float = 0.0) -> Iterator[None]:
-        """An error in it is recorded and the stage goes on; without `needs_s` seconds left, so is that."""
+    def part(self, what: str) -> Iterator[None]:
+        """An error in it is recorded and the stage goes on; so is `check_time` finding that it does not fit."""
         try:
-            if self.seconds_left < needs_s:
-                raise OutOfTime(f"{max(0.0, self.seconds_left):.0f} s are left and it needs about {needs_s:.0f}")
             yield
         except OutOfTime as late:
             self.skip(what, str(late))
         except Exception as error:
             message = " ".join(f"{type(error).__name__}: {error}".split())
             print(f"  {what}: FAILED: {message[:300]}", flush=True)
-            record = {"type": "failed", "what": what, "error": message, "traceback": traceback.format_exc()}
-            self._write(record)
+            self._write({"type": "failed", "what": what, "error": message, "traceback": traceback.format_exc()})
             if is_device_lost(error):
                 raise
 
-    def check_time(self, needs_s: float = 0.0) -> None:
+    def check_time(self, needs_s: float) -> None:
+        """Raises `OutOfTime` when less is left."""
         if self.seconds_left < needs_s:
-            raise OutOfTime("the stage has used its time")
+            raise OutOfTime(f"{max(0.0, self.seconds_left):.0f} s are left and it needs about {needs_s:.0f}")
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.records is not None:
@@ -105,30 +103,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--ceilings", type=Path, help="a file written by gpu.ceilings; default: those of an H200")
     made.add_argument("--seconds", type=float, default=600.0, help="parts that do not fit are skipped")
     return made
-
-
-def add_common_options(made: argparse.ArgumentParser) -> None:
-    """Those of the suite and of every stage."""
-    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run of the programs")
-    made.add_argument(
-        "--shape", choices=["real", "tiny"], help="tiny: small sizes and few samples; default on cpu, real on cuda"
-    )
-    made.add_argument("--models", default="", help=f"comma-separated; default: {', '.join(MODEL_NAMES)}")
-    made.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results (default: %(default)s)")
-
-
-def is_dry(options: argparse.Namespace) -> bool:
-    return (options.shape or ("tiny" if options.device == "cpu" else "real")) == "tiny"
-
-
-def model_names(options: argparse.Namespace) -> list[str]:
-    """Raises `SystemExit` for one that is unknown."""
-    known = DRY_MODELS if is_dry(options) else MODEL_NAMES
-    wanted = [name for name in options.models.split(",") if name] or list(known)
-    unknown = [name for name in wanted if name not in (*MODEL_NAMES, *DRY_MODELS)]
-    if unknown:
-        raise SystemExit(f"--models {','.join(unknown)}: choose from {', '.join((*MODEL_NAMES, *DRY_MODELS))}")
-    return wanted
 
 
 def device_problem(device: str) -> str | None:

@@ -36,10 +36,12 @@ SWAP_GIB = 8.0
 def body(stage: Stage) -> None:
     model = stage.models[-1]  # the largest
     with tempfile.TemporaryDirectory() as scratch:
-        with stage.part(f"ways back, {model}", needs_s=0.0 if stage.is_dry else 12.0):
+        with stage.part(f"ways back, {model}"):
+            stage.check_time(0.0 if stage.is_dry else 12.0)
             _ways_back(stage, model, Path(scratch))
         for mode in MODES:
-            with stage.part(f"preemption by {mode}, {model}", needs_s=0.0 if stage.is_dry else 15.0):
+            with stage.part(f"preemption by {mode}, {model}"):
+                stage.check_time(0.0 if stage.is_dry else 15.0)
                 _workload(stage, model, Path(scratch), mode)
 
 

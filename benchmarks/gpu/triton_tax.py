@@ -36,7 +36,8 @@ def body(stage: Stage) -> None:
     stage.facts(tritonserver=install.origin)
     with tempfile.TemporaryDirectory() as scratch:
         for number, model in enumerate(stage.models):
-            with stage.part(f"Triton tax, {model}", needs_s=0.0 if stage.is_dry else NEEDS_S):
+            with stage.part(f"Triton tax, {model}"):
+                stage.check_time(0.0 if stage.is_dry else NEEDS_S)
                 folder = without_weights(Path(scratch), model)
                 work = headline_work(stage, model)
                 _through_triton(stage, model, folder, work, 18_700 + 10 * number)

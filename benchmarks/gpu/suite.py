@@ -1,0 +1,198 @@
+"""The stages in order of importance, each in a process of its own with a share of the time; findings are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpu.bundle import FA3_FOLDER, FA3_LIBRARY
+
+END_S = 20.0  # for a stage that is told to stop
+POLL_S = 0.1
+FREE_BYTES = 3 << 30  # of device memory in use, when nothing of ours is left
+FREE_WAIT_S = 20.0
+
+
+class StagePlan(NamedTuple):
+    """`seconds`: its share at most; a stage is not started with less than half of it left."""
+
+    name: str
+    seconds: float
+    arguments: tuple[str, ...] = ()
+
+
+DEFAULT = (
+    StagePlan("ceilings", 40.0),
+    StagePlan("correctness", 110.0),
+    StagePlan("engine", 120.0),
+    StagePlan("kernels", 120.0),
+    StagePlan("latency", 80.0),
+    StagePlan("triton_tax", 90.0),
+    StagePlan("idle", 50.0),
+    StagePlan("swap", 50.0),
+)
+PEERS = StagePlan("peers", 420.0)
+BESIDE = (StagePlan("ceilings", 40.0), StagePlan("kernels", 100.0), PEERS)  # what a bundle of peers is for
+SWEEP = StagePlan("kernels", 480.0, ("--sweep",))
+NAMES = (*(plan.name for plan in DEFAULT), "peers", "sweep")
+
+
+def choose(names: Sequence[str], *, with_peers: bool) -> list[StagePlan]:
+    """Plans by name, the ceilings first: percentages relate to them. Raises ValueError for an unknown name."""
+    known = {plan.name: plan for plan in DEFAULT} | {"peers": PEERS, "sweep": SWEEP}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--stages {','.join(unknown)}: choose from {', '.join(NAMES)}")
+    if names:
+        return [known["ceilings"], *(known[name] for name in names if name != "ceilings")]
+    return list(BESIDE if with_peers else DEFAULT)
+
+
+@dataclass
+class Findings:
+    """Everything that the stages wrote, in order."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    stages: list[dict[str, Any]] = field(default_factory=list)  # name, seconds, outcome
+
+    def of_type(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["type"] == kind]
+
+
+class Suite:
+    def __init__(
+        self,
+        plans: Sequence[StagePlan],
+        common: Sequence[str],
+        folder: Path,
+        seconds: float,
+        bundle: Path | None = None,
+    ) -> None:
+        """`common`: options of every stage; `folder`: for scratch files; `bundle`: of peers, unpacked."""
+        self.findings = Findings()
+        self._plans = plans
+        self._common = list(common)
+        self._folder = folder
+        self._end = time.monotonic() + seconds
+        self._ceilings = folder / "ceilings.json"
+        self._bundle = bundle
+
+    def run(self, save: Callable[[Findings], None]) -> None:
+        """`save` is called after every stage. Ctrl-C ends the stage that runs and keeps what there is."""
+        for number, plan in enumerate(self._plans):
+            left = self._end - time.monotonic()
+            label = plan.name + "".join(f" {argument}" for argument in plan.arguments)
+            if left < 0.5 * min(plan.seconds, 120.0):
+                self._note(
+                    label, 0.0, f"skipped: {max(left, 0.0):.0f} s are left, and it takes up to {plan.seconds:.0f}"
+                )
+                continue
+            print(f"[{number + 1}/{len(self._plans)}] {label}: at most {min(plan.seconds, left):.0f} s", flush=True)
+            try:
+                self._run_stage(plan, label, min(plan.seconds, left))
+            except KeyboardInterrupt:
+                self._note(label, 0.0, "interrupted")
+                save(self.findings)
+                raise
+            save(self.findings)
+
+    def _run_stage(self, plan: StagePlan, label: str, seconds: float) -> None:
+        records = self._folder / "records.jsonl"
+        records.unlink(missing_ok=True)
+        command = [sys.executable, "-P", "-m", f"gpu.{plan.name}", *self._common, *plan.arguments]
+        command += ["--records", str(records), "--seconds", f"{seconds:.1f}"]
+        if plan.name == "ceilings":
+            command += ["--ceilings-out", str(self._ceilings)]
+        elif self._ceilings.exists():
+            command += ["--ceilings", str(self._ceilings)]
+        if plan.name == "peers" and self._bundle is not None:
+            command += ["--peers", str(self._bundle)]
+        start, outcome = time.monotonic(), "interrupted"
+        try:
+            with _process(command, self._environment(plan)) as process:
+                outcome = _wait(process, seconds + END_S)
+        finally:
+            self.findings.records += read_records(records)
+            if outcome != "interrupted":
+                self._note(label, time.monotonic() - start, outcome)
+            wait_for_free_memory()
+
+    def _environment(self, plan: StagePlan) -> dict[str, str]:
+        """The kernels are compared with the FlashAttention-3 of a bundle; no other stage may see it."""
+        environment = dict(os.environ)
+        if plan.name == "kernels" and self._bundle is not None:
+            paths = (environment.get("PYTHONPATH", ""), str(self._bundle / FA3_FOLDER))
+            environment |= {"PYTHONPATH": os.pathsep.join(paths), "FA3_SO": str(self._bundle / FA3_LIBRARY)}
+        return environment
+
+    def _note(self, label: str, seconds: float, outcome: str) -> None:
+        print(f"  {label}: {outcome} ({seconds:.1f} s)" if seconds else f"  {label}: {outcome}", flush=True)
+        self.findings.stages.append({"name": label, "seconds": round(seconds, 1), "outcome": outcome})
+
+
+@contextlib.contextmanager
+def _process(command: Sequence[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """In a process group of its own, nothing of which is left afterwards."""
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            _signal(process, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"stopped: it ran over its time by {END_S:.0f} s"
+    return "done" if status == 0 else f"FAILED with status {status}"
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Those that were written in full."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def memory_in_use() -> int | None:
+    """Bytes of the first device, of all processes; None where the driver does not say."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout.splitlines()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def wait_for_free_memory() -> None:
+    """An engine process outlives its server by some seconds."""
+    end = time.monotonic() + FREE_WAIT_S
+    while time.monotonic() < end:
+        used = memory_in_use()
+        if used is None or used < FREE_BYTES:
+            return
+        time.sleep(POLL_S)
+    print(f"  {memory_in_use()} bytes of device memory are still in use by somebody", flush=True)

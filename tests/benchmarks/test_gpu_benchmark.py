@@ -1,0 +1,282 @@
+"""The programs that measure a GPU, on a CPU: dry runs of their stages, and the arithmetic behind their figures."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpu import __main__ as suite_program
+from gpu import correctness, engine, idle, kernels, latency, peers, swap
+from gpu.bundle import FA3_FOLDER
+from gpu.correctness import first_divergence, read_report
+from gpu.engine_steps import DecodeStep, Delivery, Timed, limit_ratio
+from gpu.idle import Interval, gaps, idle_fraction
+from gpu.kernel_sweep import UnknownField, replaced
+from gpu.limits import MODELS, decode_seconds, prefill_seconds, workload_seconds
+from gpu.objectives import objectives
+from gpu.options import TINY
+from gpu.plots import draw
+from gpu.report import markdown
+from gpu.stage import Stage
+from gpu.stream_client import Stream
+from gpu.suite import DEFAULT, NAMES, Findings, choose, read_records
+from gpu.values import Ceilings, Measurement, duration, throughput
+from gpu.work import headline, sharegpt
+from tidewheel_kernels import launch_config
+
+
+def make_stage(out: Path, **options: Any) -> Stage:
+    given = {"sweep": False, "peers": None, "ceilings_out": None, **options}
+    return Stage(
+        name="test", device=torch.device("cpu"), models=[TINY], is_dry=True, end=time.monotonic() + 300.0,
+        ceilings=Ceilings(to_host=1e9, from_host=1e9), out=out, records=io.StringIO(),
+        options=argparse.Namespace(**given),
+    )  # fmt: skip
+
+
+def written(stage: Stage) -> list[dict[str, Any]]:
+    assert isinstance(stage.records, io.StringIO)
+    return [json.loads(line) for line in stage.records.getvalue().splitlines()]
+
+
+def names(records: list[dict[str, Any]]) -> set[str]:
+    return {record["name"] for record in records if record["type"] == "result"}
+
+
+BODIES: dict[str, tuple[Callable[[Stage], None], dict[str, Any], set[str]]] = {
+    "kernels": (
+        kernels.body, {}, {"decode attention", "prefill attention", "residual RMSNorm", "block copy", "swap in"}
+    ),
+    "sweep": (kernels.body, {"sweep": True}, {"sweep decode_config", "sweep rope_config"}),
+    "engine": (engine.body, {}, {"engine throughput", "decode steps over limit"}),
+    "latency": (latency.body, {}, {"decode step", "time to first token", "prefill"}),
+    "swap": (swap.body, {}, {"recompute over swap", "preemption"}),
+    "parity": (correctness.body, {}, {"parity with transformers"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_dry_run_of_a_stage_measures_everything_it_names(name: str, tmp_path: Path) -> None:
+    body, options, expected = BODIES[name]
+    stage = make_stage(tmp_path, **options)
+    body(stage)
+    records = written(stage)
+    assert [record for record in records if record["type"] == "failed"] == []
+    assert expected <= names(records)
+    assert all(record["samples"] for record in records if record["type"] == "result" and record["unit"] == "ms")
+
+
+def test_parity_finds_the_tokens_of_transformers(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path)
+    correctness.parity(stage, "float32")
+    (record,) = [record for record in written(stage) if record["type"] == "result"]
+    assert record["value"] == 2.0
+
+
+def test_what_needs_cuda_says_so(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path)
+    idle.body(stage)
+    assert [record["type"] for record in written(stage)] == ["skipped"]
+
+
+def test_without_a_device_the_command_ends_with_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu"])
+    with pytest.raises(SystemExit) as end:
+        suite_program.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_dry_run_is_never_saved_among_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", "--device", "cpu", "--out", str(suite_program.RESULTS / "gpu_cpu")])
+    with pytest.raises(SystemExit):
+        suite_program.main()
+
+
+# --- stages ------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_that_fails_is_recorded_and_the_next_runs(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path)
+    with stage.part("first"):
+        raise ValueError("wrong\nin two lines")
+    with stage.part("second"):
+        stage.check_time(1e6)
+        stage.facts(reached="by mistake")
+    with stage.part("third"):
+        stage.facts(reached=True)
+    kinds = [record["type"] for record in written(stage)]
+    assert kinds == ["failed", "skipped", "facts"]
+    assert "ValueError: wrong in two lines" in written(stage)[0]["error"]
+    assert "Traceback" in written(stage)[0]["traceback"]
+
+
+def test_a_lost_device_ends_the_stage(tmp_path: Path) -> None:
+    stage = make_stage(tmp_path)
+    with pytest.raises(RuntimeError), stage.part("kernel"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    assert written(stage)[0]["type"] == "failed"
+
+
+def test_the_ceilings_come_first_and_names_are_checked() -> None:
+    assert [plan.name for plan in choose(["idle", "engine"], with_peers=False)] == ["ceilings", "idle", "engine"]
+    assert choose([], with_peers=False) == list(DEFAULT)
+    assert "peers" in [plan.name for plan in choose([], with_peers=True)]
+    assert all(choose([name], with_peers=False) for name in NAMES)
+    with pytest.raises(ValueError, match="warp"):
+        choose(["warp"], with_peers=False)
+
+
+def test_records_that_were_cut_short_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"type": "facts"}\n{"type": "res')
+    assert read_records(path) == [{"type": "facts"}]
+    assert read_records(tmp_path / "none") == []
+
+
+def test_peers_of_a_bundle_are_found_by_their_folders(tmp_path: Path) -> None:
+    flash = next(peer for peer in peers.PEERS if peer.name == "transformers-fa3")
+    assert peers.peer_environment(flash, None) is None
+    assert peers.peer_environment(flash, tmp_path) is None
+    (tmp_path / FA3_FOLDER).mkdir()
+    environment = peers.peer_environment(flash, tmp_path)
+    assert environment is not None
+    assert environment["PYTHONPATH"] == str(tmp_path / FA3_FOLDER)
+
+
+# --- arithmetic --------------------------------------------------------------------------------------------------
+
+
+def test_the_headline_workload_is_the_published_one() -> None:
+    work = headline()
+    assert sum(len(item.input_ids) for item in work) == 142_827
+    assert sum(item.num_output_tokens for item in work) == 133_966
+    assert len(sharegpt()) == 1000
+
+
+@pytest.mark.parametrize(("model", "tokens_per_s"), [("qwen3-0.6b", 36_200), ("llama-3.1-8b", 13_600)])
+def test_the_speed_of_light_of_the_headline_workload(model: str, tokens_per_s: float) -> None:
+    lengths = [(len(item.input_ids), item.num_output_tokens) for item in headline()]
+    assert 133_966 / workload_seconds(MODELS[model], lengths, 256) == pytest.approx(tokens_per_s, rel=0.02)
+
+
+def test_requests_that_do_not_run_at_once_wait() -> None:
+    shape = MODELS["qwen3-0.6b"]
+    alone = prefill_seconds(shape, [100]) + decode_seconds(shape, 1, 101)
+    assert workload_seconds(shape, [(100, 2)], 1) == pytest.approx(alone)
+    assert workload_seconds(shape, [(100, 2)] * 3, 1) == pytest.approx(3 * alone)
+    assert workload_seconds(shape, [(100, 2)] * 3, 3) < 3 * alone
+
+
+def test_decode_steps_begin_when_every_request_has_its_first_token() -> None:
+    deliveries = [
+        Delivery(1.0, ["0.0"]),
+        Delivery(2.0, ["0.0", "1.0"]),
+        Delivery(3.0, ["0.0", "1.0"]),
+        Delivery(4.5, ["1.0"]),
+    ]
+    timed = Timed(0.5, 5.0, [10, 20], deliveries)
+    assert timed.decode_steps() == [DecodeStep(1.0, 2, (12 + 21) / 2), DecodeStep(1.5, 1, 22.0)]
+    assert timed.first_token_seconds() == [0.5, 1.5]
+    assert sorted(timed.gaps()) == [1.0, 1.0, 1.0, 1.5]
+
+
+def test_a_step_at_its_limit_has_ratio_one() -> None:
+    shape, device = MODELS["llama-3.1-8b"], Ceilings().device
+    step = DecodeStep(decode_seconds(shape, 8, 512.0, device), 8, 512.0)
+    assert limit_ratio([step, step], shape, device) == pytest.approx(1.0)
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    window = Interval(10.0, 20.0)
+    intervals = [Interval(5.0, 11.0), Interval(10.5, 12.0), Interval(14.0, 15.0), Interval(19.0, 30.0)]
+    assert idle_fraction(intervals, window) == pytest.approx(0.6)
+    assert gaps(intervals, window) == [2.0, 4.0]
+
+
+def test_the_first_divergence_is_measured_in_spacings_of_the_dtype() -> None:
+    logits = torch.tensor([[1.0, 4.0], [4.0, 4.0 - 2.0**-5], [0.0, 9.0]])
+    assert first_divergence(logits, [1, 0, 1], torch.bfloat16) is None
+    found = first_divergence(logits, [1, 1, 0], torch.bfloat16)
+    assert found is not None
+    assert found.position == 1
+    assert found.spacings == pytest.approx(1.0)  # bfloat16 has 2**-5 between numbers from 4 to 8
+
+
+def test_tokens_that_came_together_share_the_gap_before_them() -> None:
+    assert Stream([(1.0, 1), (2.0, 4), (2.5, 1)], "").gaps() == [0.25, 0.25, 0.25, 0.25, 0.5]
+
+
+def test_another_configuration_holds_only_while_it_is_measured() -> None:
+    recorded = launch_config.row_config(1024)
+    with replaced("row_config", {"num_warps": 16}):
+        assert launch_config.row_config(1024) == recorded._replace(num_warps=16)
+    with replaced("num_kv_splits", {"": 7}):
+        assert launch_config.num_kv_splits(1, 8, 2048, 132) == 7
+    with pytest.raises(UnknownField, match="colour"), replaced("row_config", {"colour": 1}):
+        launch_config.row_config(1024)
+    assert launch_config.row_config(1024) == recorded
+
+
+def test_counts_and_failures_are_read_from_the_report_of_pytest(tmp_path: Path) -> None:
+    path = tmp_path / "tests.xml"
+    path.write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1">'
+        '<testcase classname="a" name="b"><failure message="2 is not 3"/></testcase></testsuite></testsuites>'
+    )
+    counts, failed = read_report(path)
+    assert counts == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
+    assert failed == [{"test": "a::b", "message": "2 is not 3"}]
+
+
+# --- report ------------------------------------------------------------------------------------------------------
+
+
+def step(batch: int, context: int, ratio: float) -> Measurement:
+    details = {"model": "llama-3.1-8b", "batch": batch, "context": context, "times_limit": ratio}
+    return duration(
+        "decode step", f"llama-3.1-8b, batch {batch}, context {context}", [0.004], 0.0035, details=details
+    )
+
+
+def test_objectives_say_what_was_met_missed_and_not_measured() -> None:
+    fast = throughput("decode attention", "32:8 heads, batch 128, context 2048", [1.0], 90.0, "GB/s", 100.0)
+    steps = [step(8, 512, 1.1), step(128, 2048, 1.3)]
+    verdicts = {one.what: one.verdict for one in objectives([fast, *steps])}
+    assert verdicts["decode attention, batch 128, context 2k"] == "met"
+    assert verdicts["8B decode step over its limit, batch 8-128, context 512-2k"] == "MISSED"
+    assert verdicts["device idle, llama-3.1-8b"] == "not measured"
+
+
+def test_a_report_has_figures_failures_and_pictures(tmp_path: Path) -> None:
+    figures = [
+        throughput("decode attention", "batch 1", [1.0], 50.0, "GB/s", 100.0),
+        throughput("engine throughput", "tiny", [2.0], 10.0, "output tokens/s", 20.0),
+        step(8, 512, 1.1),
+    ]
+    findings = Findings(
+        [{"type": "failed", "stage": "idle", "what": "trace", "error": "no\nkernel"}],
+        [{"name": "engine", "seconds": 1.0, "outcome": "done"}],
+    )
+    result = {
+        "commit": "abc", "started": "now", "command": "python -m gpu", "dry_run": False, "versions": {"torch": "2"},
+        "machine": {"gpu": "H", "processor": "p", "cores": 2}, "stages": findings.stages, "records": findings.records,
+    }  # fmt: skip
+    plots = draw(figures, tmp_path)
+    assert plots == ["kernels.png", "decode_steps.png", "engines.png"]
+    text = markdown(result, [("engine", figure) for figure in figures], plots)
+    assert "| decode attention | batch 1 | tidewheel | 50 GB/s | 50.0 % | 1 |" in text
+    assert "| idle | trace | no kernel |" in text
+    assert "not measured" in text
+    assert draw([], tmp_path / "none") == []

@@ -36,6 +36,7 @@ class Accelerator(Protocol):
 class Cuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._capture_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -44,7 +45,7 @@ class Cuda:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def graph_pool(self) -> GraphPool:
-        return CudaGraphPool(self.device)
+        return CudaGraphPool(self.device, self._capture_stream)
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:

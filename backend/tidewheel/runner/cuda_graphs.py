@@ -8,6 +8,7 @@ numbers, so no generator has to be registered.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,12 +39,12 @@ class GraphPool(Protocol):
 
 
 class CudaGraphPool:
-    """Captures on a stream of its own, on which cuBLAS keeps the workspace that the graphs use."""
+    """Captures on a stream that is not the default one; cuBLAS keeps a workspace for it, which the graphs use."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = stream
         self._num_bytes = 0
 
     @property
@@ -75,8 +76,11 @@ class CudaGraphPool:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # it would only say that what went wrong has ended the capture
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return Captured(graph, output)
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:

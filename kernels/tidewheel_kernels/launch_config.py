@@ -16,6 +16,8 @@ import torch
 MIN_KEYS_PER_SPLIT = 128
 # Programs of the decode kernel per multiprocessor: two, to hide one's latency behind the other.
 PROGRAMS_PER_SM = 2
+# Programs of one warp that read the logits of a batch, per multiprocessor, where 32 run at once.
+VOCABULARY_PROGRAMS_PER_SM = 128
 # Least size of each dimension of tl.dot.
 MIN_DOT_SIZE = 16
 # Where tl.dot becomes warpgroup instructions that read keys from shared memory: registers for larger tiles.
@@ -59,10 +61,48 @@ def elementwise_config(size: int) -> LaunchConfig:
     return LaunchConfig(block, num_warps=min(max(block // 256, 1), 4))
 
 
-def vocabulary_config(vocabulary: int) -> LaunchConfig:
-    """One program streams a whole row of logits: many warps, for a batch often has fewer rows than the GPU SMs."""
-    block = min(max(next_power_of_2(vocabulary), 64), 8192)
-    return LaunchConfig(block, num_warps=min(max(block // 256, 1), 16))
+class VocabularyConfig(NamedTuple):
+    """How a row of logits is cut; docs/kernels.md, "Sampling", has the reasons.
+
+    `chunk` and `tile` depend on nothing but the vocabulary: partial results are stored by chunk, so they are the same
+    whatever number of programs shares a row, and a row's token never depends on its batch.
+    """
+
+    chunk: int  # logits that one partial result stands for
+    num_chunks: int
+    tile: int  # chunks that a program of the first launch reads at once
+    num_tiles: int
+    block: int  # logits that the program of a row, in the second launch, reads at once; a multiple of `chunk`
+    capacity: int  # candidates that the program of a row holds in registers
+    num_warps: int  # of the first launch: one, which reduces a chunk without a barrier
+    row_warps: int  # of the second launch
+
+
+@lru_cache
+def vocabulary_config(vocabulary: int) -> VocabularyConfig:
+    chunk, tile = 512, 2
+    num_chunks = cdiv(vocabulary, chunk)
+    block = chunk * min(next_power_of_2(num_chunks), 16)
+    return VocabularyConfig(
+        chunk=chunk,
+        num_chunks=num_chunks,
+        tile=tile,
+        num_tiles=cdiv(num_chunks, tile),
+        block=block,
+        capacity=min(block, 4096),
+        num_warps=1,
+        row_warps=min(max(block // 512, 4), 16),
+    )
+
+
+def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
+    """Programs of the first launch that share one row: short ones, so that the last to run take little time.
+
+    Depends on host values only, like `num_kv_splits`.
+    """
+    wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
+    tiles = cdiv(num_tiles, min(wanted, num_tiles))
+    return cdiv(num_tiles, tiles)
 
 
 def rope_config(num_heads: int) -> LaunchConfig:

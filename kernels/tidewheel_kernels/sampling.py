@@ -16,7 +16,8 @@ from tidewheel_kernels.sampling_reference import sample_reference
 class SamplingTensors:
     """Sampling parameters of a batch, one element per row, on the device of the logits.
 
-    The flags say on the host whether any row needs a stage at all; a row of a stage that is on can still be neutral.
+    The flags say on the host whether any row needs a stage at all: True wherever a row that is sampled does. A row of
+    a stage that is on can still be neutral, so all True is right for any batch that is not all greedy.
     """
 
     temperature: torch.Tensor  # [B] float32; below 1e-5 = greedy

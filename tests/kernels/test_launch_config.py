@@ -14,6 +14,7 @@ from tidewheel_kernels.launch_config import (
     prefill_config,
     row_config,
     vocabulary_config,
+    vocabulary_programs,
 )
 
 
@@ -48,8 +49,30 @@ def test_attention_tiles_hold_the_group_and_divide_the_block() -> None:
 @pytest.mark.parametrize("size", [1, 63, 1024, 16_384, 151_936])
 def test_rows_and_vocabularies(size: int) -> None:
     assert row_config(size).block >= size
-    for config in (row_config(size), vocabulary_config(size)):
-        assert config.block == next_power_of_2(config.block) and 1 <= config.num_warps <= 16
+    config = row_config(size)
+    assert config.block == next_power_of_2(config.block) and 1 <= config.num_warps <= 16
+    cut = vocabulary_config(size)
+    assert cut.num_chunks * cut.chunk >= size and cut.num_tiles * cut.tile >= cut.num_chunks
+    assert cut.block % cut.chunk == 0 and cut.capacity % cut.chunk == 0
+    for power in (cut.chunk, cut.tile, cut.block, cut.capacity, cut.row_warps):
+        assert power == next_power_of_2(power)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "programs"),
+    [
+        (1, 149),  # a tile each
+        (32, 149),
+        (128, 75),  # 132 of 149 wanted: two tiles each
+        (256, 50),
+        (100_000, 1),
+        (0, 149),
+    ],
+)
+def test_programs_that_share_a_row_of_logits(num_rows: int, programs: int) -> None:
+    num_tiles = vocabulary_config(151_936).num_tiles
+    assert vocabulary_programs(num_rows, num_tiles, num_sms=132) == programs
+    assert programs * -(-num_tiles // programs) >= num_tiles
 
 
 def test_architecture_off_the_gpu_is_the_compile_target() -> None:

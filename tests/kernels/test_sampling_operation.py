@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
 
+from support.sampling_rows import GREEDY, Row, tensors
 from tidewheel_kernels import SamplingTensors, sample
 from tidewheel_kernels.jit.sampling import sample as sample_triton
 from tidewheel_kernels.sampling_cpu import NUM_CANDIDATES, sample_cpu
@@ -15,14 +15,6 @@ Implementation = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.T
 INF, NAN = float("inf"), float("nan")
 
 
-class Row(NamedTuple):
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-GREEDY = Row(temperature=0.0)
 ROWS = [
     Row(),
     GREEDY,
@@ -35,20 +27,6 @@ ROWS = [
     Row(0.8, top_k=20, top_p=0.8, min_p=0.02),
     Row(2.0, top_k=10**6, top_p=0.999),
 ]
-
-
-def tensors(rows: list[Row], device: str = "cpu") -> SamplingTensors:
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    return SamplingTensors(
-        temperature=torch.tensor(columns[0], device=device),
-        top_k=torch.tensor(columns[1], dtype=torch.int32, device=device),
-        top_p=torch.tensor(columns[2], device=device),
-        min_p=torch.tensor(columns[3], device=device),
-        any_sampled=any(row.temperature > 0 for row in rows),
-        any_top_k=any(row.top_k > 0 for row in rows),
-        any_top_p=any(row.top_p < 1 for row in rows),
-        any_min_p=any(row.min_p > 0 for row in rows),
-    )
 
 
 @pytest.fixture(params=["triton", "cpu", "reference"])

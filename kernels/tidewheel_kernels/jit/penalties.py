@@ -12,7 +12,14 @@ from tidewheel_kernels.penalties import PenaltyTensors
 CONFIG = LaunchConfig(block=256, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_entries"])
+# Columns of varying length lie behind one another in memory, at any alignment.
+@triton.jit(
+    do_not_specialize=["num_rows", "num_entries"],
+    do_not_specialize_on_alignment=[
+        "rows_ptr", "token_ids_ptr", "output_counts_ptr", "in_prompt_ptr", "repetition_ptr", "presence_ptr",
+        "frequency_ptr",
+    ],
+)  # fmt: skip
 def apply_penalties_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     rows_ptr,  # [num_entries]
@@ -47,7 +54,10 @@ def apply_penalties_kernel(
     tl.store(logit_ptr, x.to(logits_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_entries"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_entries"],
+    do_not_specialize_on_alignment=["rows_ptr", "token_ids_ptr", "values_ptr"],
+)
 def apply_logit_bias_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     rows_ptr,  # [num_entries]

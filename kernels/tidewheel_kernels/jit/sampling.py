@@ -1,8 +1,12 @@
-"""Sampling kernel: one program per row, thresholds found by search instead of a sort.
+"""Sampling in two launches: many programs read every logit once; then one program per row chooses its token.
 
-Every filter keeps the tokens at or above some logit, so the row is only ever streamed: each pass of a search halves
-the interval that holds the threshold and then shrinks it to logits that occur, which ends after some ten passes for
-usual rows, and exactly.
+The first launch leaves the largest logit and the weight of each chunk of 512 logits. From these the second knows
+which chunk holds the token that is drawn, and reads only that one again. Filters keep the tokens at or above some
+logit, for which the chunks give a lower bound; the few tokens above it are gathered, in the order of their ids, and
+searched in registers. Only where they do not fit is the row itself searched, pass by pass.
+
+Partial results belong to chunks of a fixed size and are always combined in the same order, so the number of programs
+that share a row does not enter the result.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -11,143 +15,231 @@ import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.launch_config import vocabulary_config
+from tidewheel_kernels.jit.sampling_row import draw_from_row, search_row, weight_of_row
+from tidewheel_kernels.jit.vocabulary import (
+    LOG2_E,
+    chunk_maxima,
+    chunk_weights,
+    load_logits,
+    load_maxima,
+    load_tile,
+    search,
+)
+from tidewheel_kernels.launch_config import (
+    VocabularyConfig,
+    cdiv,
+    multiprocessors,
+    next_power_of_2,
+    vocabulary_config,
+    vocabulary_programs,
+)
 from tidewheel_kernels.sampling import SamplingTensors
-from tidewheel_kernels.sampling_reference import GREEDY_TEMPERATURE, greedy_tokens
+from tidewheel_kernels.sampling_reference import GREEDY_TEMPERATURE
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-@triton.jit
-def _load_logits(row_ptr, column, vocabulary):
-    return tl.load(row_ptr + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def _statistics(row_ptr, vocabulary, BLOCK: tl.constexpr):
-    """Largest and smallest logit above -inf, the first id of the largest, and whether the row can be sampled."""
-    largest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    smallest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
-    largest_id = tl.zeros([BLOCK], dtype=tl.int32)
-    num_nan = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = _load_logits(row_ptr, column, vocabulary)
-        num_nan += (x != x).to(tl.int32)
-        largest_id = tl.where(x > largest, column, largest_id)
-        largest = tl.where(x > largest, x, largest)
-        smallest = tl.where((x > float("-inf")) & (x < smallest), x, smallest)
-    max_logit = tl.max(largest, axis=0)
-    token = tl.min(tl.where(largest == max_logit, largest_id, vocabulary), axis=0)
-    usable = (tl.sum(num_nan, axis=0) == 0) & (max_logit > float("-inf")) & (max_logit < float("inf"))
-    return max_logit, tl.min(smallest, axis=0), token, usable
-
-
-@triton.jit
-def _weight_from(row_ptr, vocabulary, threshold, max_logit, inverse_temperature, BLOCK: tl.constexpr):
-    """Sum of ``exp((x - max) / temperature)`` over the logits x >= threshold."""
-    weight = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        x = _load_logits(row_ptr, start + tl.arange(0, BLOCK), vocabulary)
-        weight += tl.where(x >= threshold, tl.exp((x - max_logit) * inverse_temperature), 0.0)
-    return tl.sum(weight, axis=0)
-
-
-@triton.jit
-def _search(
-    row_ptr,
+@triton.jit(do_not_specialize=["tiles_per_program"], do_not_specialize_on_alignment=["temperature_ptr"])
+def sample_partials_kernel(
+    logits_ptr,  # [num_rows, vocabulary]
+    partials_ptr,  # [num_rows, 2, num_chunks] float32: largest logit, weight relative to it
+    temperature_ptr,  # [num_rows]
+    logits_stride,
     vocabulary,
-    low,
-    high,
-    target,
-    max_logit,
-    inverse_temperature,
-    BY_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    num_chunks,
+    tiles_per_program,
+    greedy_temperature,
+    SAMPLED: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """The largest logit t of the row with measure{x >= t} >= target; measure is the count, or the weight.
+    # grid: [num_rows, programs that share a row]
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
+    maxima_ptr = partials_ptr + row * 2 * num_chunks
+    first_tile = tl.program_id(1) * tiles_per_program
+    if SAMPLED:
+        scale = LOG2_E / tl.maximum(tl.load(temperature_ptr + row), greedy_temperature)
+    for i in range(tiles_per_program):
+        first_chunk = (first_tile + i) * TILE
+        chunk = first_chunk + tl.arange(0, TILE)
+        x = load_tile(row_ptr, first_chunk, vocabulary, TILE, CHUNK)
+        maxima = chunk_maxima(x)
+        tl.store(maxima_ptr + chunk, maxima, mask=chunk < num_chunks)
+        if SAMPLED:
+            weights = chunk_weights(x, maxima, scale)
+            tl.store(maxima_ptr + num_chunks + chunk, weights, mask=chunk < num_chunks)
 
-    Both ends of [low, high] are logits of the row, the answer lies between them, and each pass drops at least one.
+
+@triton.jit
+def _element(values, index, SIZE: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, SIZE) == index, values, 0.0), axis=0)
+
+
+@triton.jit
+def _crossing(weight, cumulative, target, SIZE: tl.constexpr):
+    """The first lane with a weight whose cumulative weight exceeds the target; the last where rounding hides it."""
+    lane = tl.arange(0, SIZE)
+    first = tl.min(tl.where((cumulative > target) & (weight > 0.0), lane, SIZE), axis=0)
+    last = tl.max(tl.where(weight > 0.0, lane, 0), axis=0)
+    return tl.where(first < SIZE, first, last)
+
+
+@triton.jit
+def _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The lowest id among the largest logits."""
+    chunk = tl.min(tl.where(maxima == max_logit, tl.arange(0, CHUNKS), CHUNKS), axis=0)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = load_logits(row_ptr, column, vocabulary)
+    return tl.min(tl.where(x == max_logit, column, vocabulary), axis=0)
+
+
+@triton.jit
+def _draw_from_chunk(
+    row_ptr, vocabulary, maxima, weights, max_logit, scale, uniform, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The token that the whole distribution gives: finds the chunk by the chunks' weights, then the token in it."""
+    factors = tl.exp2((maxima - max_logit) * scale)
+    weights = weights * factors
+    cumulative = tl.cumsum(weights, axis=0)
+    target = uniform * _element(cumulative, CHUNKS - 1, CHUNKS)
+    chunk = _crossing(weights, cumulative, target, CHUNKS)
+    before = _element(cumulative, chunk - 1, CHUNKS)
+    factor = _element(factors, chunk, CHUNKS)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = load_logits(row_ptr, column, vocabulary)
+    inside = tl.exp2((x - tl.max(x, axis=0)) * scale)
+    return chunk * CHUNK + _crossing(inside, before + factor * tl.cumsum(inside, axis=0), target, CHUNK)
+
+
+@triton.jit
+def _lower_bound(
+    maxima, vocabulary, max_logit, total, scale, top_k, top_p, min_p, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """A number that is not above the lowest logit that all filters together keep.
+
+    The k-th largest of the chunks' maxima has k logits at or above it. The tokens below L together weigh at most
+    vocabulary * exp((L - max) / T), which leaves top_p of the total where it is under 1 - top_p of it. With top_k and
+    top_p on, only the first holds: top_p then needs the weight of every token that top_k keeps.
     """
-    while low < high:
-        # Halves are added because high - low may overflow. The middle of neighbours rounds to one of them.
-        pivot = low * 0.5 + high * 0.5
-        pivot = tl.where(pivot > low, pivot, high)
-        measure = tl.zeros([BLOCK], dtype=tl.float32)
-        lowest_above = tl.full([BLOCK], float("inf"), dtype=tl.float32)
-        highest_below = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-        for start in range(0, vocabulary, BLOCK):
-            x = _load_logits(row_ptr, start + tl.arange(0, BLOCK), vocabulary)
-            above = x >= pivot
-            if BY_WEIGHT:
-                measure += tl.where(above, tl.exp((x - max_logit) * inverse_temperature), 0.0)
-            else:
-                measure += tl.where(above, 1.0, 0.0)
-            lowest_above = tl.where(above & (x < lowest_above), x, lowest_above)
-            highest_below = tl.where((x < pivot) & (x > highest_below), x, highest_below)
-        if tl.sum(measure, axis=0) >= target:
-            low = tl.min(lowest_above, axis=0)
-        else:
-            high = tl.maximum(tl.max(highest_below, axis=0), low)
-    return low
+    bound = LOWEST
+    finite = maxima > float("-inf")
+    if top_k <= tl.sum(finite.to(tl.int32), axis=0):
+        lowest = tl.min(tl.where(finite, maxima, max_logit), axis=0)
+        ones = tl.full([CHUNKS], 1.0, dtype=tl.float32)
+        bound = search(maxima, ones, lowest, max_logit, top_k.to(tl.float32))
+    # Distances are widened a little, for they are rounded.
+    if (top_p < 1.0) & (top_k >= vocabulary):
+        distance = tl.log2(vocabulary / ((1.0 - top_p) * total)) * 1.001 + 0.001
+        bound = tl.maximum(bound, max_logit - distance / scale)
+    if (min_p > 0.0) & ((top_p >= 1.0) | (top_k >= vocabulary)):
+        distance = -tl.log2(min_p) * 1.001 + 0.001
+        bound = tl.maximum(bound, max_logit - distance / scale)
+    return tl.minimum(bound, max_logit)
 
 
 @triton.jit
-def _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, inverse_temperature):
-    x = _load_logits(row_ptr, column, vocabulary)
-    weight = tl.exp((x - max_logit) * inverse_temperature)
-    return tl.where((x >= threshold) & (weight >= lowest_weight), weight, 0.0)
+def _gather(
+    row_ptr, values_ptr, ids_ptr, chunks_ptr, vocabulary, maxima, bound,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Stores the logits >= bound and their ids, in the order of ids; returns their number.
+
+    Stops where there are more than CAPACITY. Reads only chunks that hold one.
+    """
+    wanted = maxima >= bound
+    rank = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
+    tl.store(chunks_ptr + rank, tl.arange(0, CHUNKS), mask=wanted)
+    num_wanted = tl.sum(wanted.to(tl.int32), axis=0)
+    tl.debug_barrier()  # the list is read by other threads than wrote it
+    first = 0
+    count = 0
+    while (first < num_wanted) & (count <= CAPACITY):
+        slot = first + tl.arange(0, CAPACITY // CHUNK)
+        chunk = tl.load(chunks_ptr + slot, mask=slot < num_wanted, other=CHUNKS)
+        column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        x = tl.reshape(load_logits(row_ptr, column, vocabulary), [CAPACITY])
+        column = tl.reshape(column, [CAPACITY])
+        kept = x >= bound
+        position = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
+        tl.store(values_ptr + position, x, mask=kept & (position < CAPACITY))
+        tl.store(ids_ptr + position, column, mask=kept & (position < CAPACITY))
+        count += tl.sum(kept.to(tl.int32), axis=0)
+        first += CAPACITY // CHUNK
+    tl.debug_barrier()
+    return count
 
 
 @triton.jit
-def _draw(
-    row_ptr,
-    vocabulary,
-    threshold,
-    lowest_weight,
-    max_logit,
-    inverse_temperature,
-    uniform,
-    fallback,
-    BLOCK: tl.constexpr,
+def _draw_from_candidates(
+    values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform,
+    CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """`draw_filtered` where the candidates fit: they stay in registers, so a pass of a search is two reductions."""
+    slot = tl.arange(0, CAPACITY)
+    x = tl.load(values_ptr + slot, mask=slot < count, other=float("-inf"))
+    weight = tl.exp2((x - max_logit) * scale)
+    threshold = tl.min(tl.where(slot < count, x, max_logit), axis=0)
+    if top_k < vocabulary:
+        ones = tl.full([CAPACITY], 1.0, dtype=tl.float32)
+        threshold = search(x, ones, threshold, max_logit, top_k.to(tl.float32))
+    if top_p < 1.0:
+        if top_k < vocabulary:
+            total = tl.sum(tl.where(x >= threshold, weight, 0.0), axis=0)
+        threshold = search(x, weight, threshold, max_logit, top_p * total)
+    weight = tl.where((x >= threshold) & (weight >= min_p), weight, 0.0)
+    cumulative = tl.cumsum(weight, axis=0)
+    target = uniform * _element(cumulative, CAPACITY - 1, CAPACITY)
+    return tl.load(ids_ptr + _crossing(weight, cumulative, target, CAPACITY))
+
+
+@triton.jit
+def _draw_from_row(
+    row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr
 ):
-    """The first kept token whose cumulative weight exceeds ``uniform * total``."""
-    total = 0.0
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        total += tl.sum(
-            _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, inverse_temperature),
-            axis=0,
+    """`draw_filtered` where the candidates do not fit."""
+    threshold = bound
+    if top_k < vocabulary:
+        threshold = search_row(
+            row_ptr, vocabulary, threshold, max_logit, top_k.to(tl.float32), max_logit, scale, False, BLOCK
         )
-    target = uniform * total
-
-    # The same sums in the same order: they end at `total`, so the target falls into exactly one block.
-    cumulative = 0.0
-    before = 0.0
-    first_column = 0
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        following = cumulative + tl.sum(
-            _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, inverse_temperature),
-            axis=0,
+    if top_p < 1.0:
+        if top_k < vocabulary:
+            total = weight_of_row(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK)
+        threshold = search_row(
+            row_ptr, vocabulary, threshold, max_logit, top_p * total, max_logit, scale, True, BLOCK
         )
-        inside = (cumulative <= target) & (target < following)
-        before = tl.where(inside, cumulative, before)
-        first_column = tl.where(inside, start, first_column)
-        cumulative = following
-
-    column = first_column + tl.arange(0, BLOCK)
-    weight = _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, inverse_temperature)
-    hit = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0.0)
-    token = tl.min(tl.where(hit, column, vocabulary), axis=0)
-    # The scan rounds differently from the sum and may end just short of the target.
-    last = tl.max(tl.where(weight > 0.0, column, -1), axis=0)
-    token = tl.where(token < vocabulary, token, last)
-    return tl.where(token >= 0, token, fallback)
+    return draw_from_row(row_ptr, vocabulary, threshold, min_p, max_logit, scale, uniform, BLOCK)
 
 
 @triton.jit
+def _draw_filtered(
+    row_ptr, values_ptr, ids_ptr, vocabulary, maxima, weights, max_logit, scale, top_k, top_p, min_p, uniform,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    total = tl.sum(weights * tl.exp2((maxima - max_logit) * scale), axis=0)
+    bound = _lower_bound(maxima, vocabulary, max_logit, total, scale, top_k, top_p, min_p, CHUNKS)
+    count = _gather(
+        row_ptr, values_ptr, ids_ptr, ids_ptr + CAPACITY, vocabulary, maxima, bound, CHUNKS, CHUNK, CAPACITY
+    )
+    if count <= CAPACITY:
+        token = _draw_from_candidates(
+            values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform, CAPACITY
+        )
+    else:
+        token = _draw_from_row(
+            row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK
+        )
+    return token
+
+
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "uniform_ptr"])
 def sample_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     token_ptr,  # [num_rows] int64
+    partials_ptr,  # [num_rows, 2, num_chunks] float32: largest logit, weight relative to it
+    values_ptr,  # [num_rows, CAPACITY] float32, scratch: candidates
+    ids_ptr,  # [num_rows, CAPACITY + CHUNKS] int32, scratch: their ids, then chunks that hold some
     temperature_ptr,  # [num_rows]
     top_k_ptr,  # [num_rows]
     top_p_ptr,  # [num_rows]
@@ -155,55 +247,60 @@ def sample_kernel(
     uniform_ptr,  # [num_rows]
     logits_stride,
     vocabulary,
+    num_chunks,
     greedy_temperature,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
     # grid: [num_rows]
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
-    max_logit, threshold, best, usable = _statistics(row_ptr, vocabulary, BLOCK)
-    token = tl.where(usable, best, -1)
-    temperature = tl.load(temperature_ptr + row)
-    if usable & (temperature >= greedy_temperature):
-        inverse_temperature = 1.0 / temperature
-        if HAS_TOP_K:
+    maxima_ptr = partials_ptr + row * 2 * num_chunks
+    maxima, max_logit, usable = load_maxima(maxima_ptr, num_chunks, CHUNKS)
+    token = _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS, CHUNK)
+    if SAMPLED:
+        temperature = tl.load(temperature_ptr + row)
+        if usable & (temperature >= greedy_temperature):
+            scale = LOG2_E / temperature
             top_k = tl.load(top_k_ptr + row)
-            if (top_k > 0) & (top_k < vocabulary):
-                threshold = _search(
-                    row_ptr, vocabulary, threshold, max_logit, top_k.to(tl.float32), max_logit, inverse_temperature,
-                    False, BLOCK,
-                )  # fmt: skip
-        if HAS_TOP_P:
+            top_k = tl.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary)
             top_p = tl.load(top_p_ptr + row)
-            if top_p < 1.0:
-                total = _weight_from(row_ptr, vocabulary, threshold, max_logit, inverse_temperature, BLOCK)
-                threshold = _search(
-                    row_ptr, vocabulary, threshold, max_logit, top_p * total, max_logit, inverse_temperature,
-                    True, BLOCK,
+            min_p = tl.minimum(tl.load(min_p_ptr + row), 1.0)
+            uniform = tl.load(uniform_ptr + row)
+            chunk = tl.arange(0, CHUNKS)
+            weights = tl.load(maxima_ptr + num_chunks + chunk, mask=chunk < num_chunks, other=0.0)
+            if (top_k < vocabulary) | (top_p < 1.0) | (min_p > 0.0):
+                token = _draw_filtered(
+                    row_ptr, values_ptr + row * CAPACITY, ids_ptr + row * (CAPACITY + CHUNKS), vocabulary, maxima,
+                    weights, max_logit, scale, top_k, top_p, min_p, uniform, CHUNKS, CHUNK, BLOCK, CAPACITY,
                 )  # fmt: skip
-        lowest_weight = 0.0
-        if HAS_MIN_P:
-            lowest_weight = tl.load(min_p_ptr + row)
-        uniform = tl.load(uniform_ptr + row)
-        token = _draw(
-            row_ptr, vocabulary, threshold, lowest_weight, max_logit, inverse_temperature, uniform, best, BLOCK
-        )
-    tl.store(token_ptr + row, token.to(tl.int64))
+            else:
+                token = _draw_from_chunk(
+                    row_ptr, vocabulary, maxima, weights, max_logit, scale, uniform, CHUNKS, CHUNK
+                )
+    tl.store(token_ptr + row, tl.where(usable, token, -1).to(tl.int64))
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
-    """Token ids [B] int64. An all-greedy batch is torch's reduction: it splits long rows over the device."""
-    if not params.any_sampled:
-        return greedy_tokens(logits).token_ids
+    """Token ids [B] int64. Two launches whose grids depend on the shape alone; no number is read back."""
     num_rows, vocabulary = logits.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     config = vocabulary_config(vocabulary)
+    chunks = next_power_of_2(config.num_chunks)
+    partials = torch.empty(num_rows, 2, config.num_chunks, dtype=torch.float32, device=logits.device)
+    _launch_partials(logits, params, partials, config)
+    capacity = config.capacity if params.any_sampled else 0
+    values = torch.empty(num_rows, capacity, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_rows, capacity + chunks, dtype=torch.int32, device=logits.device)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     sample_kernel[(num_rows,)](
         logits_ptr=logits,
         token_ptr=token_ids,
+        partials_ptr=partials,
+        values_ptr=values,
+        ids_ptr=ids,
         temperature_ptr=params.temperature,
         top_k_ptr=params.top_k,
         top_p_ptr=params.top_p,
@@ -211,11 +308,34 @@ def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor)
         uniform_ptr=uniform,
         logits_stride=logits.stride(0),
         vocabulary=vocabulary,
+        num_chunks=config.num_chunks,
         greedy_temperature=GREEDY_TEMPERATURE,
-        HAS_TOP_K=params.any_top_k,
-        HAS_TOP_P=params.any_top_p,
-        HAS_MIN_P=params.any_min_p,
+        SAMPLED=params.any_sampled,
+        CHUNKS=chunks,
+        CHUNK=config.chunk,
         BLOCK=config.block,
-        num_warps=config.num_warps,
+        CAPACITY=capacity,
+        num_warps=config.row_warps if params.any_sampled else config.num_warps,
     )
     return token_ids
+
+
+def _launch_partials(
+    logits: torch.Tensor, params: SamplingTensors, partials: torch.Tensor, config: VocabularyConfig
+) -> None:
+    num_rows, vocabulary = logits.shape
+    programs = vocabulary_programs(num_rows, config.num_tiles, multiprocessors(logits.device))
+    sample_partials_kernel[(num_rows, programs)](
+        logits_ptr=logits,
+        partials_ptr=partials,
+        temperature_ptr=params.temperature,
+        logits_stride=logits.stride(0),
+        vocabulary=vocabulary,
+        num_chunks=config.num_chunks,
+        tiles_per_program=cdiv(config.num_tiles, programs),
+        greedy_temperature=GREEDY_TEMPERATURE,
+        SAMPLED=params.any_sampled,
+        TILE=config.tile,
+        CHUNK=config.chunk,
+        num_warps=config.num_warps,
+    )

@@ -1,0 +1,63 @@
+"""Sampling parameters row by row, and what an exact sampler could draw."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tidewheel_kernels import SamplingTensors
+
+EPSILON = 1e-5  # relative error of a sum of float32 weights, generously
+
+
+class Row(NamedTuple):
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+GREEDY = Row(temperature=0.0)
+
+
+def tensors(rows: list[Row], device: str = "cpu") -> SamplingTensors:
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return SamplingTensors(
+        temperature=torch.tensor(columns[0], device=device),
+        top_k=torch.tensor(columns[1], dtype=torch.int32, device=device),
+        top_p=torch.tensor(columns[2], device=device),
+        min_p=torch.tensor(columns[3], device=device),
+        any_sampled=any(row.temperature > 0 for row in rows),
+        any_top_k=any(row.top_k > 0 for row in rows),
+        any_top_p=any(row.top_p < 1 for row in rows),
+        any_min_p=any(row.min_p > 0 for row in rows),
+    )
+
+
+def kept_weights(logits: np.ndarray, row: Row, top_p: float) -> np.ndarray:
+    """[V] float64 weights of the tokens that stay, by sorting; `top_p` in place of the row's."""
+    weights = np.exp((logits - logits.max()) / row.temperature)
+    if 0 < row.top_k < len(logits):
+        weights = np.where(logits >= np.sort(logits)[-row.top_k], weights, 0.0)
+    if row.top_p < 1:
+        falling = np.sort(weights)[::-1]
+        needed = int((np.cumsum(falling) - falling < top_p * weights.sum()).sum())
+        weights = np.where(weights >= falling[max(needed, 1) - 1], weights, 0.0)
+    return np.where(weights >= row.min_p * (1 - EPSILON), weights, 0.0)
+
+
+def possible_draws(logits: torch.Tensor, row: Row, uniform: float) -> set[int]:
+    """Tokens that a sampler may draw whose sums of weights are off by EPSILON; exactly one, but near a boundary."""
+    values = logits.double().numpy()
+    if row.temperature == 0:
+        return {int(values.argmax())}
+    possible = set()
+    for top_p in {row.top_p * (1 - EPSILON), row.top_p, row.top_p * (1 + EPSILON)}:
+        weights = kept_weights(values, row, top_p)
+        cumulative = np.cumsum(weights)
+        for shift in (-EPSILON, 0.0, EPSILON):
+            target = min(max(uniform + shift, 0.0), 1 - EPSILON / 10) * cumulative[-1]
+            possible.add(int(np.searchsorted(cumulative, target, side="right")))
+    return possible

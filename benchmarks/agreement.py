@@ -10,7 +10,6 @@ One server, no prefix cache; prompts are random, and as long in tokens for all.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import random
 import statistics
@@ -32,6 +31,20 @@ TEMPLATE = (
     '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens }}, "stream": true, "ignore_eos": true, '
     '"temperature": 0}'
 )
+# Locust's own figures by type of row; its --json has no rate over the whole test.
+STATISTICS = """
+import json
+from pathlib import Path
+from locust import events
+
+@events.quitting.add_listener
+def write(environment, **_):
+    rows = {
+        kind: {"mean": row.avg_response_time, "per_s": row.total_rps}
+        for (_, kind), row in environment.stats.entries.items()
+    }
+    Path(__file__).with_name("locust.json").write_text(json.dumps(rows))
+"""
 PAIRS = (  # ours, theirs: over the same protocol
     ("bench gRPC", "locust GrpcStreamUser"),
     ("bench generate_stream", "locust HttpStreamUser"),
@@ -60,14 +73,15 @@ class Bench(NamedTuple):
 Figures = dict[str, float]  # ttft_ms, tpot_ms, requests_per_s, output_tokens_per_s: means
 
 
-def write_prompts(folder: Path, size: Size, vocab: int) -> None:
-    """As lines, and as AIPerf's JSONL."""
+def write_inputs(folder: Path, size: Size, vocab: int) -> None:
+    """Of the tools: prompts as lines, and as AIPerf's JSONL."""
     rng = random.Random(0)
     texts = [" ".join(f"t{rng.randrange(4, vocab)}" for _ in range(size.prompt_tokens)) for _ in range(NUM_PROMPTS)]
     (folder / "prompts.txt").write_text("\n".join(texts))
     lines = [json.dumps({"text": text, "output_length": size.output_tokens}) for text in texts]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     (folder / "template.json").write_text(TEMPLATE)
+    (folder / "statistics.py").write_text(STATISTICS)
 
 
 def with_bench(url: str) -> Callable[[Bench], Figures]:
@@ -96,20 +110,20 @@ def with_bench(url: str) -> Callable[[Bench], Figures]:
 def with_locust(user: str) -> Callable[[Bench], Figures]:
     def run(bench: Bench) -> Figures:
         size = bench.size
-        command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--only-summary"]
+        command = [sys.executable, "-m", "locust", "--headless", "--only-summary"]
+        command += ["-f", f"{LOCUSTFILE},{bench.folder / 'statistics.py'}"]
         command += ["-u", str(size.users), "-r", str(size.users), "-t", f"{size.seconds}s", "--stop-timeout", "60"]
         command += ["--grpc-url", bench.address.grpc, "--host", f"http://{bench.address.http}"]
         command += ["--model", bench.address.model, "--prompt-file", str(bench.folder / "prompts.txt")]
-        command += ["--output-tokens", str(size.output_tokens), "--csv", str(bench.folder / "locust"), user]
+        command += ["--output-tokens", str(size.output_tokens), user]
         subprocess.run(command, check=True, capture_output=True)
-        with (bench.folder / "locust_stats.csv").open(newline="") as file:
-            rows = {row["Type"]: row for row in csv.DictReader(file)}
+        rows = json.loads((bench.folder / "locust.json").read_text())
         whole = next(rows[kind] for kind in ("GRPC", "SSE") if kind in rows)
         return {
-            "ttft_ms": float(rows["TTFT"]["Average Response Time"]),
-            "tpot_ms": float(rows["TPOT"]["Average Response Time"]),
-            "requests_per_s": float(whole["Requests/s"]),
-            "output_tokens_per_s": float(whole["Requests/s"]) * size.output_tokens,
+            "ttft_ms": rows["TTFT"]["mean"],
+            "tpot_ms": rows["TPOT"]["mean"],
+            "requests_per_s": whole["per_s"],
+            "output_tokens_per_s": whole["per_s"] * size.output_tokens,
         }
 
     return run
@@ -158,7 +172,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     with tempfile.TemporaryDirectory() as scratch, served(arguments.model, settings) as address:
         bench = Bench(address, size, Path(scratch), vocab)
-        write_prompts(bench.folder, size, vocab)
+        write_inputs(bench.folder, size, vocab)
         for repeat in range(-1, arguments.repeats):  # the first round warms up and counts nowhere
             for name, run in tools.items():
                 figures = run(bench if repeat >= 0 else bench._replace(size=size._replace(seconds=3)))

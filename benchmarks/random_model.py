@@ -20,6 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 CPU = torch.device("cpu")
 
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder; `qk_norm` makes it a Qwen3, else it is a Llama."""
@@ -110,7 +113,12 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "▁t2", "unk_token": "▁t3"}
+    special = {
+        "chat_template": CHAT_TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "▁t2",
+        "unk_token": "▁t3",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 

@@ -115,6 +115,9 @@ def scripted_http() -> Iterator[Scripted]:
 
         def do_POST(self) -> None:
             script.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if self.headers["Content-Type"] != "application/json":  # as vLLM's server has it
+                self._answer(400, {"error": "Unsupported Media Type"})
+                return
             self._answer(*script.post.get(self.path, (404, {"error": "no such path"})))
 
         def _answer(self, status: int, body: Any) -> None:

@@ -56,7 +56,7 @@ class _Http:
         """The lines of the answer. Raises `RequestFailed`."""
         assert self._session is not None
         try:
-            async with self._session.post(self.url, data=json.dumps(body).encode()) as answer:
+            async with self._session.post(self.url, json=body) as answer:
                 if answer.status != 200:
                     text = await answer.text(errors="replace")
                     raise RequestFailed(f"HTTP {answer.status}", _message(text))
@@ -182,9 +182,9 @@ class OpenAi(_Http):
 
 
 def _message(text: str) -> str:
-    """What a JSON error says; the text itself otherwise."""
+    """What a JSON error says, in one line; the text itself otherwise."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
-        return text.strip()[:500]
-    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+        error = text[:500]
+    return " ".join(str(error.get("message", error) if isinstance(error, dict) else error).split())

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = ("tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_aot.py")
 OTHER_TESTS = ("tests", "-m", "gpu", "--ignore", "tests/kernels")
 WORKERS = 8  # each kernel test compiles; those of the engine run one after the other, for they share the memory
+OTHERS_NEED_S = 30.0
 NUM_PROMPTS, NUM_TOKENS = 8, 64
 PARITY_SHAPE = "qwen3-40m"
 
@@ -66,17 +67,33 @@ def body(stage: Stage) -> None:
         return
     workers = ("-n", str(WORKERS)) if importlib.util.find_spec("xdist") else ()
     with stage.part("tests of the kernels"):
-        tests(stage, "tests of the kernels", (*KERNEL_TESTS, *workers))
+        tests(stage, "tests of the kernels", (*KERNEL_TESTS, *workers), leave_s=OTHERS_NEED_S)
     with stage.part("tests marked gpu"):
+        stage.check_time(0.5 * OTHERS_NEED_S)
         tests(stage, "tests marked gpu", OTHER_TESTS)
 
 
-def tests(stage: Stage, name: str, arguments: tuple[str, ...]) -> None:
+def tests(stage: Stage, name: str, arguments: tuple[str, ...], *, leave_s: float = 0.0) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            *arguments,
+        ]
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=max(stage.seconds_left, 1.0), check=False
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=max(stage.seconds_left - leave_s, 1.0),
+            check=False,
         )
         if not report.is_file():
             raise RuntimeError(f"pytest wrote no report: {done.stdout[-2000:]} {done.stderr[-2000:]}")

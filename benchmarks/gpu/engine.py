@@ -30,12 +30,12 @@ NEEDS_S = {"qwen3-0.6b": 12.0, "llama-3.1-8b": 22.0}  # of one run with its star
 
 
 def headline_work(stage: Stage, model: str) -> list[WorkItem]:
-    vocab = shape_of(model).vocab
-    return within_vocabulary(headline(4, 4, 16) if stage.is_dry else headline(), vocab)
+    return within_vocabulary(headline(4, 4, 16) if stage.is_dry else headline(), shape_of(model).vocab)
 
 
 def sharegpt_work(stage: Stage, model: str) -> list[WorkItem]:
-    return within_vocabulary(sharegpt(4 if stage.is_dry else 1000), shape_of(model).vocab)
+    work = [WorkItem(item.input_ids[:16], 4) for item in sharegpt(4)] if stage.is_dry else sharegpt()
+    return within_vocabulary(work, shape_of(model).vocab)
 
 
 def report(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,7 @@ from gpu.work import of_length
 
 BATCH, PROMPT = 128, 64
 SECONDS = 1.0
-MAX_STEPS = 1500
+MAX_STEPS = 600  # of the tracer: every kernel of every step is an event
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of Kineto
 SKIPPED_FRACTION = 0.1  # at each end of the run: prefill, and requests that end
 KEPT_US = 100_000.0
@@ -73,6 +74,10 @@ def body(stage: Stage) -> None:
     if not stage.is_cuda:
         stage.skip("idle device", "the timeline of kernels exists on CUDA only")
         return
+    # The tracer hooks into the driver when it first runs, which must not be after graphs were captured.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        torch.zeros(1, device=stage.device)
+        torch.cuda.synchronize(stage.device)
     with tempfile.TemporaryDirectory() as scratch:
         for model in reversed(stage.models):  # the largest first
             with stage.part(f"idle device, {model}"):
@@ -147,6 +152,7 @@ def _keep(path: Path, events: list[dict[str, Any]], window: Interval) -> None:
 
 
 def main() -> None:
+    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # as torch asks for with CUDA graphs
     run("idle", body, parser(__doc__).parse_args())
 
 

@@ -11,7 +11,8 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import device
 from tidewheel.runner.device import cpu_has_bf16, resolve_device, resolve_dtype
-from tidewheel.runner.profiling import gpu_budget
+from tidewheel.runner.kv_tensors import MIB
+from tidewheel.runner.profiling import StepSize, gpu_budget, measured_activation_bytes
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -139,10 +140,58 @@ def test_dtype_on_a_gpu(monkeypatch: pytest.MonkeyPatch, checkpoint: str | None,
 
 def test_memory_of_a_gpu_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
-    budget = gpu_budget(EngineConfig(model="m", gpu_memory_utilization=0.8), 150, CPU)
-    assert budget.bytes == 800 - 400 - 150
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600 * MIB, 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 250 * MIB)
+    budget = gpu_budget(EngineConfig(model="m", gpu_memory_utilization=0.8), 150 * MIB, CPU)
+    assert budget.bytes == (800 - 400 - 150) * MIB
     assert budget.setting == "gpu_memory_utilization"
+    assert budget.source == (
+        "gpu_memory_utilization 0.8 of 1000 MiB (400 are taken, 150 of them by CUDA itself and other programs, "
+        "and a step needs 150)"
+    )
+
+
+class Steps:
+    """Fit a GPU up to a number of tokens and of rows."""
+
+    def __init__(self, most_tokens: int, most_rows: int) -> None:
+        self.most_tokens, self.most_rows = most_tokens, most_rows
+
+    def __call__(self, size: StepSize) -> str:
+        if size.num_rows * size.tokens_per_row > self.most_tokens or size.num_rows > self.most_rows:
+            raise torch.OutOfMemoryError
+        return "done"
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, steps: Steps) -> tuple[str, int]:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300 * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 700 * MIB)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return measured_activation_bytes(steps, StepSize(64, 32), CUDA)
+
+
+def test_what_a_step_needs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(monkeypatch, Steps(2048, 64)) == ("done", 400 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("steps", "advice"),
+    [
+        (Steps(2047, 64), ": set max_num_batched_tokens to at most 1024"),
+        (Steps(64, 64), ": set max_num_batched_tokens to at most 64"),
+        (Steps(2048, 40), ": set max_num_seqs and max_num_batched_tokens to at most 32"),
+        (Steps(0, 0), ", nor does a step of one token: use a larger GPU, or stop what else runs on it"),
+    ],
+)
+def test_a_step_that_does_not_fit_names_one_that_does(
+    monkeypatch: pytest.MonkeyPatch, steps: Steps, advice: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        measure(monkeypatch, steps)
+    assert str(caught.value) == (
+        f"a step of 64 requests with 32 tokens each does not fit on the GPU beside 300 MiB of weights{advice}"
+    )
 
 
 def test_num_threads_is_set() -> None:

@@ -9,7 +9,15 @@ import torch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.base import ModelShape
-from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
+from tidewheel.runner.kv_tensors import (
+    MIB,
+    CacheLayout,
+    KVTensors,
+    MemoryBudget,
+    Share,
+    cpu_budget,
+    decide_num_blocks,
+)
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
 LAYOUT = CacheLayout(SHAPE, 16, torch.float32)
@@ -34,6 +42,31 @@ def test_a_cache_too_small_for_one_request_names_the_largest_that_fits() -> None
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"num_blocks 3 .* at most 48, or raise num_blocks"):
         decide_num_blocks(3, budget, LAYOUT, 64)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "left_mib", "max_model_len", "advice"),
+    [
+        (0.5, 0, 16, "raise gpu_memory_utilization to at least 0.51"),
+        (0.5, -100, 16, "raise gpu_memory_utilization to at least 0.61"),
+        (0.9, 10, 1 << 20, "set max_model_len to at most 27296"),
+        (0.5, 10, 1 << 16, "set max_model_len to at most 27296, or raise gpu_memory_utilization to at least 0.52"),
+        (0.9, -200, 16, "use a larger GPU"),
+    ],
+)
+def test_what_would_fit_on_a_gpu_is_said(fraction: float, left_mib: int, max_model_len: int, advice: str) -> None:
+    """Of 1,000 MiB; a block of 16 tokens takes 6 KiB."""
+    budget = MemoryBudget(left_mib * MIB, "S", "gpu_memory_utilization", Share(fraction, 1000 * MIB))
+    with pytest.raises(ConfigError) as caught:
+        decide_num_blocks(None, budget, LAYOUT, max_model_len)
+    assert f" tokens: {advice} (" in str(caught.value)
+
+
+def test_the_advice_is_enough() -> None:
+    budget = MemoryBudget(10 * MIB, "S", "gpu_memory_utilization", Share(0.5, 1000 * MIB))
+    least = budget.least_setting(123 * MIB)
+    assert least is not None
+    assert 123 <= 10 + 1000 * (least - 0.5) < 123 + 10
 
 
 def test_no_memory_left_is_no_negative_number() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from tidewheel.models.base import KVLayer, ModelShape
 from tidewheel_kernels import copy_blocks
 
 DEFAULT_CPU_MB = 512
+MOST_OF_A_GPU = 0.98  # that is recommended to anybody: what is measured at start is not to the last byte
 MIB = 1 << 20
 
 
@@ -30,12 +32,28 @@ class CacheLayout(NamedTuple):
         return tokens * self.shape.num_kv_heads * self.shape.head_dim * self.dtype.itemsize
 
 
+class Share(NamedTuple):
+    """A part of a whole memory."""
+
+    fraction: float
+    total: int  # bytes
+
+
 class MemoryBudget(NamedTuple):
     """Bytes that the cache may take, and the setting that gave them."""
 
     bytes: int
     source: str  # as a person would write it: "kv_cache_memory_mb 512"
     setting: str  # what to raise when it is too little
+    share: Share | None = None  # of what the setting gives a part; None: it is in MiB
+
+    def least_setting(self, num_bytes: int) -> float | None:
+        """The value that would give so many bytes; None where no value does."""
+        if self.share is None:
+            return -(-num_bytes // MIB)
+        fraction = self.share.fraction + (num_bytes - self.bytes) / self.share.total
+        rounded = math.ceil(100 * fraction) / 100
+        return rounded if rounded <= MOST_OF_A_GPU else None
 
 
 def cpu_budget(config: EngineConfig) -> MemoryBudget:
@@ -45,18 +63,20 @@ def cpu_budget(config: EngineConfig) -> MemoryBudget:
 
 def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: CacheLayout, max_model_len: int) -> int:
     """Blocks of the pool: the setting, else what the budget holds. Raises `ConfigError` if one request cannot fit."""
-    source, setting = budget.source, budget.setting
+    needed = -(-max_model_len // layout.block_size)
     if num_blocks is None:
+        source, setting, least = budget.source, budget.setting, budget.least_setting(needed * layout.block_bytes)
         num_blocks = max(budget.bytes, 0) // layout.block_bytes
     else:
-        source, setting = f"num_blocks {num_blocks}", "num_blocks"
+        source, setting, least = f"num_blocks {num_blocks}", "num_blocks", needed
     tokens = num_blocks * layout.block_size
     if tokens < max_model_len:
-        needed = -(-max_model_len // layout.block_size)
+        ways = [f"set max_model_len to at most {tokens}"] if tokens else []
+        ways += [f"raise {setting} to at least {least:g}"] if least is not None else []
         raise ConfigError(
             f"max_model_len is {max_model_len}, but {source} gives a KV cache of {tokens} tokens: "
-            f"set max_model_len to at most {tokens}, or raise {setting} "
-            f"({needed} blocks of {layout.block_size} tokens need {-(-needed * layout.block_bytes // MIB)} MiB)"
+            f"{', or '.join(ways) or 'use a larger GPU'} ({needed} blocks of {layout.block_size} tokens need "
+            f"{-(-needed * layout.block_bytes // MIB)} MiB)"
         )
     return num_blocks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +21,10 @@ from tidewheel.runner.device import device_name, limit_threads, resolve_device, 
 from tidewheel.runner.host_blocks import HostBlocks, num_staged_blocks
 from tidewheel.runner.host_memory import available_host_bytes, decide_num_host_blocks
 from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
 from tidewheel.runner.profiling import StepMemory, gpu_budget
+from tidewheel.runner.stage_clock import StageClock
 
 logger = logging.getLogger(__name__)
 
@@ -37,21 +38,24 @@ class RunnerParts(NamedTuple):
     layout: CacheLayout
     info: RunnerInfo  # with no blocks yet
     device: torch.device
-    started: float  # of the load, on the performance counter
+    stages: StageClock  # runs since the load began
+    compile_log: CompileLog | None
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     """Raises `ConfigError` in one line."""
-    started = time.perf_counter()
+    stages = StageClock(progress)
     device = resolve_device(config)
+    compile_log = prepare_kernels(device)
     folder = resolve_folder(config.model)
     fields = read_config(folder)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
-    loaded = load_model(folder, fields, config, dtype, device, progress)
+    loaded = load_model(folder, fields, config, dtype, device, stages)
     if device.type == "cpu" and config.num_threads is None:
         limit_threads(loaded.model.weights_bytes)
     info = _draft_info(config, folder, loaded, dtype, device)
-    return RunnerParts(loaded.model, CacheLayout(loaded.model.shape, info.block_size, dtype), info, device, started)
+    layout = CacheLayout(loaded.model.shape, info.block_size, dtype)
+    return RunnerParts(loaded.model, layout, info, device, stages, compile_log)
 
 
 def _draft_info(
@@ -102,7 +106,12 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
     """At the end of the load; told to the log."""
-    info = dataclasses.replace(info, graph_bytes=graph_bytes, load_seconds=time.perf_counter() - parts.started)
+    seconds = parts.stages.seconds()
+    info = dataclasses.replace(
+        info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
+    )
+    if parts.compile_log is not None:
+        parts.compile_log.begin_serving()
     _log(info, parts.device)
     return info
 

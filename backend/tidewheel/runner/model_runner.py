@@ -21,16 +21,18 @@ from tidewheel.runner.loading import Cache, RunnerParts, allocate_cache, complet
 from tidewheel.runner.pending import PendingTokens
 from tidewheel.runner.profiling import (
     StepMemory,
+    StepSize,
     estimated_activation_bytes,
     estimated_graph_bytes,
     largest_step,
     measured_activation_bytes,
     profile_batch,
-    warm_up_step,
+    smallest_step,
 )
 from tidewheel.runner.sampler import NUM_GROUPS, Sampled, sample_tokens, staged_groups
 from tidewheel.runner.sampling_plan import SamplingPlan, SamplingTable
 from tidewheel.runner.staging import Group, Sender, Sent, SharedMemory, Staging
+from tidewheel.runner.warm_up import warm_up
 
 NUM_TRIAL_GRAPHS = 3
 # Static buffer of a step's inputs: by token, by row, and room for the tokens and blocks of new rows.
@@ -71,34 +73,36 @@ class ModelRunner:
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
         """Loads what `config` names, sizes the cache and captures graphs. Raises `ConfigError` in one line."""
-        report = progress or no_progress
-        parts = load_parts(config, report)
-        sizes = graph_sizes(config, parts)
+        parts = load_parts(config, progress or no_progress)
+        accelerator, sizes, report = accelerator_of(parts.device), graph_sizes(config, parts), parts.stages
         report("profile", 0.0)
-        cache, info = allocate_cache(parts, config, cls._measured(parts, config, sizes))
+        cache, info = allocate_cache(parts, config, cls._measured(parts, config, accelerator, sizes))
         report("profile", 1.0)
-        runner = cls(parts.model, cache, info, parts.device, accelerator_of(parts.device))
+        runner = cls(parts.model, cache, info, parts.device, accelerator)
+        if accelerator is not None:
+            warm_up(runner, report)
         graph_bytes = sum(runner.capture(sizes, report))
         runner.info = complete_info(info, parts, graph_bytes)
         return runner
 
     @classmethod
-    def _measured(cls, parts: RunnerParts, config: EngineConfig, sizes: Sequence[int]) -> StepMemory:
+    def _measured(
+        cls, parts: RunnerParts, config: EngineConfig, accelerator: Accelerator | None, sizes: Sequence[int]
+    ) -> StepMemory:
         """Runs a step with a cache just large enough for it, which also proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(config, parts.info.max_model_len)
-        size = warm_up_step(parts.info.max_model_len) if device.type == "cpu" else largest
 
-        def run() -> ModelRunner:
+        def run(size: StepSize) -> ModelRunner:
             cache = Cache(KVTensors(layout, size.num_blocks(layout.block_size), device), None)
-            runner = cls(parts.model, cache, parts.info, device, accelerator_of(device))
+            runner = cls(parts.model, cache, parts.info, device, accelerator)
             runner.run(profile_batch(size, layout.block_size))
             return runner
 
-        if device.type == "cpu":
-            run()
+        if accelerator is None:
+            run(smallest_step(parts.info.max_model_len))
             return StepMemory(estimated_activation_bytes(largest, layout.shape, layout.dtype), 0)
-        runner, activation_bytes = measured_activation_bytes(run, config, device)
+        runner, activation_bytes = measured_activation_bytes(run, largest, device)
         taken = runner.capture(sizes[-NUM_TRIAL_GRAPHS:], no_progress)
         return StepMemory(activation_bytes, estimated_graph_bytes(taken, len(sizes)))
 

@@ -17,7 +17,7 @@ from tidewheel.batch import NewRow, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.base import ModelShape
-from tidewheel.runner.kv_tensors import MIB, MemoryBudget
+from tidewheel.runner.kv_tensors import MIB, MemoryBudget, Share
 from tidewheel.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ def largest_step(config: EngineConfig, max_model_len: int) -> StepSize:
     return StepSize(num_rows, max(1, min(config.max_num_batched_tokens // num_rows, max_model_len - 1)))
 
 
-def warm_up_step(max_model_len: int) -> StepSize:
+def smallest_step(max_model_len: int) -> StepSize:
     """Enough to prove that a model runs."""
     return StepSize(1, min(2, max_model_len))
 
@@ -84,18 +84,39 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
     return size.num_rows * size.tokens_per_row * per_token + logits
 
 
-def measured_activation_bytes(run: Callable[[], T], config: EngineConfig, device: torch.device) -> tuple[T, int]:
-    """What `run` answers, and the peak of CUDA memory while it runs, beyond what was there before."""
+def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
+    """What `run` answers, and the peak of CUDA memory while it runs, beyond what was there before.
+
+    Raises `ConfigError` with the largest step that fits, found by halving, when this one does not.
+    """
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    try:
-        result = run()
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}: a step of that size does not fit on the GPU "
-            f"beside {before // MIB} MiB of weights; lower it"
-        ) from None
+    result = _run_if_it_fits(run, size)
+    if result is None:
+        raise ConfigError(_what_fits(run, size, before))
     return result, torch.cuda.max_memory_allocated(device) - before
+
+
+def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
+    """None when the memory does not suffice. What the step held, its traceback too, is free again then."""
+    try:
+        return run(size)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes: int) -> str:
+    num_rows, length = size
+    while num_rows and _run_if_it_fits(run, StepSize(num_rows, length)) is None:
+        num_rows, length = (num_rows, length // 2) if length > 1 else (num_rows // 2, 1)
+        torch.cuda.empty_cache()
+    obstacle = f"a step of {size.num_rows} requests with {size.tokens_per_row} tokens each does not fit on the GPU"
+    beside = f"{obstacle} beside {weights_bytes // MIB} MiB of weights"
+    if not num_rows:
+        return f"{beside}, nor does a step of one token: use a larger GPU, or stop what else runs on it"
+    if num_rows < size.num_rows:
+        return f"{beside}: set max_num_seqs and max_num_batched_tokens to at most {num_rows}"
+    return f"{beside}: set max_num_batched_tokens to at most {num_rows * length}"
 
 
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
@@ -108,5 +129,11 @@ def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) 
     """What `gpu_memory_utilization` of the device leaves beside all that is there now and what is reserved."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    allowed = int(total * config.gpu_memory_utilization) - (total - free) - reserved_bytes
-    return MemoryBudget(allowed, f"gpu_memory_utilization {config.gpu_memory_utilization}", "gpu_memory_utilization")
+    fraction, taken = config.gpu_memory_utilization, total - free
+    others = taken - torch.cuda.memory_reserved(device)
+    source = (
+        f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {others // MIB} of them "
+        f"by CUDA itself and other programs, and a step needs {reserved_bytes // MIB})"
+    )
+    allowed = int(total * fraction) - taken - reserved_bytes
+    return MemoryBudget(allowed, source, "gpu_memory_utilization", Share(fraction, total))

@@ -1,0 +1,156 @@
+"""Steps that no request asked for, run once so that no request waits for a kernel to be compiled.
+
+triton-lang compiles a kernel once for every combination of what it specialises on: compile-time constants, the types
+of its arguments, and whether its pointers and integers are divisible by 16 or equal to 1. Launchers give their
+kernels nothing that changes from step to step and is specialised on; what remains follows from how many rows decode,
+how long contexts and chunks are, and how a step samples. The steps here go through these.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
+from tidewheel.models.base import Progress
+from tidewheel.runner.info import RunnerInfo
+from tidewheel.sampling import SamplingParams
+
+STAGE = "kernels"
+GROWTH = 4  # of lengths and batch sizes from one step to the next
+
+
+class BatchRunner(Protocol):
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def run(self, batch: ScheduledBatch) -> SampledTokens: ...
+
+
+class Row(NamedTuple):
+    """A request that has `context` tokens in the cache and computes the next `num_tokens`."""
+
+    context: int
+    num_tokens: int
+    sampling: SamplingParams
+
+
+Settings = dict[str, Any]  # of `SamplingParams`
+
+GREEDY = SamplingParams(temperature=0.0)
+GREEDILY: Settings = {"temperature": 0.0}
+DRAWN: Settings = {"temperature": 1.0}
+FILTERS: tuple[Settings, ...] = ({"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.05})
+CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty": 1.1}, {"logprobs": 1})
+
+
+def warm_up(runner: BatchRunner, progress: Progress) -> None:
+    """Runs every step. Only before the first request: it writes to the cache, and takes rows."""
+    batches = list(warm_up_batches(runner.info))
+    for done, batch in enumerate(batches):
+        progress(STAGE, done / len(batches))
+        runner.run(batch)
+    progress(STAGE, 1.0)
+
+
+def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
+    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
+    for step_id, rows in enumerate(steps):
+        yield _batch(step_id, rows, info.block_size)
+    yield from _moved(len(steps), info)
+
+
+def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
+    """From one split of the keys to the most, for few rows and for many."""
+    for num_rows in _sizes(_most_rows(info)):
+        for length in _sizes(info.max_model_len):
+            yield [Row(length - 1, 1, GREEDY)] * num_rows
+
+
+def _prefills(info: RunnerInfo) -> Iterator[list[Row]]:
+    for count in _sizes(_longest_chunk(info)):
+        yield [Row(0, count, GREEDY)]
+
+
+def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
+    """A decode beside chunks of several lengths, the second of a prompt among them."""
+    if _most_rows(info) < 2 or info.max_model_len < 2:
+        return
+    for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
+        yield [Row(1, 1, GREEDY), Row(info.max_model_len - count, count, GREEDY)]
+
+
+def _sampled() -> Iterator[list[Row]]:
+    """Every way to sample, of logits as the model gives them and of such that were changed, which are float32."""
+    ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
+    for way, changes in itertools.product(ways, _combinations(CHANGES)):
+        yield [Row(0, 1, SamplingParams(**way, **changes))]
+
+
+def _combinations(options: Sequence[Settings]) -> list[Settings]:
+    """None of them, each of them, each two, and so on."""
+    chosen = itertools.chain.from_iterable(itertools.combinations(options, n) for n in range(len(options) + 1))
+    return [{key: value for option in group for key, value in option.items()} for group in chosen]
+
+
+def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
+    """Blocks that are copied, and that leave for the host tier and come back."""
+    first, last = _ids(0), _ids(info.num_blocks - 1)
+    rows = [Row(0, 1, GREEDY)]
+    yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
+    if info.num_host_blocks:
+        yield _batch(step_id + 1, rows, info.block_size, swap_out_blocks=last, swap_out_slots=first)
+        yield _batch(step_id + 2, rows, info.block_size, swap_in_slots=first, swap_in_blocks=last)
+
+
+def _most_rows(info: RunnerInfo) -> int:
+    return min(info.max_num_seqs, info.max_num_batched_tokens)
+
+
+def _longest_chunk(info: RunnerInfo) -> int:
+    return min(info.max_num_batched_tokens, info.max_model_len)
+
+
+def _sizes(largest: int) -> Iterator[int]:
+    """1, 4, 16, … and the largest."""
+    size = 1
+    while size < largest:
+        yield size
+        size *= GROWTH
+    yield largest
+
+
+def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Array) -> ScheduledBatch:
+    """All rows have the same blocks: what they write there is never read."""
+    num_rows = len(rows)
+    lengths = [row.context + row.num_tokens for row in rows]
+    num_blocks = [-(-length // block_size) for length in lengths]
+    block_ids = np.concatenate([np.arange(count, dtype=np.int32) for count in num_blocks])
+    counts = np.array([row.num_tokens for row in rows], dtype=np.int32)
+    return ScheduledBatch(
+        step_id=step_id,
+        rows=np.arange(num_rows, dtype=np.int32),
+        start_positions=np.array([row.context for row in rows], dtype=np.int32),
+        num_scheduled_tokens=counts,
+        samples=np.ones(num_rows, dtype=np.bool_),
+        num_decodes=int(np.cumprod(counts == 1).sum()),
+        num_tokens=int(counts.sum()),
+        new_rows=tuple(_new_row(i, row) for i, row in enumerate(rows)),
+        block_rows=np.repeat(np.arange(num_rows, dtype=np.int32), num_blocks),
+        block_indices=block_ids,
+        block_ids=block_ids,
+        **moves,
+    )
+
+
+def _new_row(index: int, row: Row) -> NewRow:
+    """Its context has no tokens of its own: what the row holds is as good."""
+    token_ids = np.zeros(row.num_tokens, dtype=np.int32)
+    return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), ())
+
+
+def _ids(block_id: int) -> Int32Array:
+    return np.array([block_id], dtype=np.int32)

@@ -2,97 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.fake_runner import FakeRunner, PendingTokens, naive_output
-from support.scheduling import make_config, make_request
-from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.engine.core import EngineCore
+from support.core_harness import Harness, arrivals
+from support.fake_runner import FakeRunner, PendingTokens
+from support.scheduling import make_request
+from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, EngineDead, InvalidRequest, NotFound
-from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.request import FinishReason, Priority, Request
-from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.request import FinishReason, Priority
 
 
 class OutOfMemoryError(RuntimeError):
     """Has the name of torch's."""
-
-
-class Harness:
-    """A core whose deliveries are checked: tokens in order, one end each, and the end that `naive_output` says."""
-
-    def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, prefix_caching: bool = True, **changes: int
-    ) -> None:
-        config = make_config(**changes)
-        self.scheduler = Scheduler(
-            config, KVCacheManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
-        )
-        self.runner = FakeRunner(
-            num_rows=config.num_rows,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            token_budget=config.max_num_batched_tokens,
-            salt_of=lambda request_id: self.requests[request_id].cache_salt,
-        )
-        self.now = 0.0
-        self.core = EngineCore(
-            self.scheduler,
-            self.runner,
-            self.deliver,
-            receive=self.receive,
-            clock=lambda: self.now,
-        )
-        self.commands: deque[Callable[[], None]] = deque()  # one is carried out at each `receive`
-        self.requests: dict[str, Request] = {}
-        self.delivered: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason] = {}
-
-    def add(self, request: Request) -> Request:
-        self.core.add(request)
-        self.requests[request.request_id] = request
-        self.delivered[request.request_id] = []
-        return request
-
-    def receive(self) -> None:
-        self.now += 1.0
-        if self.commands:
-            self.commands.popleft()()
-
-    def deliver(self, outputs: StepOutputs) -> None:
-        for request, token_id in zip(outputs.requests, outputs.token_ids, strict=True):
-            assert request.request_id not in self.ended
-            self.delivered[request.request_id].append(token_id)
-        for request in outputs.finished:
-            assert request.request_id not in self.ended, "ended twice"
-            assert request.finish_reason is not None
-            self.ended[request.request_id] = request.finish_reason
-            self.check_end(request)
-
-    def check_end(self, request: Request) -> None:
-        output, reason = naive_output(request)
-        delivered = self.delivered[request.request_id]
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert (delivered, request.finish_reason) == (output, reason)
-        else:
-            assert delivered == output[: len(delivered)]
-
-    def run(self) -> None:
-        for _ in range(5000):
-            worked = self.core.step()
-            self.core.check_invariants()
-            if not worked and not self.commands:
-                break
-        assert not self.core.has_unfinished
-        assert self.ended.keys() == self.requests.keys()
-        stats = self.core.stats()
-        assert stats.num_free_blocks == stats.num_blocks
-        assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
 def test_a_step_is_one_token_each() -> None:
@@ -195,29 +118,6 @@ def test_a_session_that_nobody_has_cannot_be_closed() -> None:
         Harness().core.close_session("tenant", "s")
 
 
-@st.composite
-def arrivals(draw: st.DrawFn) -> list[tuple[str, object]]:
-    """Each `receive`, of which a step has two, carries out one of these."""
-    events: list[tuple[str, object]] = []
-    for index in range(draw(st.integers(1, 14))):
-        shared = draw(st.integers(0, 12))
-        prompt = [7] * shared + draw(st.lists(st.integers(0, 39), min_size=1, max_size=14))
-        request = make_request(
-            str(index),
-            prompt,
-            max_tokens=draw(st.integers(1, 12)),
-            min_tokens=draw(st.integers(0, 1)),
-            priority=draw(st.sampled_from(Priority)),
-            stop_token_ids=draw(st.sampled_from([(), (3, 4, 5), tuple(range(20))])),
-            cache_salt=draw(st.sampled_from(["", "tenant"])),
-        )
-        events.append(("add", request))
-        events += [("idle", None)] * draw(st.integers(0, 3))
-        if draw(st.booleans()):
-            events.append(("cancel", str(draw(st.integers(0, index)))))
-    return events
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     events=arrivals(),
@@ -242,13 +142,7 @@ def test_every_request_ends_exactly_once_with_its_own_tokens(
         max_num_seqs=num_seqs,
         max_inflight_steps=inflight,
     )
-    actions = {
-        "add": lambda request: harness.add(request),
-        "cancel": lambda request_id: harness.core.cancel(request_id),
-        "idle": lambda _: None,
-    }
-    for kind, value in events:
-        harness.commands.append(lambda kind=kind, value=value: actions[kind](value))
+    harness.play(events)
     harness.run()
 
 

@@ -24,7 +24,7 @@ from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
 from tidewheel.request import FinishReason, Request
 
 VOCAB_SIZE = 40
-_POISON = -1
+POISON = -1
 
 
 def prefix_hash(parent: int, token_id: int) -> int:
@@ -114,18 +114,22 @@ class FakeRunner:
         self.num_steps += 1
         self._check_shape(batch)
         self._update_rows(batch)
-        self._check_positions(batch)
         self._transfer(batch)
-        self._write(batch)
-        self._attend(batch)
+        sampled = self._compute(batch)
         holders: dict[int, set[Row]] = {}
         for row in map(self.rows.__getitem__, batch.rows.tolist()):
             for block_id in row.block_table:
                 holders.setdefault(block_id, set()).add(row)
-        token_ids = np.array([self._sample(batch, index) for index in range(len(batch.rows))], dtype=np.int32)
-        pending = PendingTokens(self, SampledTokens(batch.step_id, token_ids), holders)
+        pending = PendingTokens(self, sampled, holders)
         self.in_flight.append(pending)
         return pending
+
+    def _compute(self, batch: ScheduledBatch) -> SampledTokens:
+        self._check_positions(batch)
+        self._write(batch)
+        self._attend(batch)
+        token_ids = np.array([self._sample(batch, index) for index in range(len(batch.rows))], dtype=np.int32)
+        return SampledTokens(batch.step_id, token_ids)
 
     def _check_shape(self, batch: ScheduledBatch) -> None:
         counts = batch.num_scheduled_tokens.tolist()
@@ -214,7 +218,7 @@ class FakeRunner:
         if new.request_id in self.not_finite:
             start = int(batch.start_positions[index])
             for position in range(start, row.num_computed_tokens):
-                self.slots[self._slot(row, position)] = (row.salt, _POISON)
+                self.slots[self._slot(row, position)] = (row.salt, POISON)
             row.is_broken = True
             row.append(0)
             return SampledTokens.NOT_FINITE

@@ -128,7 +128,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for kind in KINDS:
             runs[kind] = run_locust(address, kind, arguments.users, arguments.seconds, server)
             show(kind, runs[kind])
-    return {"runs": runs, "sweep": sweep}
+    return {
+        "checks": {kind: checks(run, sweep[kind], kind) for kind, run in runs.items()},
+        "runs": runs,
+        "sweep": sweep,
+    }
+
+
+def checks(run: dict[str, Any], sweep: list[dict[str, Any]], kind: str) -> dict[str, float | None]:
+    """What shows that the server was full, and that the numbers agree with each other.
+
+    `client_share`: of the one core that a locust process can use; far from 1, its users wait and not its loop.
+    `rate_over_fewer_users`: about 1 when more users get no more out of the server. `users_by_littles_law`: rate times
+    mean time in the system, a little under the number of users, who come and go within the run.
+    """
+    before = max((one["requests_per_s"] for one in sweep), default=0.0)
+    return {
+        "failures": run["failures"],
+        "unaccounted": run["requests"] - run["requests_counted_by_server"],
+        "client_share": run["client_cores"],
+        "rate_over_fewer_users": run["requests_per_s"] / before if before else None,
+        "users_by_littles_law": run["requests_per_s"] * run["rows_ms"][KINDS[kind]]["mean"] / 1e3,
+        "server_memory_growth_mib": run["server_memory_growth_mib"],
+    }
 
 
 def show(kind: str, run: dict[str, Any]) -> None:
@@ -153,6 +175,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     result = {**record.environment("locust", "grpcio", "gevent", "torch"), **measure(arguments)}
+    for kind, found in result["checks"].items():
+        print(kind, found)
     if arguments.save:
         print(record.save("locust", result))
 

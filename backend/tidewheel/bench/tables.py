@@ -87,11 +87,10 @@ SERVER = (
     Column("KV use", "% max", _server("kv_use_max", 100.0)),
     Column("preempted", "", _server("preemptions")),
 )
-SHORT = tuple(
-    column
-    for column in (*RATES, *LATENCIES)
-    if column.title in ("goodput", "goodput e2e", "output", "TTFT p50", "TTFT p99", "TPOT p50", "e2e p99", "errors")
-)
+_IN_SHORT = (
+    "goodput", "goodput e2e", "output", "errors", "TTFT p50", "TTFT p99", "TPOT p50", "e2e p99", "batch", "busy",
+)  # fmt: skip
+SHORT = tuple(column for column in (*RATES, *LATENCIES, *SERVER) if column.title in _IN_SHORT)
 
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 def report(recorder: Recorder, record: Path | None) -> None:
     """`record`: where the JSON goes too, and the pictures beside it."""
     from tidewheel.bench.report import render
-    from tidewheel.bench.tables import SHORT, as_text, table
+    from tidewheel.bench.tables import SHORT, as_text, table, without_empty
 
     pictures = _pictures(recorder)
     for result in recorder.stages:
-        print(f"\n{result.stage.title}\n{as_text(table(result, SHORT))}")
+        print(f"\n{result.stage.title}\n{as_text(without_empty(table(result, SHORT)))}")
     page = recorder.folder / "report.html"
     page.write_text(render(recorder, pictures), encoding="utf-8")
     drawn = [picture for of_stage in pictures.values() for picture in of_stage]

@@ -31,6 +31,7 @@ MAX_STEPS = 600  # of the tracer: every kernel of every step is an event
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of Kineto
 SKIPPED_FRACTION = 0.1  # at each end of the run: prefill, and requests that end
 KEPT_US = 100_000.0
+MAX_GAPS = 5000  # that are recorded
 
 
 class Interval(NamedTuple):
@@ -40,10 +41,24 @@ class Interval(NamedTuple):
     end: float
 
 
-def device_events(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Complete events on the device, by their begin."""
+class Timeline(NamedTuple):
+    """What ran on the device, by its begin, and the part of the run that is looked at."""
+
+    events: list[dict[str, Any]]  # as Kineto writes them
+    intervals: list[Interval]
+    window: Interval
+
+
+def read_timeline(trace: dict[str, Any]) -> Timeline:
+    """Raises RuntimeError when nothing ran on the device."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
-    return sorted(events, key=lambda event: float(event["ts"]))
+    if not events:
+        raise RuntimeError("the profiler saw no kernel")
+    events.sort(key=lambda event: float(event["ts"]))
+    intervals = [Interval(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in events]
+    begin, end = intervals[0].begin, max(interval.end for interval in intervals)
+    margin = SKIPPED_FRACTION * (end - begin)
+    return Timeline(events, intervals, Interval(begin + margin, end - margin))
 
 
 def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
@@ -99,31 +114,24 @@ def _profile(stage: Stage, model: str, engine: TimedLLM, path: Path) -> None:
         timed = engine.timed(of_length(BATCH, PROMPT, num_steps, vocab, seed=1), 0.0)
         torch.cuda.synchronize(stage.device)
     profiler.export_chrome_trace(str(path))
-    events = device_events(json.loads(path.read_text()))
-    if not events:
-        raise RuntimeError("the profiler saw no kernel")
-    intervals = [Interval(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]
-    span = intervals[-1].end - intervals[0].begin
-    window = Interval(
-        intervals[0].begin + SKIPPED_FRACTION * span, intervals[0].begin + (1.0 - SKIPPED_FRACTION) * span
-    )
-    fraction = idle_fraction(intervals, window)
-    _keep(stage.out / f"idle_{model}.json.gz", events, window)
+    timeline = read_timeline(json.loads(path.read_text()))
+    _keep(stage.out / f"idle_{model}.json.gz", timeline)
     steps = [step.seconds for step in timed.decode_steps()]
+    window = timeline.window
     stage.result(
         Measurement(
             name="idle device",
             case=f"{model}, batch {BATCH}, {num_steps} decode steps",
-            value=100.0 * fraction,
+            value=100.0 * idle_fraction(timeline.intervals, window),
             unit="% of the time",
-            samples=[1e-6 * gap for gap in gaps(intervals, window)][:2000],
+            samples=[1e-6 * gap for gap in gaps(timeline.intervals, window)][:MAX_GAPS],
             sample_unit="s without a kernel",
             details={
                 "model": model,
                 "window_s": 1e-6 * (window.end - window.begin),
-                "kernels_per_step": len(events) / num_steps,
+                "kernels_per_step": len(timeline.events) / num_steps,
                 "step_ms_under_the_profiler": 1e3 * sum(steps) / max(len(steps), 1),
-                "busiest_kernels": _busiest(events),
+                "busiest_kernels": _busiest(timeline.events),
             },
         )
     )
@@ -140,12 +148,12 @@ def _busiest(events: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(total / whole, 4) for name, total in ranked}
 
 
-def _keep(path: Path, events: list[dict[str, Any]], window: Interval) -> None:
-    keys = ("ph", "cat", "name", "pid", "tid", "ts", "dur")
+def _keep(path: Path, timeline: Timeline) -> None:
+    keys, begin = ("ph", "cat", "name", "pid", "tid", "ts", "dur"), timeline.window.begin
     kept = [
         {key: event[key] for key in keys}
-        for event in events
-        if window.begin <= float(event["ts"]) < window.begin + KEPT_US
+        for event in timeline.events
+        if begin <= float(event["ts"]) < begin + KEPT_US
     ]
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": kept}, file)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ class RowCase:
     case: str
     num_bytes: int
     make: Maker
-    peers: dict[str, Maker]
+    peers: Mapping[str, Maker]
 
 
 def _random(*sizes: int, device: torch.device) -> torch.Tensor:

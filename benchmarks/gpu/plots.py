@@ -10,7 +10,8 @@ from gpu.values import OURS, Measurement
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555", "#882255")
-WIDTH, ROW_HEIGHT = 11.0, 0.22
+WIDTH, BAR_HEIGHT = 11.0, 0.13  # inches
+GAP = 0.6  # between groups, in bars
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[str]:
@@ -49,25 +50,31 @@ def _bars(
     values: Sequence[float],
     mark: float | None = None,
 ) -> bool:
-    """A row for each label, a bar in it for each owner."""
+    """A group for each label, a bar in it for each owner that has a value there."""
     from matplotlib.figure import Figure
 
     if not values:
         return False
-    rows, who = list(dict.fromkeys(labels)), sorted(set(owners), key=lambda name: (name != OURS, name))
-    thickness = 0.8 / len(who)
-    figure = Figure(figsize=(WIDTH, 1.5 + ROW_HEIGHT * len(rows) * max(1.0, 0.6 * len(who))), layout="constrained")
+    who = sorted(set(owners), key=lambda name: (name != OURS, name))
+    groups = {label: {name: value for one, name, value in zip(labels, owners, values, strict=True) if one == label}
+              for label in dict.fromkeys(labels)}  # fmt: skip
+    heights: dict[str, list[tuple[float, float]]] = {name: [] for name in who}
+    ticks: list[float] = []
+    row = 0.0
+    for group in groups.values():
+        ticks.append(row + (len(group) - 1) / 2)
+        for name in who:
+            if name in group:
+                heights[name].append((row, group[name]))
+                row += 1.0
+        row += GAP
+    figure = Figure(figsize=(WIDTH, 1.5 + BAR_HEIGHT * row), layout="constrained")
     axes = figure.subplots()
-    for number, owner in enumerate(who):
-        mine = [
-            (rows.index(label) + number * thickness, value)
-            for label, name, value in zip(labels, owners, values, strict=True)
-            if name == owner
-        ]
-        colour = COLOURS[number % len(COLOURS)]
-        axes.barh([at for at, _ in mine], [value for _, value in mine], thickness, label=owner, color=colour)
-    axes.set_yticks([index + 0.4 - thickness / 2 for index in range(len(rows))], rows, fontsize=6)
-    axes.invert_yaxis()
+    for number, name in enumerate(who):
+        at, widths = zip(*heights[name], strict=True)
+        axes.barh(at, widths, 0.9, label=name, color=COLOURS[number % len(COLOURS)])
+    axes.set_yticks(ticks, list(groups), fontsize=6)
+    axes.set_ylim(row, -1.0)
     axes.set_xlabel(axis)
     axes.set_title(title)
     if mark is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gpu import correctness, engine, idle, kernels, latency, peers, swap
 from gpu.bundle import FA3_FOLDER
 from gpu.correctness import first_divergence, read_report
 from gpu.engine_steps import DecodeStep, Delivery, Timed, limit_ratio
-from gpu.idle import Interval, gaps, idle_fraction
+from gpu.idle import Interval, gaps, idle_fraction, read_timeline
 from gpu.kernel_sweep import UnknownField, replaced
 from gpu.limits import MODELS, decode_seconds, prefill_seconds, workload_seconds
 from gpu.objectives import objectives
@@ -28,6 +29,7 @@ from gpu.report import markdown
 from gpu.stage import Stage
 from gpu.stream_client import Stream
 from gpu.suite import DEFAULT, NAMES, Findings, choose, read_records
+from gpu.timing import Timer
 from gpu.values import Ceilings, Measurement, duration, throughput
 from gpu.work import headline, sharegpt
 from tidewheel_kernels import launch_config
@@ -203,6 +205,94 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
     intervals = [Interval(5.0, 11.0), Interval(10.5, 12.0), Interval(14.0, 15.0), Interval(19.0, 30.0)]
     assert idle_fraction(intervals, window) == pytest.approx(0.6)
     assert gaps(intervals, window) == [2.0, 4.0]
+
+
+def test_the_timeline_is_what_ran_on_the_device_without_the_ends_of_the_run() -> None:
+    def event(category: str, begin: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": "n", "pid": 0, "tid": 7, "ts": begin, "dur": 10.0}
+
+    trace = {"traceEvents": [event("kernel", 90.0), event("gpu_memcpy", 0.0), event("cpu_op", 50.0), {"ph": "M"}]}
+    timeline = read_timeline(trace)
+    assert timeline.intervals == [Interval(0.0, 10.0), Interval(90.0, 100.0)]
+    assert timeline.window == Interval(10.0, 90.0)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        read_timeline({"traceEvents": [event("cpu_op", 1.0)]})
+
+
+class FakeCuda:
+    """The calls that `Timer` makes of torch.cuda; a captured operation takes a millisecond when it is replayed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
+        self.now, self.calls, self.captured, self._refuses = 0.0, 0, 0, refuses
+        replaced = {
+            "Event": lambda enable_timing: FakeEvent(self), "CUDAGraph": lambda: FakeGraph(self),
+            "Stream": lambda _device: FakeStream(), "graph": self.capture,
+            "stream": lambda _: contextlib.nullcontext(), "synchronize": lambda *_: None,
+            "current_stream": lambda *_: None,
+            "get_device_properties": lambda _: argparse.Namespace(L2_cache_size=60 << 20),
+        }  # fmt: skip
+        for name, value in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    @contextlib.contextmanager
+    def capture(self, _graph: FakeGraph, stream: FakeStream) -> Iterator[None]:
+        assert isinstance(stream, FakeStream)
+        before = self.calls
+        yield
+        if self._refuses:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured = self.calls - before
+
+    def call(self) -> None:
+        self.calls += 1
+        self.now += 1e-6
+
+
+class FakeEvent:
+    def __init__(self, device: FakeCuda) -> None:
+        self._device = device
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = self._device.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+class FakeGraph:
+    def __init__(self, device: FakeCuda) -> None:
+        self._device = device
+
+    def replay(self) -> None:
+        self._device.now += 1e-3 * self._device.captured
+
+
+class FakeStream:
+    def wait_stream(self, _other: object) -> None: ...
+
+
+def test_calls_are_timed_in_a_graph_over_more_data_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, made = FakeCuda(monkeypatch), []
+
+    def factory(index: int) -> Callable[[], None]:
+        made.append(index)
+        return fake.call
+
+    timing = Timer(torch.device("cuda")).measure(factory, 50 << 20)
+    assert made == [0, 1, 2]  # 150 MiB, over twice a cache of 60
+    assert timing.in_graph
+    assert fake.captured >= len(made)
+    assert timing.seconds == pytest.approx([1e-3] * 20)
+
+
+def test_what_cannot_be_captured_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch, refuses=True)
+    timing = Timer(torch.device("cuda")).measure(lambda _: fake.call, 1 << 40)
+    assert not timing.in_graph
+    assert timing.seconds == pytest.approx([1e-6] * len(timing.seconds))
 
 
 def test_the_first_divergence_is_measured_in_spacings_of_the_dtype() -> None:

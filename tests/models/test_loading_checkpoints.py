@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import tiny_models
 from tidewheel.config import EngineConfig
@@ -20,7 +22,7 @@ from tidewheel.models.decoder import Decoder
 from tidewheel.models.layers import Linear, can_pack
 from tidewheel.models.loader import load_model
 from tidewheel.models.source import resolve_folder
-from tidewheel.models.weights import INDEX_NAME, SINGLE_NAME
+from tidewheel.models.weights import INDEX_NAME, SINGLE_NAME, fill_random
 
 CPU = torch.device("cpu")
 
@@ -96,7 +98,7 @@ def test_progress_goes_from_start_to_end(folder: Path) -> None:
     fractions = [fraction for _, fraction in seen]
     assert {stage for stage, _ in seen} == {"weights"}
     assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
 
 
 def test_harmless_left_overs_are_ignored(folder: Path) -> None:
@@ -183,6 +185,27 @@ def test_dummy_weights_depend_on_the_seed_only(folder: Path) -> None:
     assert torch.equal(first.embedding, same.embedding)
     assert not torch.equal(first.embedding, other.embedding)
     assert torch.equal(first.norm, torch.ones(64))
+
+
+class Launches(TorchDispatchMode):
+    """The operations of the device that are called, with what they write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append((function.overloadpacket.__name__, args[0].dtype))
+        return function(*args, **(kwargs or {}))
+
+
+def test_dummy_weights_are_made_in_place_by_one_launch_a_tensor() -> None:
+    """In their own dtype: no float32 copy of a large matrix, and nothing from the host."""
+    tensors = {f"{i}.weight": torch.empty(8, 4, dtype=torch.bfloat16) for i in range(5)}
+    tensors["norm.weight"] = torch.empty(4, dtype=torch.bfloat16)
+    with Launches() as launches:
+        fill_random(tensors, 0, no_progress)
+    assert launches.operations == [("normal_", torch.bfloat16)] * 5 + [("fill_", torch.bfloat16)]
 
 
 def test_the_lm_head_of_a_tied_model_is_its_embedding(tmp_path: Path) -> None:

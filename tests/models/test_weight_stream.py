@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weight_carrier import Event, HostCarrier, RingCarrier
+from tidewheel.models.weight_carrier import CudaLane, Event, HostCarrier, RingCarrier
 from tidewheel.models.weight_plan import Chunk, plan_chunks
 from tidewheel.models.weight_stream import stream_chunks
 
@@ -111,6 +111,19 @@ def test_every_tensor_arrives(tmp_path: Path, make: Callable[[], RingCarrier], d
     stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), make(), nothing)
     for name, tensor in tensors.items():
         assert torch.equal(destinations[name], tensor.to(destinations[name].dtype)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as they are", "converted"])
+def test_every_tensor_arrives_on_a_gpu(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    files, tensors = checkpoint(tmp_path, num_files=40)
+    destinations = {name: tensor.to(device) for name, tensor in empty_like(tensors, dtype).items()}
+    carrier = RingCarrier(CudaLane(device), NUM_SLOTS, SLOT_BYTES)
+    stream_chunks(plan_chunks(files, destinations, SLOT_BYTES), carrier, nothing)
+    for name, tensor in tensors.items():
+        assert torch.equal(destinations[name].cpu(), tensor.to(destinations[name].dtype)), name
 
 
 def test_a_slot_is_read_into_only_after_its_copies(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from support import tiny_models
 from support.launch_keys import LaunchKeys, recorded_keys
 from support.step_loop import GREEDY, StepLoop, request
+from tidewheel.config import EngineConfig
 from tidewheel.models import layers
 from tidewheel.models.base import ModelShape, no_progress
 from tidewheel.models.config import ModelConfig
@@ -139,7 +144,9 @@ def serve(loop_runner: ModelRunner, *, seeds: Sequence[int], **settings: Any) ->
     """Waves of requests, of few and of many, through the real scheduler."""
     for seed in seeds:
         budget = loop_runner.info.max_num_batched_tokens
-        loop = StepLoop(loop_runner, token_budget=budget, num_host_blocks=NUM_HOST_BLOCKS, **settings)
+        loop = StepLoop(
+            loop_runner, token_budget=budget, num_host_blocks=loop_runner.info.num_host_blocks, **settings
+        )
         for count in (1, 2, 2 * loop_runner.info.max_num_seqs):
             loop.run(requests(loop_runner, count, seed))
 
@@ -169,6 +176,23 @@ def test_no_request_of_a_long_run_makes_a_kernel_compile(name: str, architecture
             served, seeds=range(20, 25), preemption_mode="swap", num_blocks=max(20, -(-SHAPES[name][5] // BLOCK_SIZE))
         )
     assert not keys.all - warmed, "\n".join(f"{key} {keys.first[key]}" for key in sorted(keys.all - warmed))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_is_compiled_after_the_load_on_a_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By triton-lang's own word, graphs and all."""
+    tiny_models.save(lambda: tiny_models.qwen3(head_dim=64, hidden_size=128), tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), device="cuda", load_format="dummy", max_num_seqs=20, max_num_batched_tokens=300,
+        num_blocks=NUM_BLOCKS, swap_space=0.05,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        served = ModelRunner.load(config)
+        serve(served, seeds=range(3), max_inflight_steps=2)
+        serve(served, seeds=range(3, 6), preemption_mode="swap")
+    assert re.search(r"kernels: \d+ compiled, \d+ loaded", caplog.text)
+    assert "while requests waited" not in caplog.text
 
 
 def test_a_violation_is_found() -> None:

@@ -16,7 +16,7 @@ from tidewheel.models.config_file import Fields, architecture
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.registry import NativeTraits, native_traits
 from tidewheel.models.room import check_weights_fit
-from tidewheel.models.weights import checkpoint_files, fill_random, load_weights
+from tidewheel.models.weights import STAGE, checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ def load_model(
     """Raises `ConfigError` in one line; what `config.json` and the headers can tell is checked before any reading."""
     name = architecture(fields)
     traits = native_traits(fields)
+    progress(STAGE, 0.0)
     logger.info("%s runs %s", name, "through transformers" if traits is None else "on the native decoder")
     if traits is not None:
         return _load_native(folder, fields, traits, config, dtype, device, progress)

@@ -98,7 +98,6 @@ def load_transformers_model(
     dummy_seed: int | None = None,
 ) -> TransformersModel:
     """With `dummy_seed`, random weights made on the device, of the sizes that the configuration gives."""
-    progress(STAGE, 0.0)
     if dummy_seed is None:
         files = checkpoint_files(folder)  # our own validation of every file that the library is about to read
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)

@@ -6,19 +6,19 @@ those could not be captured. Cut off from that are the kernels themselves, for w
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 from support import capturable, tiny_models
-from support.recorded_graphs import NotCapturable, RecordedGraph, RecordingAccelerator
+from support.decode_workloads import KINDS, LOOPS, PipelinedLoop, decoding, workload
+from support.recorded_graphs import NotCapturable, RecordedGraph, RecordingAccelerator, Watch
 from support.step_loop import GREEDY, StepLoop, poison, request
+from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.request import Request
 from tidewheel.runner.decode_graphs import DecodeGraphs, decode_sizes
@@ -28,25 +28,10 @@ from tidewheel.runner.inputs import DeviceInputs
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache
 from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.pending import PendingTokens
 from tidewheel.sampling import SamplingParams
 
-KINDS = {
-    "greedy": [GREEDY],
-    "drawn": [SamplingParams(temperature=1.0)],
-    "filtered": [
-        GREEDY,
-        SamplingParams(temperature=1.3, top_k=5),
-        SamplingParams(temperature=0.9, top_p=0.8, min_p=0.05),
-    ],
-    "everything": [
-        GREEDY,
-        SamplingParams(temperature=0.7, top_p=0.8, min_p=0.05, logprobs=3),
-        SamplingParams(temperature=1.1, repetition_penalty=1.4, logit_bias={3: 5.0}),
-        SamplingParams(temperature=0.0, presence_penalty=0.5, min_tokens=4),
-    ],
-}
-
-
+loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 SIZES = [1, 2, 4, 8, 16]
 
 
@@ -60,10 +45,15 @@ def test_sizes_cover_every_batch() -> None:
     assert all(0 < after - size <= 32 for size, after in itertools.pairwise(large))
 
 
-@pytest.fixture
-def plain(config: EngineConfig) -> ModelRunner:
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> ModelRunner:
     """Without graphs, on the CPU's own operations."""
-    return ModelRunner.load(dataclasses.replace(config, max_model_len=128))
+    return ModelRunner.load(
+        EngineConfig(
+            model=str(checkpoint), dtype="float32", device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
+            num_threads=1,
+        )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -92,46 +82,6 @@ def replays(runner: ModelRunner) -> list[int]:
     return [graph.num_replays - 1 for graph in graphs_of(runner)]
 
 
-class PipelinedLoop(StepLoop):
-    """Up to two steps in flight: a step is launched before the tokens of the last are applied."""
-
-    def __init__(self, runner: ModelRunner, **settings: object) -> None:
-        super().__init__(runner, max_inflight_steps=2, **settings)
-
-    def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        for item in requests:
-            self.scheduler.add(item, 0.0)
-        in_flight, now = deque(), 0.0
-        while self.scheduler.has_unfinished or in_flight:
-            batch = self.scheduler.schedule(now)
-            if batch is not None:
-                in_flight.append((batch, self.runner.launch(batch)))
-            if batch is None or len(in_flight) == 2:
-                done, pending = in_flight.popleft()
-                self.scheduler.apply(done, pending.wait(), now)
-            now += 1.0
-        self.scheduler.check_invariants()
-        return [item.output_token_ids for item in requests]
-
-
-LOOPS = {"one step in flight": StepLoop, "two steps in flight": PipelinedLoop}
-loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-
-
-def workload(kinds: Sequence[SamplingParams], count: int = 24, *, seed: int = 0) -> list[Request]:
-    """Requests of many lengths, so that rows come and go; every third shares the beginning of its prompt."""
-    generator = np.random.default_rng(seed)
-    prompts = tiny_models.prompts(count, 1, 40, seed=seed)
-    shared = tiny_models.prompts(1, 33, 33, seed=seed + 1)[0]
-    return [
-        request(
-            f"r{i}", np.concatenate((shared, prompt)) if i % 3 == 0 else prompt, int(generator.integers(4, 18)),
-            kinds[i % len(kinds)], seed=i,
-        )
-        for i, prompt in enumerate(prompts)
-    ]  # fmt: skip
-
-
 def graphed_tokens(
     graphed: ModelRunner, requests: Sequence[Request], loop: type[StepLoop] = StepLoop, **settings: object
 ) -> list[list[int]]:
@@ -153,12 +103,12 @@ def test_tokens_are_those_of_a_runner_without_graphs(
 def test_preempted_requests_come_to_the_same_tokens(
     plain: ModelRunner, graphed: ModelRunner, loop: type[StepLoop]
 ) -> None:
-    """Five requests of two blocks each grow to four, in a pool of eight: some leave their rows and come back."""
+    """Four requests of two blocks each grow to four, in a pool of eight: some leave their rows and come back."""
 
     def requests() -> list[Request]:
-        prompts = tiny_models.prompts(5, 28, 32, seed=3)
+        prompts = tiny_models.prompts(4, 28, 32, seed=3)
         kinds = KINDS["filtered"]
-        return [request(f"r{i}", prompt, 22, kinds[i % 3], seed=i) for i, prompt in enumerate(prompts)]
+        return [request(f"r{i}", prompt, 18, kinds[i % 3], seed=i) for i, prompt in enumerate(prompts)]
 
     expected = StepLoop(plain).run(requests())
     for mode in ("swap", "recompute"):
@@ -166,12 +116,6 @@ def test_preempted_requests_come_to_the_same_tokens(
         settings = {"num_blocks": 8, "num_host_blocks": 32, "preemption_mode": mode}
         assert graphed_tokens(graphed, again, loop, **settings) == expected
         assert sum(item.num_preemptions for item in again) > 0
-
-
-def decoding(count: int, sampling: SamplingParams = GREEDY) -> list[Request]:
-    """They start together, and end together after seven decodes."""
-    prompts = tiny_models.prompts(count, 3, 30, seed=count)
-    return [request(f"r{i}", prompt, 8, sampling, seed=i) for i, prompt in enumerate(prompts)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 11, 16])
@@ -225,12 +169,30 @@ def test_progress_and_memory_are_told(plain: ModelRunner) -> None:
     assert taken[0] > taken[2] > 0
 
 
+@loops
+def test_a_launch_of_decodes_reads_nothing(graphed: ModelRunner, loop: type[StepLoop]) -> None:
+    """Nor does it bring anything to the device but through the staging buffer."""
+    launch, num_watched = ModelRunner.launch, 0
+
+    def watched(self: ModelRunner, batch: ScheduledBatch) -> PendingTokens:
+        nonlocal num_watched
+        if batch.num_decodes < len(batch.rows):
+            return launch(self, batch)
+        num_watched += 1
+        with Watch():
+            return launch(self, batch)
+
+    with mock.patch.object(ModelRunner, "launch", watched):
+        graphed_tokens(graphed, workload(KINDS["filtered"]), loop)
+    assert num_watched >= 15
+
+
 # --- the proof can fail ---------------------------------------------------------------------------------------------
 
 
 def faulty(plain: ModelRunner, fault: mock._patch[object]) -> list[list[int]]:
     with fault:
-        return graphed_tokens(with_graphs(plain), workload(KINDS["filtered"]))
+        return graphed_tokens(with_graphs(plain), workload(KINDS["filtered"], 8))
 
 
 READS = {
@@ -270,7 +232,7 @@ def test_a_frozen_host_value_is_found(plain: ModelRunner) -> None:
         return logits + torch.arange(logits.shape[1]).eq(inputs.positions[inputs.logit_indices][:, None] % 7) * 100.0
 
     with mock.patch.object(Forward, "__call__", alike):
-        expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+        expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
     assert faulty(plain, mock.patch.object(Forward, "__call__", alike)) == expected
     assert faulty(plain, mock.patch.object(Forward, "__call__", counting)) != expected
 
@@ -281,7 +243,7 @@ def test_a_bound_that_is_too_low_is_found(plain: ModelRunner) -> None:
     def short(self: DecodeGraphs, *args: object) -> None:
         init(self, *args[:-1], 16)
 
-    expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+    expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
     assert faulty(plain, mock.patch.object(DecodeGraphs, "__init__", short)) != expected
 
 
@@ -293,12 +255,12 @@ def test_an_input_outside_of_the_static_buffer_is_found(plain: ModelRunner) -> N
         self._sender._static.fill_(0)
         return sent
 
-    expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+    expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
     assert faulty(plain, mock.patch.object(ModelRunner, "_send", elsewhere)) != expected
 
 
 def test_tokens_that_are_read_after_the_next_step_are_found(plain: ModelRunner) -> None:
     """What a step answers must be its own copy: the next one overwrites where the tokens lay."""
-    expected = StepLoop(plain).run(workload(KINDS["filtered"]))
+    expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
     with mock.patch("tidewheel.runner.pending._host_copy", lambda tensor, accelerator: tensor):
-        assert graphed_tokens(with_graphs(plain), workload(KINDS["filtered"]), PipelinedLoop) != expected
+        assert graphed_tokens(with_graphs(plain), workload(KINDS["filtered"], 8), PipelinedLoop) != expected

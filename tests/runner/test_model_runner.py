@@ -6,15 +6,18 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from support import tiny_models
 from support.step_loop import StepLoop, request
 from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
+from tidewheel.runner.loading import graph_sizes
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
 
@@ -60,6 +63,26 @@ def test_the_log_says_what_fits(config: EngineConfig, caplog: pytest.LogCaptureF
     assert "CPU KV cache size: 1024 tokens" in caplog.messages
     assert "Maximum concurrency for 128 tokens per request: 8.00x" in caplog.messages
     assert any(message.startswith("memory: weights ") for message in caplog.messages)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_cpu_has_no_graphs_and_says_so_once(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture, enforce_eager: bool
+) -> None:
+    with caplog.at_level(logging.INFO):
+        runner = ModelRunner.load(dataclasses.replace(config, enforce_eager=enforce_eager))
+    assert runner.info.graph_bytes == 0
+    assert [line for line in caplog.messages if "CUDA graphs" in line] == ["CUDA graphs: none, the device is a CPU"]
+
+
+def test_graphs_are_for_a_gpu_a_known_model_and_whoever_wants_them(config: EngineConfig) -> None:
+    gpu = mock.Mock(device=torch.device("cuda"))
+    config = dataclasses.replace(config, max_num_seqs=9, max_num_batched_tokens=6)
+    gpu.model.is_capturable = True
+    assert graph_sizes(config, gpu) == [1, 2, 4, 6]
+    assert graph_sizes(dataclasses.replace(config, enforce_eager=True), gpu) == []
+    gpu.model.is_capturable = False
+    assert graph_sizes(config, gpu) == []
 
 
 def test_loading_reports_its_progress(config: EngineConfig) -> None:

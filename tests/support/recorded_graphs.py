@@ -8,7 +8,7 @@ The memory of a pool is shared, as on a GPU: a replay spoils whatever other grap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,13 @@ class NotCapturable(AssertionError):
     """A CUDA graph could not hold this."""
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
+    """Inside, calls that read values of tensors, or make tensors of host values, raise."""
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
         if name in READING_CALLS:
-            raise NotCapturable(f"{name} during a capture")
+            raise NotCapturable(f"{name} waits for the device, or brings it values of the host")
         return function(*args, **(kwargs or {}))
 
 
@@ -90,19 +92,10 @@ class RecordedGraph:
     def __init__(self, pool: RecordingPool, operations: list[_Operation]) -> None:
         self._pool = pool
         self._operations = operations
+        self.made = [tensor for operation in operations for tensor in operation.made]
+        self.storages = {_storage(tensor) for tensor in self.made}
+        self.read = {storage for operation in operations for storage in operation.read}
         self.num_replays = 0
-
-    @property
-    def made(self) -> Iterator[torch.Tensor]:
-        return (tensor for operation in self._operations for tensor in operation.made)
-
-    @property
-    def read(self) -> set[int]:
-        return {storage for operation in self._operations for storage in operation.read}
-
-    @property
-    def names(self) -> list[str]:
-        return [operation.function._schema.name for operation in self._operations]
 
     def replay(self) -> None:
         self._pool.spoil_others(self)
@@ -114,11 +107,12 @@ class RecordedGraph:
 class RecordingPool:
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
+        self._holding: list[RecordedGraph] = []  # that nobody has spoiled since they ran
         self.num_bytes = 0
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
         function()  # the warm-up
-        with _Watch(), _Record() as record:
+        with Watch(), _Record() as record:
             output = function()
         graph = RecordedGraph(self, record.operations)
         self.graphs.append(graph)
@@ -131,10 +125,12 @@ class RecordingPool:
 
     def spoil_others(self, running: RecordedGraph) -> None:
         """All that other graphs made, except what `running` reads, which was held while it was captured."""
-        for graph in self.graphs:
-            for tensor in graph.made:
-                if graph is not running and _storage(tensor) not in running.read:
+        kept = [graph for graph in self._holding if graph is running or graph.storages & running.read]
+        for graph in self._holding:
+            for tensor in graph.made if graph is not running else ():
+                if _storage(tensor) not in running.read:
                     tensor.fill_(float("nan") if tensor.is_floating_point() else -77 if tensor.dtype.is_signed else 1)
+        self._holding = [*(graph for graph in kept if graph is not running), running]
 
 
 class RecordedEvent:

@@ -122,7 +122,7 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
     """From the memory of the largest few sizes: the first one pays for the pool, and each of the others at most what
     the dearest of those after it did."""
-    return taken[0] + (num_sizes - 1) * max(taken[1:], default=0)
+    return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 
 def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:

@@ -1,0 +1,122 @@
+"""Real CUDA graphs: tokens with and without them, what a launch waits for, and memory that is counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.decode_workloads import KINDS, LOOPS, decoding, workload
+from support.step_loop import GREEDY, StepLoop, request
+from tidewheel.batch import ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.runner.accelerator import Cuda
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.pending import PendingTokens
+from tidewheel.sampling import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpu_config(checkpoint: Path) -> EngineConfig:
+    return EngineConfig(
+        model=str(checkpoint), dtype="float32", device="cuda", max_num_seqs=20, max_model_len=128, num_blocks=64,
+        block_size=16, swap_space=0.01,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def graphed(gpu_config: EngineConfig) -> ModelRunner:
+    return ModelRunner.load(gpu_config)
+
+
+@pytest.fixture(scope="module")
+def eager(gpu_config: EngineConfig) -> ModelRunner:
+    return ModelRunner.load(dataclasses.replace(gpu_config, enforce_eager=True))
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
+def test_tokens_are_those_of_a_runner_without_graphs(
+    graphed: ModelRunner, eager: ModelRunner, kinds: list[object], loop: type[StepLoop]
+) -> None:
+    assert loop(graphed).run(workload(kinds)) == StepLoop(eager).run(workload(kinds))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 11, 20])
+def test_every_size_has_its_graph(graphed: ModelRunner, eager: ModelRunner, count: int) -> None:
+    assert StepLoop(graphed).run(decoding(count)) == StepLoop(eager).run(decoding(count))
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preempted_requests_come_to_the_same_tokens(
+    graphed: ModelRunner, eager: ModelRunner, mode: str, loop: type[StepLoop]
+) -> None:
+    expected = StepLoop(eager).run(workload(KINDS["filtered"], 8, seed=3))
+    few = loop(graphed, num_blocks=10, num_host_blocks=16, preemption_mode=mode)
+    assert few.run(workload(KINDS["filtered"], 8, seed=3)) == expected
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch raises when a launch waits for the device, as it does for pageable memory and values."""
+    launch = ModelRunner.launch
+
+    def watched(self: ModelRunner, batch: ScheduledBatch) -> PendingTokens:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(self, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    yield
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize("name", ["graphed", "eager"])
+def test_a_launch_waits_for_nothing(name: str, request: pytest.FixtureRequest) -> None:
+    """Prompts, decodes, new rows, blocks and every stage of sampling but those that read history."""
+    runner = request.getfixturevalue(name)
+    biased = SamplingParams(temperature=0.8, logit_bias={3: 5.0}, min_tokens=4)
+    kinds = [biased, *(kind for kind in KINDS["everything"] if not kind.has_penalties)]
+    for loop in LOOPS.values():
+        loop(runner).run(workload(kinds))
+
+
+def test_memory_of_graphs_is_counted(graphed: ModelRunner, eager: ModelRunner) -> None:
+    assert graphed.info.graph_bytes > 0
+    assert eager.info.graph_bytes == 0
+
+
+def test_the_cache_leaves_room_for_graphs(gpu_config: EngineConfig) -> None:
+    """Sized from free memory: weights, graphs and cache stay within what they may take."""
+    config = dataclasses.replace(gpu_config, num_blocks=None, gpu_memory_utilization=0.5, swap_space=0.0)
+    runner = ModelRunner.load(config)
+    StepLoop(runner).run([request("r", workload([GREEDY], 1)[0].prompt_token_ids, 4)])
+    free, total = torch.cuda.mem_get_info()
+    assert total - free <= 0.55 * total
+    assert runner.info.graph_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_unowned_memory_is_the_same_memory(dtype: torch.dtype) -> None:
+    pool = Cuda(torch.device("cuda", torch.cuda.current_device())).graph_pool()
+    tensor = torch.arange(12, device="cuda").view(3, 4).to(dtype)
+    alias = pool.unowned(tensor)
+    assert (alias.dtype, alias.shape, alias.device, alias.data_ptr()) == (
+        tensor.dtype, tensor.shape, tensor.device, tensor.data_ptr(),
+    )  # fmt: skip
+    tensor += 1
+    assert torch.equal(alias, tensor)
+    before = torch.cuda.memory_allocated()
+    del tensor
+    assert torch.cuda.memory_allocated() < before

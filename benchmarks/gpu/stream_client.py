@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import IO, Any, NamedTuple
 
+from gpu.work import TEMPERATURE
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.bench.values import Offered
@@ -88,7 +89,9 @@ async def _client(address: str, model: str, work: list[tuple[list[int], int]]) -
     try:
         _write(sys.stdout, "ready")
         sys.stdin.readline()
-        load = [(Offered(0.0, input_ids, num_output),) for input_ids, num_output in work]
+        load = [
+            (Offered(0.0, input_ids, num_output, {"temperature": TEMPERATURE}),) for input_ids, num_output in work
+        ]
         await Driver(transport, Limits(seconds=TIMEOUT_S, timeout_s=TIMEOUT_S), progress).open_loop(load)
     finally:
         await transport.close()

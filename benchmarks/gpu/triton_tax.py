@@ -1,22 +1,22 @@
-"""What tritonserver costs: tokens streamed over gRPC to 256 clients, beside the same requests in this process.
+"""What tritonserver costs: tokens streamed over gRPC to 256 clients, for the requests that gpu.engine runs in-process.
 
-    python -m gpu.triton_tax
+    python -m gpu.triton_tax --in-process
 
-Both engines are greedy, on the same random weights, without prefix caching; the clients are several processes.
+The same settings, temperature and random weights on both sides; the clients are several processes.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from pathlib import Path
 
-from gpu.engine import headline_work
+from gpu.engine import headline_work, report_in_process
 from gpu.engine_steps import DRY, OFFLINE, open_engine, warm_up
 from gpu.models import without_weights
 from gpu.stage import Stage, parser, run
 from gpu.stream_client import stream_all
-from gpu.values import duration, throughput
+from gpu.streams import THROUGH_TRITON, report_streams
+from gpu.work import TEMPERATURE
 from serving import served
 from tidewheel.server.errors import ServeError
 from tidewheel.server.locate import locate
@@ -41,7 +41,8 @@ def body(stage: Stage) -> None:
                 folder = without_weights(Path(scratch), model)
                 work = headline_work(stage, model)
                 _through_triton(stage, model, folder, work, 18_700 + 10 * number)
-                _in_process(stage, model, Path(scratch), work)
+                if stage.options.in_process:
+                    _in_process(stage, model, Path(scratch), work)
 
 
 def _through_triton(stage: Stage, model: str, folder: Path, work: list[WorkItem], ports: int) -> None:
@@ -58,7 +59,7 @@ def _through_triton(stage: Stage, model: str, folder: Path, work: list[WorkItem]
     num_tokens = sum(count for stream in streams for _, count in stream.arrivals)
     first = [stream.arrivals[0][0] - begin_at for stream in streams]
     gaps = [gap for stream in streams for gap in stream.gaps()]
-    _report(stage, model, "through Triton", num_tokens, end - begin_at, gaps, first)
+    report_streams(stage, model, THROUGH_TRITON, num_tokens, end - begin_at, gaps, first)
     chunks = sum(len(stream.arrivals) for stream in streams)
     stage.facts(model=model, tokens_per_response=num_tokens / chunks)
 
@@ -66,38 +67,16 @@ def _through_triton(stage: Stage, model: str, folder: Path, work: list[WorkItem]
 def _in_process(stage: Stage, model: str, folder: Path, work: list[WorkItem]) -> None:
     engine = open_engine(stage, model, folder)
     try:
-        warm_up(engine, work, 0.0)
-        timed = engine.timed(work, 0.0)
+        warm_up(engine, work, TEMPERATURE)
+        report_in_process(stage, model, engine.timed(work, TEMPERATURE), work)
     finally:
         engine.close()
-    num_tokens = sum(item.num_output_tokens for item in work)
-    first = timed.first_token_seconds()
-    _report(stage, model, "in-process", num_tokens, timed.seconds, timed.gaps(), first)
-
-
-def _report(
-    stage: Stage, model: str, who: str, num_tokens: int, seconds: float, gaps: list[float], first: list[float]
-) -> None:
-    case, details = f"{model}, 256 concurrent", {"model": model, "num_tokens": num_tokens}
-    stage.result(
-        throughput("streamed tokens", case, [seconds], num_tokens, "output tokens/s", None, who=who, details=details)
-    )
-    stage.result(duration("inter-token latency p50", case, _thinned(gaps), None, who=who, details=details))
-    p99 = statistics.quantiles(gaps, n=100)[98]
-    stage.result(duration("inter-token latency p99", case, [p99], None, who=who, details=details))
-    stage.result(duration("time to first token", f"{case}, all at once", first, None, who=who, details=details))
-
-
-def _thinned(values: list[float], count: int = 2000) -> list[float]:
-    """Evenly spaced order statistics: the same median, and a file of a size that can be kept."""
-    ordered = sorted(values)
-    if len(ordered) <= count:
-        return ordered
-    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]
 
 
 def main() -> None:
-    run("triton_tax", body, parser(__doc__).parse_args())
+    made = parser(__doc__)
+    made.add_argument("--in-process", action="store_true", help="measure that too, as gpu.engine does")
+    run("triton_tax", body, made.parse_args())
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ BODIES: dict[str, tuple[Callable[[Stage], None], dict[str, Any], set[str]]] = {
         kernels.body, {}, {"decode attention", "prefill attention", "residual RMSNorm", "block copy", "swap in"}
     ),
     "sweep": (kernels.body, {"sweep": True}, {"sweep decode_config", "sweep rope_config"}),
-    "engine": (engine.body, {}, {"engine throughput", "decode steps over limit"}),
+    "engine": (engine.body, {}, {"engine throughput", "decode steps over limit", "streamed tokens"}),
     "latency": (latency.body, {}, {"decode step", "time to first token", "prefill"}),
     "swap": (swap.body, {}, {"recompute over swap", "preemption"}),
     "parity": (correctness.body, {}, {"parity with transformers"}),
@@ -134,6 +134,8 @@ def test_a_lost_device_ends_the_stage(tmp_path: Path) -> None:
 def test_the_ceilings_come_first_and_names_are_checked() -> None:
     assert [plan.name for plan in choose(["idle", "engine"], with_peers=False)] == ["ceilings", "idle", "engine"]
     assert choose([], with_peers=False) == list(DEFAULT)
+    assert choose(["triton_tax"], with_peers=False)[1].arguments == ("--in-process",)
+    assert choose(["engine", "triton_tax"], with_peers=False)[2].arguments == ()
     assert "peers" in [plan.name for plan in choose([], with_peers=True)]
     assert all(choose([name], with_peers=False) for name in NAMES)
     with pytest.raises(ValueError, match="warp"):

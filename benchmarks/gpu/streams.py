@@ -1,0 +1,42 @@
+"""Rate and latencies of requests that run at once, alike for the engine in-process and behind tritonserver."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from gpu.stage import Stage
+from gpu.values import duration, throughput
+
+IN_PROCESS, THROUGH_TRITON = "in-process", "through Triton"
+NUM_KEPT = 2000
+
+
+def report_streams(
+    stage: Stage,
+    model: str,
+    who: str,
+    num_tokens: int,
+    seconds: float,
+    gaps: Sequence[float],
+    first_tokens: Sequence[float],
+) -> None:
+    """`gaps` between tokens of a request (ITL), and first tokens after the start, in seconds."""
+    case, details = f"{model}, 256 concurrent", {"model": model, "num_tokens": num_tokens}
+    rate = throughput(
+        "streamed tokens", case, [seconds], num_tokens, "output tokens/s", None, who=who, details=details
+    )
+    stage.result(rate)
+    stage.result(duration("inter-token latency p50", case, thinned(gaps), None, who=who, details=details))
+    p99 = statistics.quantiles(gaps, n=100)[98]
+    stage.result(duration("inter-token latency p99", case, [p99], None, who=who, details=details))
+    first = list(first_tokens)
+    stage.result(duration("time to first token", f"{case}, all at once", first, None, who=who, details=details))
+
+
+def thinned(values: Sequence[float], count: int = NUM_KEPT) -> list[float]:
+    """Evenly spaced order statistics: the same median, and a file of a size that can be kept."""
+    ordered = sorted(values)
+    if len(ordered) <= count:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]

@@ -118,3 +118,9 @@ def test_classes_are_summarised_apart() -> None:
     assert classes["low"]["requests"] == 2
     assert classes["low"]["completed"] == 1
     assert "classes" not in summarise_run([outcome()], SLO)
+
+
+def test_goodput_of_conversations_counts_up_to_the_last_turn() -> None:
+    run = [outcome(sent=float(second), ttft=0.2) for second in range(21)]
+    assert rates(run, SLO, offered_s=4.0)["goodput_per_s"] == pytest.approx(21 / 20.0)
+    assert rates(run[:4], SLO, offered_s=4.0)["goodput_per_s"] == pytest.approx(4 / 4.0)

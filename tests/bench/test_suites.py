@@ -79,6 +79,16 @@ def test_a_reference_without_one_good_answer_gives_a_bound() -> None:
     assert findings["goodput_ratio_is_lower_bound"] is True
 
 
+def test_repeats_without_one_good_answer_count_as_what_they_are() -> None:
+    def good_once(run: Run) -> list[Outcome]:
+        ttft = 0.2 if run.target.name == "continuous" or run.repeat == 0 else 9.0
+        return [outcome(ttft=ttft) for _ in range(20)]
+
+    findings = comparison(measured(stage(loads=LOADS), good_once), 1, "continuous", "baseline_dynamic")
+    assert findings["goodput_ratio"] == pytest.approx(2.0)  # 40 good ones over 20
+    assert findings["goodput_ratio_is_lower_bound"] is False
+
+
 def test_a_reference_without_any_answer_has_no_time_to_first_token() -> None:
     def dead(run: Run) -> list[Outcome]:
         return [outcome() if run.target.name == "continuous" else outcome(code="TIMEOUT") for _ in range(5)]

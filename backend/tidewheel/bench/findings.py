@@ -43,8 +43,8 @@ def comparison(result: StageResult, load: int, ours: str, reference: str) -> dic
     seconds = result.stage.seconds
 
     def goodput(repeats: Sequence[Sequence[Outcome]], *, at_end: bool) -> list[float]:
-        is_met = slo.is_met_at_end if at_end else slo.is_met
-        return [sum(map(is_met, outcomes)) / seconds for outcomes in repeats]
+        name = "goodput_e2e_per_s" if at_end else "goodput_per_s"
+        return [rates(outcomes, slo, seconds)[name] for outcomes in repeats]
 
     def p99_ttft(repeats: Sequence[Sequence[Outcome]]) -> list[float]:
         return [quantile([o.first_token for o in one if o.first_token is not None], 0.99) for one in repeats]
@@ -56,12 +56,19 @@ def comparison(result: StageResult, load: int, ours: str, reference: str) -> dic
 
 
 def _ratio(name: str, mine: list[float], theirs: list[float], least: float) -> dict[str, Any]:
-    """The ratio of paired repeats. A reference that had nothing at all is taken as `least`: the ratio is a bound."""
+    """The ratio of paired repeats; of their sums, without an interval, where one of them has 0. A reference that had
+    nothing at all is taken as `least`: the ratio is a bound.
+    """
     is_bound = not any(value > 0 for value in theirs)
     if is_bound and not math.isfinite(least):
         return {name: None, f"{name}_reason": "the reference has no value"}
-    pairs = list(zip(mine, [least] * len(theirs) if is_bound else theirs, strict=False))
-    ratio = ratio_interval([a for a, _ in pairs], [b for _, b in pairs])
+    filled = [least] * len(theirs) if is_bound else theirs
+    pairs = [(a, b) for a, b in zip(mine, filled, strict=False) if not math.isnan(a + b)]
+    ours, others = [a for a, _ in pairs], [b for _, b in pairs]
+    if all(ours) and all(others):
+        ratio = ratio_interval(ours, others)
+    else:
+        ratio = Estimate(sum(ours) / (sum(others) or math.nan), math.nan, math.nan)
     return {name: ratio.mean, f"{name}_interval": [ratio.low, ratio.high], f"{name}_is_lower_bound": is_bound}
 
 

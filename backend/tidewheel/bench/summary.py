@@ -34,14 +34,15 @@ def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Fig
     """Per second, from the first sending to the last end.
 
     Goodput counts requests answered in full within the objective. An open loop divides by the `offered_s` in which
-    requests were sent: each of them had its chance, however long the queue took to drain.
+    requests were sent: each of them had its chance, however long the queue took to drain. Later turns of a
+    conversation may be sent after it; then it is the time up to the last sending.
     """
     seconds = span(outcomes)
     if not seconds:
         return dict.fromkeys(
             ("requests_per_s", "output_tokens_per_s", "goodput_per_s", "goodput_e2e_per_s"), math.nan
         )
-    window = offered_s or seconds
+    window = max(offered_s, max(o.sent for o in outcomes)) if offered_s else seconds
     return {
         "requests_per_s": sum(o.is_complete for o in outcomes) / seconds,
         "output_tokens_per_s": sum(o.num_tokens for o in outcomes if not o.error) / seconds,

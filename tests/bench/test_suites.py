@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,8 @@ class Measured:
     @staticmethod
     def _run(run: Run) -> list[Outcome]:
         capacity = 10.0 if run.target.name == "baseline_dynamic" else 100.0
+        if run.load.kind == "all":
+            return [outcome() for _ in range(40)]
         if run.load.kind == "closed":
             per_s = min(capacity, 2.5 * run.load.value)
             latency = run.load.value / per_s
@@ -199,6 +203,23 @@ def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
     assert [load.value for load in experiment.stages[1].loads] == pytest.approx(
         [capacity / 10, capacity, capacity * 5], rel=0.01
     )
+
+
+def test_efficiency_is_measured_on_lengths_of_the_same_mean(tmp_path: Path) -> None:
+    experiment = Measured()
+    one = recorder(tmp_path)
+    of = stage(("llm", "vllm"), loads=[], max_requests=40)
+    Suite(experiment, one, of).efficiency("llm")  # type: ignore[arg-type]
+    mixed, equal, shared, own = (
+        list(itertools.islice(of.conversations(run), 40)) for of in experiment.stages for run in [next(of.runs())]
+    )
+    for tested, plain in ((mixed, equal), (shared, own)):
+        lengths = [statistics.fmean(len(turn.input_ids) for (turn,) in work) for work in (tested, plain)]
+        assert lengths[0] == pytest.approx(lengths[1], rel=0.15)
+    assert len({tuple(turn.input_ids[:256]) for (turn,) in shared}) == 1
+    assert len({tuple(turn.input_ids[:256]) for (turn,) in own}) == 40
+    assert set(one.extra["scheduling_efficiency"]) == {"llm", "vllm"}
+    assert one.extra["prefix_caching_gain_ratios"] == {"vllm": pytest.approx(1.0)}
 
 
 def test_batch_sizes_go_up_to_128(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+FREE_MEMORY_SHARE = 0.5  # of a GPU, where others may need some for the batches that they compute
 WAIT_S = 0.005  # for a result, while new requests may come
 
 
@@ -37,7 +38,7 @@ class TransformersBatch:
             limit_threads(sum(parameter.nbytes for parameter in model.parameters()))
         new_generation_config: Any = transformers.GenerationConfig
         generation = new_generation_config(do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1)
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, Any] = {"max_memory_percent": float(options.get("max_memory_percent", FREE_MEMORY_SHARE))}
         if device == "cpu":
             names = {field.name for field in dataclasses.fields(configuration_utils.ContinuousBatchingConfig)}
             sizes = {"num_blocks": 1024, "page_size" if "page_size" in names else "block_size": 32}

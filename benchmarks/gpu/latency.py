@@ -19,6 +19,7 @@ from gpu.work import of_length
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (512, 2048, 8192)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
+PACKED = (64, 1024)  # prompts, tokens of each
 NUM_STEPS = 48  # wanted of each shape
 REPEATS = 5
 MARGIN = 512  # tokens that a request may grow by beyond its context
@@ -33,6 +34,7 @@ def body(stage: Stage) -> None:
                 try:
                     warm_up(engine, of_length(8, 64, 16, shape_of(model).vocab), 0.0)
                     _first_tokens(stage, model, engine)
+                    _packed_prefill(stage, model, engine)
                     _decodes(stage, model, engine)
                 finally:
                     engine.close()
@@ -57,6 +59,19 @@ def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
             case = f"{model}, lone prompt of {length}"
             stage.result(duration("time to first token", case, seconds, least, details={"model": model}))
             stage.result(throughput("prefill", case, seconds, length, "tokens/s", length / least))
+
+
+def _packed_prefill(stage: Stage, model: str, engine: TimedLLM) -> None:
+    """Many prompts, one token each: steps as full as the budget lets them be."""
+    count, length = (4, 16) if stage.is_dry else PACKED
+    with stage.part(f"packed prefill, {model}"):
+        stage.check_time(0.0 if stage.is_dry else 5.0)
+        vocab = shape_of(model).vocab
+        works = [of_length(count, length, 1, vocab, seed=repeat) for repeat in range(2 if stage.is_dry else 4)]
+        seconds = [engine.timed(work, 0.0).seconds for work in works][1:]
+        fastest = count * length / prefill_seconds(limits_of(model), [length] * count, stage.ceilings.device)
+        case = f"{model}, {count} prompts of {length}"
+        stage.result(throughput("prefill", case, seconds, count * length, "tokens/s", fastest))
 
 
 def _decodes(stage: Stage, model: str, engine: TimedLLM) -> None:

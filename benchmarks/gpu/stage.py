@@ -23,7 +23,7 @@ import torch
 from gpu.options import add_common_options, is_dry, model_names
 from gpu.values import Ceilings, Measurement
 
-NO_DEVICE = 2  # exit status
+NO_DEVICE, INTERRUPTED = 2, 130  # exit status
 
 
 class OutOfTime(Exception):
@@ -131,8 +131,11 @@ def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -
             records=stack.enter_context(options.records.open("a")) if options.records else None,
             options=options,
         )
-        with stage.part(name):
-            body(stage)
+        try:
+            with stage.part(name):
+                body(stage)
+        except KeyboardInterrupt:
+            raise SystemExit(INTERRUPTED) from None
     sys.stdout.flush()
     sys.stderr.flush()
     if stage.is_cuda:

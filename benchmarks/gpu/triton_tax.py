@@ -1,4 +1,4 @@
-"""What tritonserver costs: tokens streamed over gRPC to 256 clients, for the requests that gpu.engine runs in-process.
+"""What tritonserver costs: tokens streamed over gRPC to 256 clients, beside the same requests in-process.
 
     python -m gpu.triton_tax --in-process
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu import __main__ as suite_program
-from gpu import correctness, engine, idle, kernels, latency, peers, swap
+from gpu import correctness, engine, idle, kernels, latency, peer_engine, peers, swap
 from gpu.bundle import FA3_FOLDER
 from gpu.correctness import first_divergence, read_report
 from gpu.engine_steps import DecodeStep, Delivery, Timed, limit_ratio
@@ -157,6 +157,25 @@ def test_peers_of_a_bundle_are_found_by_their_folders(tmp_path: Path) -> None:
     environment = peers.peer_environment(flash, tmp_path)
     assert environment is not None
     assert environment["PYTHONPATH"] == str(tmp_path / FA3_FOLDER)
+
+
+def test_a_peer_is_warmed_up_and_timed_on_the_same_requests(tmp_path: Path) -> None:
+    requests, asked = tmp_path / "requests.json", []
+    requests.write_text(json.dumps([[[1, 2, 3], 40], [[4], 2]]))
+
+    def make(options: dict[str, Any]) -> peer_engine.Run:
+        assert options["model"] == "folder"
+
+        def run(work: peer_engine.Work) -> list[list[int]]:
+            asked.append([count for _, count in work])
+            return [[7] * min(count, 39) for _, count in work]
+
+        return run
+
+    answer = peer_engine.measure({"model": "folder", "requests": str(requests), "repeats": 2}, make)
+    assert asked == [[32, 2], [40, 2], [40, 2]]
+    assert (len(answer["seconds"]), answer["num_tokens"], answer["of_right_length"]) == (2, 41, 1)
+    assert answer["head"] == [[7] * 8, [7, 7]]
 
 
 # --- arithmetic --------------------------------------------------------------------------------------------------

@@ -131,9 +131,10 @@ def _sampling(chance: np.random.Generator) -> SamplingParams:
     if chance.random() < 0.3:
         return GREEDY
     options: dict[str, Any] = {"temperature": float(chance.choice((0.0, 0.7, 1.0)))}
+    num_logprobs = int(chance.choice((0, 1, 2, 5, 8, 20)))
     for name, value in {
         "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2, "presence_penalty": 0.5,
-        "frequency_penalty": 0.1, "logit_bias": {3: 1.0, 5: -2.0}, "logprobs": int(chance.integers(0, 6)),
+        "frequency_penalty": 0.1, "logit_bias": {3: 1.0, 5: -2.0}, "logprobs": num_logprobs,
     }.items():  # fmt: skip
         if chance.random() < 0.2:
             options[name] = value

@@ -1,9 +1,8 @@
 """How bytes of a checkpoint get from a file into tensors: straight into host memory, or through a pinned ring.
 
-Files are read with preadv(2) and not mapped. From a warm page cache a mapping takes a third less processor time
-(`benchmarks/load_speed.py`), but a few readers outrun the bus either way. From a cold one, reads of megabytes keep
-the disk busier than page faults do. And a mapped file that shrinks ends the process (SIGBUS), where a read comes back
-short.
+Files are read with preadv(2) and not mapped, because a mapped file that shrinks ends the process (SIGBUS), where a read
+comes back short. From a warm page cache a mapping takes a quarter less processor time (`benchmarks/load_speed.py`),
+but a few readers outrun the bus either way; from a cold one it took as long as the reads, or up to six times as long.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class CudaLane:
             destination.copy_(source, non_blocking=True)
 
     def mark(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # readers sleep, not spin
         event.record(self._stream)
         return event
 

@@ -19,6 +19,7 @@ from tidewheel.scheduler.stats import WaitingRoom
 log = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
+_NO_LOGPROBS: dict[int, TopLogprobs] = {}
 MAX_UNSENT_DELTAS = 1 << 18  # of one front end that does not read; beyond it the front end counts as gone
 
 
@@ -114,13 +115,14 @@ class FrontEnds:
 
     def deliver(self, outputs: StepOutputs) -> None:
         """Notes the news of a step; `flush` sends them."""
-        logprobs = outputs.logprobs or {}
+        routes, logprobs = self._routes, outputs.logprobs or _NO_LOGPROBS
         for index, (request, token_id) in enumerate(zip(outputs.requests, outputs.token_ids, strict=True)):
             if request.finish_reason is not None:
                 self._finish(request, [token_id], logprobs.get(index))
-            elif route := self._routes.get(request.request_id):
-                delta = Delta(route.key, [token_id], logprobs=to_wire(logprobs.get(index)), index=route.sequence)
-                route.front_end.unsent.append(delta)
+            elif route := routes.get(request.request_id):
+                front_end, key, sequence = route
+                wire = to_wire(logprobs[index]) if index in logprobs else None
+                front_end.unsent.append(Delta(key, [token_id], "", None, wire, None, sequence))
         for request in outputs.finished:
             self._finish(request, [])
 

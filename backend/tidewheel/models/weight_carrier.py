@@ -1,8 +1,9 @@
 """How bytes of a checkpoint get from a file into tensors: straight into host memory, or through a pinned ring.
 
-Files are read with preadv(2) and not mapped, because a mapped file that shrinks ends the process (SIGBUS), where a read
-comes back short. From a warm page cache a mapping takes a quarter less processor time (`benchmarks/load_speed.py`),
-but a few readers outrun the bus either way; from a cold one it took as long as the reads, or up to six times as long.
+Files are read with preadv(2) and not mapped, because a mapped file that shrinks ends the process (SIGBUS), where a
+read comes back short. From a warm page cache a mapping takes a quarter less processor time
+(`benchmarks/load_speed.py`), but a few readers outrun the bus either way; from a cold one it took as long as the
+reads, or up to six times as long.
 """
 
 from __future__ import annotations

@@ -48,9 +48,13 @@ def test_sizes_cover_every_batch() -> None:
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path) -> ModelRunner:
     """Without graphs, on the CPU's own operations."""
+    return loaded(checkpoint)
+
+
+def loaded(folder: Path) -> ModelRunner:
     return ModelRunner.load(
         EngineConfig(
-            model=str(checkpoint), dtype="float32", device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
+            model=str(folder), dtype="float32", device="cpu", max_num_seqs=16, max_model_len=128, num_blocks=64,
             num_threads=1,
         )
     )  # fmt: skip
@@ -143,6 +147,16 @@ def test_sampling_is_a_graph_where_nothing_else_is_asked(
     graphed_tokens(graphed, decoding(4, sampling))
     forward, *sampled = replays(graphed)[6:9]
     assert (forward, sampled) == (7, [greedy, drawn])
+
+
+@pytest.mark.parametrize("make", [tiny_models.mistral, tiny_models.qwen2, tiny_models.qwen3])
+def test_every_native_architecture_can_be_captured(
+    make: Callable[[], tiny_models.PreTrainedModel], tmp_path: Path
+) -> None:
+    """With a sliding window, with biases, and with norms of queries and keys."""
+    tiny_models.save(make, tmp_path)
+    plain = loaded(tmp_path)
+    assert graphed_tokens(with_graphs(plain), decoding(3)) == StepLoop(plain).run(decoding(3))
 
 
 def test_a_step_with_a_prompt_runs_eagerly(graphed: ModelRunner) -> None:

@@ -50,7 +50,7 @@ class CausalLM(Protocol):
         positions: torch.Tensor,  # [T] int64
         meta: AttentionMetadata,
         kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted
+        logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted, ascending, each once
     ) -> torch.Tensor:
         """Logits [S, vocab_size] of the chosen tokens, in the dtype of the model."""
         ...

@@ -110,6 +110,7 @@ class Decoder:
         for layer, kv in zip(self.layers, kv_layers, strict=True):
             hidden, residual = layer(hidden, residual, step, kv)
         assert residual is not None, "a decoder has at least one layer"
-        last, last_residual = hidden.index_select(0, logit_indices), residual.index_select(0, logit_indices)
-        normed, _ = add_norm(last, last_residual, self.norm, self.config.rms_norm_eps)
+        if len(logit_indices) < len(hidden):  # else it is all of them, in order
+            hidden, residual = hidden.index_select(0, logit_indices), residual.index_select(0, logit_indices)
+        normed, _ = add_norm(hidden, residual, self.norm, self.config.rms_norm_eps)
         return self.lm_head(normed)

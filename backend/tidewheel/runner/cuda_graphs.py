@@ -59,7 +59,7 @@ class CudaGraphPool:
         captured = self._capture(function)
         self._run_on_stream(captured.graph.replay)
         free_after, _ = torch.cuda.mem_get_info(self._device)
-        self._num_bytes += free_before - free_after
+        self._num_bytes += max(free_before - free_after, 0)  # another program may have given memory back
         return captured
 
     def _run_on_stream(self, function: Callable[[], object]) -> None:

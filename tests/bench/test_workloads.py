@@ -145,3 +145,14 @@ def test_a_recorded_session_grows_and_a_recorded_group_begins_alike(tmp_path: Pa
     assert third.input_ids[:6] == fourth.input_ids[:6]
     assert third.input_ids != fourth.input_ids
     assert fourth.parameters["deadline_ms"] == 1500
+
+
+def test_a_trace_says_how_much_of_it_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,900,20\n2023-11-16 18:17:04,4090,20\n"
+    )
+    recorded = workload(f"trace:{path}").summary()
+    assert recorded["name"] == "trace:azure.csv"
+    assert recorded["source"].startswith("2 requests, SHA-256 ")
+    assert recorded["source"].endswith(", 1 of them cut to 4096 tokens")

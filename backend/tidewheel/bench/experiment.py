@@ -56,7 +56,9 @@ class Experiment:
 
     def measure(self, stage: Stage) -> StageResult:
         """Raises `BenchError` if a target is not there. What was measured until then is recorded."""
-        setup = {**self._deployment.summary(), "warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
+        setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
+        if any(target.is_served_here or target.is_peer for target in stage.targets):
+            setup |= self._deployment.summary()
         result = self._recorder.begin(stage, setup)
         runs = list(stage.runs())
         with Live(stage.title, len(runs)) as live:

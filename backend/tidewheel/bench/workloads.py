@@ -198,6 +198,9 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
         changes["inputs"] = _parse_lengths(inputs, "--input")
     if outputs:
         changes["outputs"] = _parse_lengths(outputs, "--output")
+    if workload.trace is not None:
+        num_cut = int((workload.trace.prompt_tokens + workload.trace.output_tokens > max_tokens).sum())
+        changes["source"] = f"{workload.source}, {num_cut} of them cut to {max_tokens} tokens"
     workload = dataclasses.replace(workload, **changes)
     if workload.prefix_tokens + 2 > max_tokens:
         raise BenchError(f"--max-tokens is {max_tokens}: {name} needs more than {workload.prefix_tokens + 2}")

@@ -109,7 +109,7 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
     problem = ""
     if shared > MAX_SHARED[arch]:
         problem = f"needs {shared} bytes of shared memory, sm_{arch} has {MAX_SHARED[arch]}"
-    elif stack and case.no_stack:
+    elif stack and arch not in case.may_spill:
         problem = f"uses {stack} bytes of stack"
     return Report(case.name, name, arch, **options, registers=registers, stack=stack, shared=shared, problem=problem)
 
@@ -125,7 +125,8 @@ def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
             constants[parameter.name] = value
             continue
         signature[parameter.name] = _type_name(value)
-        if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
+        aligned = isinstance(value, torch.Tensor) and not parameter.do_not_specialize_on_alignment
+        if aligned or (special and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
     if arguments:
         raise TypeError(f"{kernel.fn.__name__} has no parameters {sorted(arguments)}")
@@ -133,6 +134,11 @@ def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str],
 
 
 def _type_name(value: object) -> str:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if isinstance(value, TensorDescriptor):
+        box = ",".join(str(size) for size in value.block_shape)
+        return f"tensordesc<{_POINTER_TYPES[value.base.dtype].removeprefix('*')}[{box}]>"
     if isinstance(value, torch.Tensor):
         return _POINTER_TYPES[value.dtype]
     if isinstance(value, float):

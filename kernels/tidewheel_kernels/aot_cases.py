@@ -18,11 +18,11 @@ VOCABULARY = 151_936
 
 @dataclass(frozen=True)
 class Case:
-    """`no_stack`: a spill is a failure. `default`: compiled by the default run of the tests."""
+    """`default`: compiled by the default run of the tests."""
 
     name: str
     call: Callable[[], object]
-    no_stack: bool = True
+    may_spill: tuple[int, ...] = ()  # architectures; elsewhere a spill is a failure
     default: bool = True
 
 
@@ -145,7 +145,7 @@ CASES = (
     Case("prefill-128-group-7", partial(_prefill, 128, group=7), default=False),
     Case("prefill-80", partial(_prefill, 80), default=False),
     Case("prefill-96", partial(_prefill, 96), default=False),
-    Case("prefill-128-window", partial(_prefill, 128, sliding_window=1024), default=False),
+    Case("prefill-128-window", partial(_prefill, 128, sliding_window=1024), may_spill=(100,), default=False),
     Case("prefill-128-soft-cap", partial(_prefill, 128, soft_cap=50.0), default=False),
     Case("prefill-128-block-16", partial(_prefill, 128, block_size=16), default=False),
     Case("prefill-128-block-32", partial(_prefill, 128, block_size=32), default=False),
@@ -153,7 +153,7 @@ CASES = (
     Case("prefill-256", partial(_prefill, 256), default=False),
     Case("prefill-256-window-cap", partial(_prefill, 256, sliding_window=1024, soft_cap=50.0), default=False),
     Case("prefill-64-float32", partial(_prefill, 64, dtype=F32), default=False),
-    Case("prefill-128-float32", partial(_prefill, 128, dtype=F32), no_stack=False, default=False),
+    Case("prefill-128-float32", partial(_prefill, 128, dtype=F32), may_spill=(80, 90, 100), default=False),
     Case("decode-128", partial(_plain_decode, 128)),
     Case("decode-128-split", partial(_split_decode, 128)),
     Case("decode-128-one-of-each", partial(_split_decode, 128, num_seqs=1, group=1), default=False),
@@ -170,7 +170,7 @@ CASES = (
     Case("sample", partial(_sample, sampled=True)),
     Case("sample-bfloat16", partial(_sample, sampled=True, dtype=BF16), default=False),
     # No multiple of 16: rows are not aligned. The passes over such a row spill a little on sm_100.
-    Case("sample-50257", partial(_sample, sampled=True, vocabulary=50_257), no_stack=False, default=False),
+    Case("sample-50257", partial(_sample, sampled=True, vocabulary=50_257), may_spill=(100,), default=False),
     Case("sample-small", partial(_sample, sampled=True, vocabulary=300), default=False),
     Case("greedy", partial(_sample, sampled=False)),
     Case("greedy-bfloat16", partial(_sample, sampled=False, dtype=BF16), default=False),

@@ -28,9 +28,10 @@ def paged_attention(
 
     A query at position p sees the keys at positions <= p, and with ``sliding_window = W > 0`` only those > p - W.
     ``soft_cap = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query heads ``h`` read KV head
-    ``h // (num_q_heads // num_kv_heads)``. Only cache slots below `seq_lens` are used; others may hold anything.
+    ``h // (num_q_heads // num_kv_heads)``. `scale` is positive. Only cache slots below `seq_lens` are used; others
+    may hold anything.
     """
-    _check(q, k_cache, v_cache, sliding_window, soft_cap)
+    _check(q, k_cache, v_cache, scale, sliding_window, soft_cap)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0]:
@@ -39,7 +40,12 @@ def paged_attention(
 
 
 def _check(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, sliding_window: int, soft_cap: float
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
 ) -> None:
     num_q_heads, head_dim = q.shape[1], q.shape[2]
     block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
@@ -57,6 +63,8 @@ def _check(
         raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
     if sliding_window < 0 or soft_cap < 0:
         raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must not be negative; 0 is off")
 

@@ -14,8 +14,9 @@ import torch
 
 # Keys that one program of the decode kernel should at least read, so that merging partial results stays cheap.
 MIN_KEYS_PER_SPLIT = 128
-# Programs of the decode kernel per multiprocessor: two, to hide one's latency behind the other.
+# Programs of the decode kernel per multiprocessor: two, to hide one's latency behind the other; three fit at once.
 PROGRAMS_PER_SM = 2
+RESIDENT_PROGRAMS_PER_SM = 3
 # Programs of one warp that read the logits of a batch, per multiprocessor, where 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
 # Least size of each dimension of tl.dot.
@@ -40,6 +41,7 @@ class AttentionConfig(NamedTuple):
     block_d: int  # head_dim rounded up to a power of two
     num_warps: int
     num_stages: int
+    tma: bool = False  # the tensor memory accelerator copies keys and values
 
 
 def next_power_of_2(n: int) -> int:
@@ -115,39 +117,44 @@ def prefill_config(
 ) -> AttentionConfig:
     """Tiles of the mixed kernel; `group` = query heads per KV head, `element_size` in bytes."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
+    # With heads of 256 the compiler spills on sm_100.
+    boxes = architecture == 90 or (block_d <= 128 and architecture in WARPGROUP_ARCHITECTURES)
+    tma = boxes and element_size == 2 and block_size >= 64
     if element_size > 2:
         block_m, block_n, num_warps, num_stages = 32, 32, 8, 1
     elif block_d > 128:
         block_m, block_n, num_warps, num_stages = 64, 32, 8, 2
     elif block_size == 16:
         block_m, block_n, num_warps, num_stages = 64, 16, 4, 2
-    elif block_d > 64 and architecture not in WARPGROUP_ARCHITECTURES:
+    elif tma:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3 if architecture == 90 else 2
+    elif block_d > 64:
         block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
     else:
         block_m, block_n, num_warps, num_stages = 128, 64, 8, 2
     block_m = max(block_m, next_power_of_2(group))
-    return AttentionConfig(block_m, min(block_n, block_size), block_d, num_warps, num_stages)
+    return AttentionConfig(block_m, min(block_n, block_size), block_d, num_warps, num_stages, tma)
 
 
 def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
-    """Tiles of the split-KV kernel: bound by bandwidth, so small tiles and two of them in flight.
-
-    Keys are loaded through the block table, and the pipeliner spends two stages on that chain: five stages make two
-    buffers.
-    """
+    """Tiles of the split-KV kernel: bound by bandwidth, so small tiles, with the next one in flight."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
         return AttentionConfig(block_m, min(32, block_size), block_d, num_warps=8, num_stages=2)
-    return AttentionConfig(block_m, min(32 if block_d > 128 else 64, block_size), block_d, num_warps=4, num_stages=5)
+    return AttentionConfig(block_m, min(32 if block_d > 128 else 64, block_size), block_d, num_warps=4, num_stages=3)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
     """Programs that share the keys of one sequence and KV head: enough to fill the device, none with too few keys.
 
-    Depends on host values only, so that it can be frozen in a CUDA graph of a batch bucket.
+    One fewer where the last programs would wait for a place: they would run alone at the end. Depends on host values
+    only, so that it can be frozen in a CUDA graph of a batch bucket.
     """
-    wanted = cdiv(PROGRAMS_PER_SM * num_sms, max(num_seqs * num_kv_heads, 1))
+    num_rows = max(num_seqs * num_kv_heads, 1)
+    wanted = cdiv(PROGRAMS_PER_SM * num_sms, num_rows)
+    if wanted * num_rows > RESIDENT_PROGRAMS_PER_SM * num_sms:
+        wanted -= 1
     return max(1, min(wanted, cdiv(max_seq_len, MIN_KEYS_PER_SPLIT)))
 
 

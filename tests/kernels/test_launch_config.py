@@ -25,7 +25,9 @@ from tidewheel_kernels.launch_config import (
         (1, 8, 100_000, 33),  # 2 * 132 programs over 8
         (1, 1, 1024, 8),  # no split below 128 keys
         (33, 8, 100_000, 1),  # the batch alone fills the device
-        (32, 8, 100_000, 2),
+        (32, 8, 100_000, 1),  # a second split would not fit on the device at once
+        (16, 8, 100_000, 3),
+        (1, 8, 40_960, 33),  # a CUDA graph is frozen with max_model_len
         (1, 1, 0, 1),
     ],
 )

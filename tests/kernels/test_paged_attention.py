@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ from tidewheel_kernels import AttentionMetadata, paged_attention
 from tidewheel_kernels.attention_cpu import paged_attention_cpu
 from tidewheel_kernels.attention_reference import paged_attention_reference
 from tidewheel_kernels.jit.attention import paged_attention as paged_attention_triton
+from tidewheel_kernels.launch_config import compile_target, prefill_config
 
 Implementation = Callable[..., None]
 SCALE = 0.2
@@ -95,6 +96,52 @@ def test_float16(implementation: Implementation, where: str, batch: Batch) -> No
     check(implementation, paged_batch(batch.lengths, dtype=torch.float16, head_dim=64, device=where))
 
 
+@pytest.fixture(params=[80, 90], ids=["pointers", "boxes"])
+def architecture(request: pytest.FixtureRequest) -> Iterator[int]:
+    """What the launch table chooses for: the first loads keys through pointers, the second copies boxes."""
+    token = compile_target.set(request.param)
+    yield request.param
+    compile_target.reset(token)
+
+
+class TestBothWaysToLoadKeys:
+    """16-bit elements and blocks of 64: prompts longer than a tile of queries, contexts that end inside a box."""
+
+    SHORT = Batch("short", [(1, 5), (3, 9), (20, 20), (2, 150)])
+    PROMPT = Batch("prompt", [(70, 70), (1, 64), (90, 217)])
+
+    def test_the_table_tells_them_apart(self) -> None:
+        assert not prefill_config(64, 2, 64, 2, 80).tma and prefill_config(64, 2, 64, 2, 90).tma
+        assert not prefill_config(64, 2, 64, 4, 90).tma and not prefill_config(64, 2, 16, 2, 90).tma
+
+    @pytest.mark.usefixtures("architecture")
+    @pytest.mark.parametrize("batch", [SHORT, PROMPT], ids=str)
+    @pytest.mark.parametrize("block_size", [64, 128])
+    def test_batches(self, device: str, batch: Batch, block_size: int) -> None:
+        check(paged_attention_triton, half_batch(batch.lengths, device, block_size=block_size, group=4))
+
+    @pytest.mark.usefixtures("architecture")
+    @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 80), (7, 64), (2, 256)], ids=str)
+    def test_groups_and_head_dims(self, device: str, group: int, head_dim: int) -> None:
+        check(paged_attention_triton, half_batch(self.SHORT.lengths, device, group=group, head_dim=head_dim))
+
+    @pytest.mark.usefixtures("architecture")
+    @pytest.mark.parametrize(("window", "cap"), [(1, 0.0), (40, 0.0), (130, 0.0), (1000, 2.0), (0, 1.5)], ids=str)
+    def test_window_and_cap(self, device: str, window: int, cap: float) -> None:
+        check(paged_attention_triton, half_batch([*self.PROMPT.lengths, (9, 400)], device), window=window, cap=cap)
+
+    @pytest.mark.usefixtures("architecture")
+    def test_keys_and_values_of_one_block_side_by_side(self, device: str) -> None:
+        batch = half_batch(self.PROMPT.lengths, device)
+        both = torch.stack((batch.k_cache, batch.v_cache), dim=1)
+        check(paged_attention_triton, batch._replace(k_cache=both[:, 0], v_cache=both[:, 1]))
+
+
+def half_batch(lengths: list[tuple[int, int]], device: str, **shape: int) -> PagedBatch:
+    shape = {"num_kv_heads": 2, "block_size": 64, "head_dim": 64, **shape}
+    return paged_batch(lengths, dtype=torch.float16, device=device, **shape)
+
+
 @pytest.mark.parametrize("batch", [DECODES, MIXED], ids=str)
 def test_bfloat16_on_the_cpu(batch: Batch) -> None:
     check(paged_attention_cpu, paged_batch(batch.lengths, dtype=torch.bfloat16))
@@ -175,5 +222,7 @@ def test_mixed_dtypes_and_uneven_heads_are_refused() -> None:
         paged_attention(batch.q.half(), batch.k_cache, batch.v_cache, batch.meta, scale=SCALE)
     with pytest.raises(ValueError, match="not a multiple"):
         paged_attention(batch.q[:, :3], batch.k_cache, batch.v_cache, batch.meta, scale=SCALE)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.meta, scale=0.0)
     with pytest.raises(ValueError, match="negative"):
         paged_attention(batch.q, batch.k_cache, batch.v_cache, batch.meta, scale=SCALE, sliding_window=-1)

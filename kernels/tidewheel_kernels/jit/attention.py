@@ -7,6 +7,7 @@ import math
 import torch
 
 from tidewheel_kernels.jit.decode_attention import decode_attention_kernel, merge_splits_kernel
+from tidewheel_kernels.jit.descriptors import box_descriptor
 from tidewheel_kernels.jit.prefill_attention import prefill_attention_kernel
 from tidewheel_kernels.launch_config import (
     AttentionConfig,
@@ -20,7 +21,8 @@ from tidewheel_kernels.launch_config import (
 from tidewheel_kernels.metadata import AttentionMetadata
 
 LOG2_E = math.log2(math.e)
-MERGE_BLOCK_SPLITS = 16
+# All splits of up to eight KV heads and one sequence at once; a chunk without splits costs nothing.
+MERGE_BLOCK_SPLITS = 64
 
 
 def paged_attention(
@@ -34,18 +36,16 @@ def paged_attention(
     soft_cap: float,
 ) -> None:
     shape = (q.shape[2], q.shape[1] // k_cache.shape[2], k_cache.shape[1], q.element_size())
-    arguments = _tensor_arguments(q, k_cache, v_cache) | _mask_arguments(scale, sliding_window, soft_cap)
+    arguments = _shape_arguments(q, k_cache, v_cache) | _mask_arguments(scale, sliding_window, soft_cap)
     if meta.num_decodes:
-        _decode(q, k_cache, out, meta, arguments, decode_config(*shape))
+        _decode(q, k_cache, v_cache, out, meta, arguments, decode_config(*shape))
     if meta.num_seqs > meta.num_decodes:
-        _prefill(q, k_cache, out, meta, arguments, prefill_config(*shape, architecture(q.device)))
+        _prefill(q, k_cache, v_cache, out, meta, arguments, prefill_config(*shape, architecture(q.device)))
 
 
-def _tensor_arguments(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, object]:
+def _shape_arguments(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> dict[str, object]:
     return {
         "q_ptr": q,
-        "k_cache_ptr": k_cache,
-        "v_cache_ptr": v_cache,
         "q_token_stride": q.stride(0),
         "q_head_stride": q.stride(1),
         "k_block_stride": k_cache.stride(0),
@@ -61,7 +61,7 @@ def _tensor_arguments(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Ten
 
 
 def _mask_arguments(scale: float, sliding_window: int, soft_cap: float) -> dict[str, object]:
-    """`attend_tiles` explains the two scales."""
+    """`attend_tiles` explains `logit_scale`; after a soft cap, the logits are in units of it."""
     return {
         "logit_scale": 2.0 * LOG2_E * scale / soft_cap if soft_cap else LOG2_E * scale,
         "soft_cap_log2": soft_cap * LOG2_E,
@@ -84,6 +84,7 @@ def _config_arguments(config: AttentionConfig) -> dict[str, int]:
 def _prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     out: torch.Tensor,
     meta: AttentionMetadata,
     arguments: dict[str, object],
@@ -94,7 +95,10 @@ def _prefill(
     num_seqs = meta.num_seqs - first
     block_q = config.block_m // (num_q_heads // num_kv_heads)
     grid = ((q.shape[0] - first) // block_q + num_seqs, num_kv_heads)
+    box = (1, config.block_n, 1, config.block_d)
     prefill_attention_kernel[grid](
+        k_cache=box_descriptor(k_cache, box) if config.tma else k_cache,
+        v_cache=box_descriptor(v_cache, box) if config.tma else v_cache,
         out_ptr=out,
         block_tables_ptr=meta.block_tables,
         cu_seqlens_ptr=meta.cu_seqlens_q,
@@ -104,6 +108,7 @@ def _prefill(
         out_token_stride=out.stride(0),
         out_head_stride=out.stride(1),
         block_table_stride=meta.block_tables.stride(0),
+        TMA=config.tma,
         **arguments,
         **_config_arguments(config),
     )
@@ -112,6 +117,7 @@ def _prefill(
 def _decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     out: torch.Tensor,
     meta: AttentionMetadata,
     arguments: dict[str, object],
@@ -123,7 +129,9 @@ def _decode(
     if num_splits > 1:
         log2_sum = torch.empty((num_seqs, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
         partial = torch.empty((*log2_sum.shape, q.shape[2]), dtype=torch.float32, device=q.device)
-    decode_attention_kernel[(num_seqs, num_kv_heads, num_splits)](
+    decode_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
         out_ptr=partial,
         log2_sum_ptr=log2_sum,
         block_tables_ptr=meta.block_tables,
@@ -137,14 +145,18 @@ def _decode(
         **_config_arguments(config),
     )
     if num_splits > 1:
-        merge_splits_kernel[(num_seqs, num_q_heads)](
+        merge_splits_kernel[(num_q_heads, num_seqs)](
             partial_ptr=partial,
             log2_sum_ptr=log2_sum,
             out_ptr=out,
+            seq_lens_ptr=meta.seq_lens,
+            sliding_window=arguments["sliding_window"],
             num_splits=num_splits,
             out_token_stride=out.stride(0),
             out_head_stride=out.stride(1),
+            HAS_WINDOW=arguments["HAS_WINDOW"],
             HEAD_DIM=q.shape[2],
+            BLOCK_N=config.block_n,
             BLOCK_SPLITS=MERGE_BLOCK_SPLITS,
             BLOCK_D=next_power_of_2(q.shape[2]),
             num_warps=4,

@@ -1,4 +1,4 @@
-"""The part that both attention kernels share: an online softmax over tiles of keys from the paged cache."""
+"""The part that all attention kernels share: an online softmax over tiles of keys from the paged cache."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -40,10 +40,14 @@ def attend_tiles(
     exp), or 2 log2(e) / soft_cap with a soft cap (so that it is the exponent of tanh).
     """
     column = tl.arange(0, BLOCK_D)[None, :]
+    # The block of a tile is loaded one tile ahead: keys and values then depend on no load of their own iteration, and
+    # the pipeliner gives all its stages to them. Entries past the sequence's last block may not exist.
+    next_block = tl.load(block_table_ptr + first_tile * BLOCK_N // BLOCK_SIZE, mask=first_tile < end_tile, other=0)
     for tile in range(first_tile, end_tile):
         # BLOCK_N divides BLOCK_SIZE: a tile lies in one block.
         first_key = tile * BLOCK_N
-        block = tl.load(block_table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
+        block = next_block.to(tl.int64)
+        next_block = tl.load(block_table_ptr + tl.minimum(tile + 1, end_tile - 1) * BLOCK_N // BLOCK_SIZE)
         offset = (first_key % BLOCK_SIZE + tl.arange(0, BLOCK_N))[:, None]
         key = first_key + tl.arange(0, BLOCK_N)
         k_tile_ptr = k_ptr + block * k_block_stride + offset * k_offset_stride + column
@@ -59,25 +63,121 @@ def attend_tiles(
         else:
             k = tl.load(k_tile_ptr, mask=column < HEAD_DIM, other=0.0)
             v = tl.load(v_tile_ptr, mask=column < HEAD_DIM, other=0.0)
-
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * logit_scale
-        if HAS_SOFT_CAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends: exp2 gives inf or 0 there.
-            logits = soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(logits) + 1.0))
-        if MASKED:
-            visible = key[None, :] <= query_position[:, None]
-            if HAS_WINDOW:
-                visible = visible & (key[None, :] > query_position[:, None] - sliding_window)
-            logits = tl.where(visible, logits, float("-inf"))
-
-        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-        base = new_max
-        if MASKED:
-            # A row that has seen no key yet: -inf - -inf would be NaN.
-            base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits - base[:, None])
-        decay = tl.exp2(row_max - base)
-        row_sum = row_sum * decay + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        row_max = new_max
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        acc, row_max, row_sum = _attend(
+            logits, v, acc, row_max, row_sum, key, query_position, logit_scale, soft_cap_log2, sliding_window,
+            MASKED, HAS_SOFT_CAP, HAS_WINDOW,
+        )  # fmt: skip
     return acc, row_max, row_sum
+
+
+@triton.jit
+def first_logits(
+    q,
+    first_tile,
+    block_table_ptr,
+    k_cache,
+    kv_head,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] float32: unscaled logits of `first_tile`, with which `attend_boxes` starts."""
+    first_key = first_tile * BLOCK_N
+    block = tl.load(block_table_ptr + first_key // BLOCK_SIZE)
+    k = k_cache.load([block, first_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+    return tl.dot(q, tl.trans(k))
+
+
+@triton.jit
+def attend_boxes(
+    q,  # [BLOCK_M, BLOCK_D], of 16 bits
+    logits,  # [BLOCK_M, BLOCK_N] float32, unscaled, of first_tile
+    acc,  # [BLOCK_M, BLOCK_D] float32, weighted sum of values so far
+    row_max,  # [BLOCK_M] float32, in units of log2
+    row_sum,  # [BLOCK_M] float32
+    query_position,  # [BLOCK_M]
+    seq_len,
+    first_tile,
+    end_tile,
+    last_tile,  # of the sequence: nothing behind it is read
+    block_table_ptr,  # [max_blocks] of this sequence
+    k_cache,  # descriptor of [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim], boxes of [1, BLOCK_N, 1, BLOCK_D]
+    v_cache,  # like k_cache
+    kv_head,
+    logit_scale,
+    soft_cap_log2,
+    sliding_window,
+    MASKED: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """`attend_tiles` with tiles that the tensor memory accelerator copies; returns (logits of end_tile, acc, ...).
+
+    The product of queries and keys runs one tile ahead of the softmax, so that the tensor cores work on it during the
+    softmax (FlashAttention-3, Shah et al. 2024, section 3.2). Columns past head_dim arrive as zeros.
+    """
+    k_block = tl.load(block_table_ptr + tl.minimum(first_tile + 1, last_tile) * BLOCK_N // BLOCK_SIZE)
+    v_block = tl.load(block_table_ptr + tl.minimum(first_tile, last_tile) * BLOCK_N // BLOCK_SIZE)
+    for tile in range(first_tile, end_tile):
+        next_key = tl.minimum(tile + 1, last_tile) * BLOCK_N
+        k = k_cache.load([k_block, next_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+        v = v_cache.load([v_block, tile * BLOCK_N % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
+        # Two loads, for the pipeliner refuses loops that hand a value on over two iterations.
+        k_block = tl.load(block_table_ptr + tl.minimum(tile + 2, last_tile) * BLOCK_N // BLOCK_SIZE)
+        v_block = tl.load(block_table_ptr + next_key // BLOCK_SIZE)
+        next_logits = tl.dot(q, tl.trans(k))
+        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        if MASKED:
+            # A box is copied whole: values past the end may be NaN, which a weight of zero would not remove.
+            v = tl.where(key[:, None] < seq_len, v, 0.0)
+        acc, row_max, row_sum = _attend(
+            logits, v, acc, row_max, row_sum, key, query_position, logit_scale, soft_cap_log2, sliding_window,
+            MASKED, HAS_SOFT_CAP, HAS_WINDOW,
+        )  # fmt: skip
+        logits = next_logits
+    return logits, acc, row_max, row_sum
+
+
+@triton.jit
+def _attend(
+    logits,  # [BLOCK_M, BLOCK_N] float32, unscaled
+    v,  # [BLOCK_N, BLOCK_D], free of NaN
+    acc,
+    row_max,
+    row_sum,
+    key,  # [BLOCK_N] positions
+    query_position,  # [BLOCK_M]
+    logit_scale,
+    soft_cap_log2,
+    sliding_window,
+    MASKED: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """One tile more in the online softmax (Milakov and Gimelshein 2018)."""
+    scale = logit_scale
+    if HAS_SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends: exp2 gives inf or 0 there.
+        logits = 1.0 - 2.0 / (tl.exp2(logits * logit_scale) + 1.0)
+        scale = soft_cap_log2
+    if MASKED:
+        visible = key[None, :] <= query_position[:, None]
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] > query_position[:, None] - sliding_window)
+        logits = tl.where(visible, logits, float("-inf"))
+
+    # The scale is positive: the maximum may be taken before it, and it joins the subtraction in one instruction.
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
+    base = new_max
+    if MASKED:
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(logits * scale - base[:, None])
+    decay = tl.exp2(row_max - base)
+    row_sum = row_sum * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_max, row_sum

@@ -10,8 +10,23 @@ import triton.language as tl
 
 from tidewheel_kernels.jit.attention_tile import attend_tiles
 
+_INDEX_TENSORS = ["block_tables_ptr", "seq_lens_ptr"]
+
 
 @triton.jit
+def _split_tiles(seq_len, num_splits, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """(first, end, per_split): tiles of keys that the query sees, and how many of them each split takes.
+
+    Shared out by the actual length: with a grid frozen for the longest one, work stays even.
+    """
+    first = 0
+    if HAS_WINDOW:
+        first = tl.maximum(seq_len - sliding_window, 0) // BLOCK_N
+    end = tl.cdiv(seq_len, BLOCK_N)
+    return first, end, tl.cdiv(end - first, num_splits)
+
+
+@triton.jit(do_not_specialize_on_alignment=_INDEX_TENSORS)
 def decode_attention_kernel(
     q_ptr,  # [num_seqs, num_q_heads, head_dim]
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
@@ -45,24 +60,18 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_seqs, num_kv_heads, num_splits]
-    seq = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    # grid: [num_kv_heads, num_seqs, num_splits]; heads first, for those of one slot lie side by side in memory
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + seq)
-
-    # The keys are shared out by the actual length: with a grid frozen for the longest one, work stays even.
-    first_tile = 0
-    if HAS_WINDOW:
-        first_tile = tl.maximum(seq_len - sliding_window, 0) // BLOCK_N
-    num_tiles = tl.cdiv(seq_len, BLOCK_N)
-    tiles_per_split = tl.cdiv(num_tiles - first_tile, num_splits)
+    first_tile, num_tiles, tiles_per_split = _split_tiles(seq_len, num_splits, sliding_window, BLOCK_N, HAS_WINDOW)
     begin_tile = first_tile + split * tiles_per_split
     end_tile = tl.minimum(begin_tile + tiles_per_split, num_tiles)
-    masked_tile = begin_tile
-    if not HAS_WINDOW:
-        masked_tile = tl.maximum(tl.minimum(end_tile, seq_len // BLOCK_N), begin_tile)
+    # An empty split writes nothing: the merge knows how many have keys.
+    if SPLIT and begin_tile >= end_tile:
+        return
 
     row = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + row
@@ -75,69 +84,67 @@ def decode_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     query_position = tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1)
-    block_table_ptr = block_tables_ptr + seq * block_table_stride
-    k_ptr = k_cache_ptr + kv_head * k_head_stride
-    v_ptr = v_cache_ptr + kv_head * v_head_stride
-    if not HAS_WINDOW:
-        acc, row_max, row_sum = attend_tiles(
-            q, acc, row_max, row_sum, query_position, seq_len, begin_tile, masked_tile,
-            block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
-            logit_scale, soft_cap_log2, sliding_window,
-            False, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+    # One loop with masks on every tile: bandwidth bounds it, and a second loop would fill the pipeline a second time.
     acc, row_max, row_sum = attend_tiles(
-        q, acc, row_max, row_sum, query_position, seq_len, masked_tile, end_tile,
-        block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
-        logit_scale, soft_cap_log2, sliding_window,
+        q, acc, row_max, row_sum, query_position, seq_len, begin_tile, end_tile,
+        block_tables_ptr + seq * block_table_stride,
+        k_cache_ptr + kv_head * k_head_stride, v_cache_ptr + kv_head * v_head_stride,
+        k_block_stride, k_offset_stride, v_block_stride, v_offset_stride, logit_scale, soft_cap_log2, sliding_window,
         True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
+    # Padding has no keys, and its row is zero.
     safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / safe_sum[:, None]
     if SPLIT:
         partial = (seq * num_q_heads + head) * num_splits + split
-        log2_sum = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(safe_sum))
-        tl.store(log2_sum_ptr + partial, log2_sum, mask=row < GROUP)
-        # An empty split stores no values; its log2_sum tells the merge so.
-        tl.store(out_ptr + partial[:, None] * HEAD_DIM + column, result, mask=mask & (row_sum > 0.0)[:, None])
+        tl.store(log2_sum_ptr + partial, row_max + tl.log2(safe_sum), mask=row < GROUP)
+        tl.store(out_ptr + partial[:, None] * HEAD_DIM + column, result, mask=mask)
     else:
         out_row_ptr = out_ptr + seq * out_token_stride + head[:, None] * out_head_stride
         tl.store(out_row_ptr + column, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=_INDEX_TENSORS)
 def merge_splits_kernel(
     partial_ptr,  # [num_seqs, num_q_heads, num_splits, head_dim] float32
-    log2_sum_ptr,  # [num_seqs, num_q_heads, num_splits] float32, -inf = empty split
+    log2_sum_ptr,  # [num_seqs, num_q_heads, num_splits] float32
     out_ptr,  # [num_seqs, num_q_heads, head_dim]
+    seq_lens_ptr,  # [num_seqs]
+    sliding_window,
     num_splits,
     out_token_stride,
     out_head_stride,
+    HAS_WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_seqs, num_q_heads]
-    seq = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    first = (seq * tl.num_programs(1) + head) * num_splits
+    # grid: [num_q_heads, num_seqs]
+    head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    first = (seq * tl.num_programs(0) + head) * num_splits
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first_tile, num_tiles, tiles_per_split = _split_tiles(seq_len, num_splits, sliding_window, BLOCK_N, HAS_WINDOW)
+    num_filled = tl.cdiv(num_tiles - first_tile, tl.maximum(tiles_per_split, 1))
+
     column = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], dtype=tl.float32)
     total = 0.0
     largest = float("-inf")
-    for chunk in range(0, num_splits, BLOCK_SPLITS):
+    for chunk in range(0, num_filled, BLOCK_SPLITS):
         split = chunk + tl.arange(0, BLOCK_SPLITS)
-        log2_sum = tl.load(log2_sum_ptr + first + split, mask=split < num_splits, other=float("-inf"))
-        exists = log2_sum > float("-inf")
-        new_largest = tl.maximum(largest, tl.max(log2_sum, axis=0))
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weight = tl.exp2(log2_sum - base)
-        decay = tl.exp2(largest - base)
+        # Both loads need only the length, so neither waits for the other.
+        log2_sum = tl.load(log2_sum_ptr + first + split, mask=split < num_filled, other=float("-inf"))
         partial = tl.load(
             partial_ptr + (first + split)[:, None] * HEAD_DIM + column[None, :],
-            mask=exists[:, None] & (column < HEAD_DIM)[None, :],
+            mask=(split < num_filled)[:, None] & (column < HEAD_DIM)[None, :],
             other=0.0,
         )
+        new_largest = tl.maximum(largest, tl.max(log2_sum, axis=0))
+        weight = tl.exp2(log2_sum - new_largest)
+        decay = tl.exp2(largest - new_largest)
         acc = acc * decay + tl.sum(partial * weight[:, None], axis=0)
         total = total * decay + tl.sum(weight, axis=0)
         largest = new_largest

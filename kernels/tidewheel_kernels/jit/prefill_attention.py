@@ -1,11 +1,19 @@
-"""Attention of sequences with any number of queries: one program per tile of queries and KV head."""
+"""Attention of sequences with any number of queries: one program per tile of queries and KV head.
+
+With TMA, the tensor memory accelerator of sm_90 and later copies the keys and values to shared memory, one box per
+tile; else the threads load them through pointers.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.jit.attention_tile import attend_tiles
+from tidewheel_kernels.jit.attention_tile import attend_boxes, attend_tiles, first_logits
+
+# Values that change with every batch must not make the compiler specialise, and compile again while serving.
+_VARYING = ["first_seq", "num_seqs"]
+_INDEX_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr"]
 
 
 @triton.jit
@@ -27,12 +35,44 @@ def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.con
     return left - 1
 
 
-# Values that change with every batch must not make the compiler specialise, and compile again while serving.
-@triton.jit(do_not_specialize=["first_seq", "num_seqs"])
+@triton.jit
+def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
+    """(seq, start, query_len, first_query) of this program; it has no query if ``first_query >= query_len``."""
+    # Later tiles of a sequence have more keys: the longest programs start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_row = tl.load(cu_seqlens_ptr + first_seq)
+    nth = _sequence_of_tile(cu_seqlens_ptr + first_seq, first_row, tile, num_seqs, BLOCK_Q)
+    seq = first_seq + nth
+    start = tl.load(cu_seqlens_ptr + seq)
+    query_len = tl.load(cu_seqlens_ptr + seq + 1) - start
+    first_query = (tile - (start - first_row) // BLOCK_Q - nth) * BLOCK_Q
+    return seq, start, query_len, first_query
+
+
+@triton.jit
+def _key_tiles(
+    first_position, seq_len, sliding_window, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """(first, full, masked, end): every query sees all keys of the tiles [full, masked), some see some of the others.
+
+    The queries stand at positions ``first_position .. first_position + BLOCK_Q - 1``; those from seq_len on do not
+    exist.
+    """
+    end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, seq_len), BLOCK_N)
+    masked = (first_position + 1) // BLOCK_N
+    first = 0
+    full = 0
+    if HAS_WINDOW:
+        first = tl.maximum(first_position - sliding_window + 1, 0) // BLOCK_N
+        full = tl.minimum(tl.cdiv(tl.maximum(first_position + BLOCK_Q - sliding_window, 0), BLOCK_N), masked)
+    return first, full, masked, end
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDEX_TENSORS)
 def prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, head_dim]
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
-    v_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
+    k_cache,  # pointer to [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]; with TMA its descriptor
+    v_cache,  # like k_cache; boxes of [1, BLOCK_N, 1, BLOCK_D]
     out_ptr,  # [num_tokens, num_q_heads, head_dim]
     block_tables_ptr,  # [first_seq + num_seqs, max_blocks]
     cu_seqlens_ptr,  # [first_seq + num_seqs + 1]
@@ -53,6 +93,7 @@ def prefill_attention_kernel(
     v_block_stride,
     v_offset_stride,
     v_head_stride,
+    TMA: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -64,15 +105,8 @@ def prefill_attention_kernel(
 ):
     # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads], for the num_rows queries from sequence first_seq on
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    # Later tiles of a sequence have more keys: the longest programs start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    first_row = tl.load(cu_seqlens_ptr + first_seq)
-    nth = _sequence_of_tile(cu_seqlens_ptr + first_seq, first_row, tile, num_seqs, BLOCK_Q)
-    seq = first_seq + nth
-    start = tl.load(cu_seqlens_ptr + seq)
-    query_len = tl.load(cu_seqlens_ptr + seq + 1) - start
-    first_query = (tile - (start - first_row) // BLOCK_Q - nth) * BLOCK_Q
+    seq, start, query_len, first_query = _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q)
     if first_query >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + seq)
@@ -87,34 +121,54 @@ def prefill_attention_kernel(
     q = tl.load(q_row_ptr + column, mask=mask, other=0.0)
 
     context_len = seq_len - query_len
-    end_key = tl.minimum(context_len + first_query + BLOCK_Q, seq_len)
-    end_tile = tl.cdiv(end_key, BLOCK_N)
-    # Every row of the tile sees the keys up to the position of its first query.
-    first_tile = 0
-    masked_tile = (context_len + first_query + 1) // BLOCK_N
-    if HAS_WINDOW:
-        first_tile = tl.maximum(context_len + first_query - sliding_window + 1, 0) // BLOCK_N
-        masked_tile = first_tile
-
+    position = context_len + query
+    first_tile, full_tile, masked_tile, end_tile = _key_tiles(
+        context_len + first_query, seq_len, sliding_window, BLOCK_Q, BLOCK_N, HAS_WINDOW
+    )
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * block_table_stride
-    k_ptr = k_cache_ptr + kv_head * k_head_stride
-    v_ptr = v_cache_ptr + kv_head * v_head_stride
-    if not HAS_WINDOW:
+    if TMA:
+        logits = first_logits(q, first_tile, block_table_ptr, k_cache, kv_head, BLOCK_SIZE, BLOCK_N, BLOCK_D)
+        if HAS_WINDOW:
+            logits, acc, row_max, row_sum = attend_boxes(
+                q, logits, acc, row_max, row_sum, position, seq_len, first_tile, full_tile, end_tile - 1,
+                block_table_ptr, k_cache, v_cache, kv_head, logit_scale, soft_cap_log2, sliding_window,
+                True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+        logits, acc, row_max, row_sum = attend_boxes(
+            q, logits, acc, row_max, row_sum, position, seq_len, full_tile, masked_tile, end_tile - 1,
+            block_table_ptr, k_cache, v_cache, kv_head, logit_scale, soft_cap_log2, sliding_window,
+            False, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        logits, acc, row_max, row_sum = attend_boxes(
+            q, logits, acc, row_max, row_sum, position, seq_len, masked_tile, end_tile, end_tile - 1,
+            block_table_ptr, k_cache, v_cache, kv_head, logit_scale, soft_cap_log2, sliding_window,
+            True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    else:
+        k_ptr = k_cache + kv_head * k_head_stride
+        v_ptr = v_cache + kv_head * v_head_stride
+        if HAS_WINDOW:
+            acc, row_max, row_sum = attend_tiles(
+                q, acc, row_max, row_sum, position, seq_len, first_tile, full_tile,
+                block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
+                logit_scale, soft_cap_log2, sliding_window,
+                True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
         acc, row_max, row_sum = attend_tiles(
-            q, acc, row_max, row_sum, context_len + query, seq_len, first_tile, masked_tile,
+            q, acc, row_max, row_sum, position, seq_len, full_tile, masked_tile,
             block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
             logit_scale, soft_cap_log2, sliding_window,
             False, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
-    acc, row_max, row_sum = attend_tiles(
-        q, acc, row_max, row_sum, context_len + query, seq_len, masked_tile, end_tile,
-        block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
-        logit_scale, soft_cap_log2, sliding_window,
-        True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        acc, row_max, row_sum = attend_tiles(
+            q, acc, row_max, row_sum, position, seq_len, masked_tile, end_tile,
+            block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
+            logit_scale, soft_cap_log2, sliding_window,
+            True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
 
     result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     out_row_ptr = out_ptr + token[:, None] * out_token_stride + head[:, None] * out_head_stride

@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -131,6 +131,7 @@ def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -
             records=stack.enter_context(options.records.open("a")) if options.records else None,
             options=options,
         )
+        stage.facts(ceilings=asdict(stage.ceilings), are_measured=options.ceilings is not None, models=stage.models)
         try:
             with stage.part(name):
                 body(stage)

@@ -83,6 +83,8 @@ SERVER = (
     Column("tokens", "per step", _server("tokens_per_step")),
     Column("step", "ms", _server("step_s", 1e3)),
     Column("busy", "%", _server("device_busy", 100.0)),
+    Column("GPU", "%", _server("gpu_utilization", 100.0)),
+    Column("CPUs", "%", _server("cpu_utilization", 100.0)),
     Column("KV use", "% mean", _server("kv_use", 100.0)),
     Column("KV use", "% max", _server("kv_use_max", 100.0)),
     Column("preempted", "", _server("preemptions")),

@@ -107,6 +107,12 @@ def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
     return cdiv(num_tiles, tiles)
 
 
+def copy_config(size: int) -> LaunchConfig:
+    """32 elements per thread: four loads of 16 bytes under way before the first store."""
+    block = min(max(next_power_of_2(size), 32), 4096)
+    return LaunchConfig(block, num_warps=min(max(block // 1024, 1), 4))
+
+
 def rope_config(num_heads: int) -> LaunchConfig:
     """`block` heads of one token per program."""
     return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)

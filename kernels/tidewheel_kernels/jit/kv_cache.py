@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.launch_config import cdiv, elementwise_config
+from tidewheel_kernels.launch_config import cdiv, copy_config, elementwise_config
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def write_kv_cache_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
     v_ptr,  # [num_tokens, num_kv_heads, head_dim]
@@ -51,7 +51,7 @@ def write_kv_cache_kernel(
         tl.store(v_slot_ptr + head * v_cache_head_stride + column, v, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["src_ptr", "dst_ptr"])
 def copy_blocks_kernel(
     cache_ptr,  # [num_caches, num_blocks, block_numel]
     src_ptr,  # [num_copies]
@@ -112,7 +112,7 @@ def copy_blocks(stack: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> No
     if not stack[0, 0].is_contiguous():
         raise ValueError(f"the elements of a block must be contiguous, got strides {stack.stride()}")
     block_numel = stack[0, 0].numel()
-    config = elementwise_config(block_numel)
+    config = copy_config(block_numel)
     copy_blocks_kernel[(src.shape[0], stack.shape[0], cdiv(block_numel, config.block))](
         cache_ptr=stack,
         src_ptr=src,

@@ -30,6 +30,8 @@ def rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     mask = column < hidden
     x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
+    # Loaded before the reduction, which threads wait for.
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0)
         # Rounded before it is normalised: the next layer reads the rounded sum as its residual.
@@ -37,8 +39,8 @@ def rms_norm_kernel(
         tl.store(sum_ptr + token * hidden + column, x, mask=mask)
     values = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + weight_offset
-    tl.store(out_ptr + token * hidden + column, (values * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    normed = values * scale * (weight.to(tl.float32) + weight_offset)
+    tl.store(out_ptr + token * hidden + column, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(

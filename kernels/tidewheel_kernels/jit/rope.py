@@ -27,16 +27,19 @@ def _rotated(
     mask = head_mask & (column < half)
     first = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(row_ptr + half + column, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + column, mask=column < half, other=0.0)
+    sin = tl.load(cos_ptr + half + column, mask=column < half, other=0.0)
     rest_column = 2 * half + tl.arange(0, BLOCK_REST)[None, :]
-    rest = tl.load(row_ptr + rest_column, mask=head_mask & (rest_column < head_dim), other=0.0).to(tl.float32)
+    rest = tl.zeros_like(head_mask * rest_column).to(tl.float32)
+    if 2 * half < head_dim:
+        rest = tl.load(row_ptr + rest_column, mask=head_mask & (rest_column < head_dim), other=0.0).to(tl.float32)
     if HAS_NORM:
         squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
         scale = (1.0 / tl.sqrt(squares / head_dim + eps))[:, None]
         first *= scale * tl.load(weight_ptr + column, mask=column < half, other=0.0).to(tl.float32)
         second *= scale * tl.load(weight_ptr + half + column, mask=column < half, other=0.0).to(tl.float32)
-        rest *= scale * tl.load(weight_ptr + rest_column, mask=rest_column < head_dim, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + column, mask=column < half, other=0.0)
-    sin = tl.load(cos_ptr + half + column, mask=column < half, other=0.0)
+        if 2 * half < head_dim:
+            rest *= scale * tl.load(weight_ptr + rest_column, mask=rest_column < head_dim, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin, rest
 
 
@@ -57,11 +60,12 @@ def _store_head(
     mask = head_mask & (column < half)
     tl.store(row_ptr + column, first.to(dtype), mask=mask)
     tl.store(row_ptr + half + column, second.to(dtype), mask=mask)
-    rest_column = 2 * half + tl.arange(0, BLOCK_REST)[None, :]
-    tl.store(row_ptr + rest_column, rest.to(dtype), mask=head_mask & (rest_column < head_dim))
+    if 2 * half < head_dim:
+        rest_column = 2 * half + tl.arange(0, BLOCK_REST)[None, :]
+        tl.store(row_ptr + rest_column, rest.to(dtype), mask=head_mask & (rest_column < head_dim))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slot_mapping_ptr"])
 def rope_and_cache_kernel(
     q_ptr,  # [num_tokens, num_q_heads, head_dim]
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
@@ -115,21 +119,22 @@ def rope_and_cache_kernel(
     else:
         head = ((tile - num_q_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         mask = head < num_kv_heads
+        # What the cache gets beside the keys is loaded first, so that all loads are under way at once.
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        column = tl.arange(0, BLOCK_D)[None, :]
+        v_mask = mask & (column < head_dim)
+        v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + column, mask=v_mask, other=0.0)
         k_row_ptr = k_ptr + token * k_token_stride + head * k_head_stride
         first, second, rest = _rotated(
             k_row_ptr, k_weight_ptr, cos_ptr, mask, eps, half, head_dim, HAS_NORM, BLOCK_HALF, BLOCK_REST
         )
         _store_head(k_row_ptr, first, second, rest, mask, half, head_dim, BLOCK_HALF, BLOCK_REST)
-        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if slot >= 0:
             block = slot // block_size
             offset = slot % block_size
             k_slot_ptr = k_cache_ptr + block * k_cache_block_stride + offset * k_cache_offset_stride
             k_slot_ptr = k_slot_ptr + head * k_cache_head_stride
             _store_head(k_slot_ptr, first, second, rest, mask, half, head_dim, BLOCK_HALF, BLOCK_REST)
-            column = tl.arange(0, BLOCK_D)[None, :]
-            v_mask = mask & (column < head_dim)
-            v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + column, mask=v_mask, other=0.0)
             v_slot_ptr = v_cache_ptr + block * v_cache_block_stride + offset * v_cache_offset_stride
             v_slot_ptr = v_slot_ptr + head * v_cache_head_stride + column
             tl.store(v_slot_ptr, v.to(v_cache_ptr.dtype.element_ty), mask=v_mask)

@@ -39,11 +39,11 @@ def layout_of(shape: ModelShape) -> CacheLayout:
 
 def copies(stage: Stage) -> None:
     layout = layout_of(limits_of("tiny" if stage.is_dry else "llama-3.1-8b"))
+    timer = Timer(stage.device, is_dry=stage.is_dry)
     for count in (2,) if stage.is_dry else COPIED:
         with stage.part(f"block copy, {count} blocks"):
             stage.check_time(2.0)
             moved = 2 * count * layout.block_bytes
-            timer = Timer(stage.device, is_dry=stage.is_dry)
             timing = timer.measure(lambda _, count=count: _copy(layout, count, stage.device), moved)
             limit = 1e-9 * stage.ceilings.copy_bandwidth
             case = f"{count} blocks of {layout.block_bytes / 2**20:.2f} MiB"

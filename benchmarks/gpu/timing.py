@@ -2,7 +2,9 @@
 
 On CUDA the calls are captured into a graph that goes round over several independent sets of inputs, together larger
 than the L2 cache, so that none finds its data there from the call before; a replay is timed by two events and
-divided by its calls. Sets that are larger than the cache need no copy. On a CPU each call is timed by itself.
+divided by its calls. It is queued behind another replay: while the device is busy with that one, the host has time to
+queue all of it, so that no wait for the host lies between the events. Sets that are larger than the cache need no
+copy. On a CPU each call is timed by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ Call = Callable[[], object]
 Factory = Callable[[int], Call]  # makes the call on the i-th set of inputs
 
 NUM_SAMPLES = 20
-MIN_REPLAY_S = 500e-6  # so that two events and a launch, some 10 us, weigh little
+MIN_REPLAY_S = 2e-3  # at the speed of calls without a graph, which may be ten times slower
+WAKING, WAKING_CALLS = 8192, 100
 MAX_CALLS = 256
 MAX_SETS = 64
 MAX_MEASURING_S = 1.5  # of one operation
@@ -40,6 +43,7 @@ class Timer:
         self._l2_bytes = 0
         if device.type == "cuda":
             self._l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            _wake(device)
 
     def num_sets(self, set_bytes: int) -> int:
         """Twice the cache, so that the oldest set is gone when its turn comes again."""
@@ -64,8 +68,9 @@ class Timer:
                 call()
         torch.cuda.synchronize(self._device)
         once = self._events(lambda: [call() for call in calls]) / len(calls)
-        num_calls = max(len(calls), min(MAX_CALLS, round(MIN_REPLAY_S / max(once, 1e-6))))
-        rounds = [calls[index % len(calls)] for index in range(num_calls)]
+        wanted = min(MAX_CALLS, MIN_REPLAY_S / max(once, 1e-6))
+        rounds = calls * max(1, round(wanted / len(calls)))
+        num_calls = len(rounds)
         num_samples = max(3, min(self._num_samples, round(MAX_MEASURING_S / max(once * num_calls, 1e-6))))
         graph = torch.cuda.CUDAGraph()
         try:
@@ -78,16 +83,26 @@ class Timer:
             return Timing([seconds / num_calls for seconds in times], False, len(calls))
         graph.replay()
         torch.cuda.synchronize(self._device)
-        times = [self._events(graph.replay) for _ in range(num_samples)]
+        times = [self._events(graph.replay, behind=graph.replay) for _ in range(num_samples)]
         return Timing([seconds / num_calls for seconds in times], True, len(calls))
 
-    def _events(self, call: Call) -> float:
+    def _events(self, call: Call, behind: Call = lambda: None) -> float:
+        """Seconds on the device from the end of `behind` to the end of `call`."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        behind()
         begin.record()
         call()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e-3
+
+
+def _wake(device: torch.device) -> None:
+    """Some 100 ms of work: an idle device has low clocks."""
+    matrix = torch.zeros(WAKING, WAKING, dtype=torch.bfloat16, device=device)
+    for _ in range(WAKING_CALLS):
+        torch.mm(matrix, matrix)
+    torch.cuda.synchronize(device)
 
 
 def _clocked(call: Call) -> float:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu import __main__ as suite_program
-from gpu import correctness, engine, idle, kernels, latency, peer_engine, peers, swap
+from gpu import correctness, engine, idle, kernels, latency, peer_engine, peers, swap, timing
 from gpu.bundle import FA3_FOLDER
 from gpu.correctness import first_divergence, read_report
 from gpu.engine_steps import DecodeStep, Delivery, Timed, limit_ratio
@@ -254,6 +254,7 @@ class FakeCuda:
         }  # fmt: skip
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(timing, "_wake", lambda _: None)
 
     @contextlib.contextmanager
     def capture(self, _graph: FakeGraph, stream: FakeStream) -> Iterator[None]:
@@ -302,18 +303,19 @@ def test_calls_are_timed_in_a_graph_over_more_data_than_the_cache_holds(monkeypa
         made.append(index)
         return fake.call
 
-    timing = Timer(torch.device("cuda")).measure(factory, 50 << 20)
+    measured = Timer(torch.device("cuda")).measure(factory, 50 << 20)
     assert made == [0, 1, 2]  # 150 MiB, over twice a cache of 60
-    assert timing.in_graph
+    assert measured.in_graph
+    assert fake.captured % len(made) == 0
     assert fake.captured >= len(made)
-    assert timing.seconds == pytest.approx([1e-3] * 20)
+    assert measured.seconds == pytest.approx([1e-3] * len(measured.seconds))
 
 
 def test_what_cannot_be_captured_is_timed_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeCuda(monkeypatch, refuses=True)
-    timing = Timer(torch.device("cuda")).measure(lambda _: fake.call, 1 << 40)
-    assert not timing.in_graph
-    assert timing.seconds == pytest.approx([1e-6] * len(timing.seconds))
+    measured = Timer(torch.device("cuda")).measure(lambda _: fake.call, 1 << 40)
+    assert not measured.in_graph
+    assert measured.seconds == pytest.approx([1e-6] * len(measured.seconds))
 
 
 def test_the_first_divergence_is_measured_in_spacings_of_the_dtype() -> None:

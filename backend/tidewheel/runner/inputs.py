@@ -104,29 +104,45 @@ class RowTable:
         return flat, self._blocks[places], np.concatenate(prompts) if prompts else np.empty(0, dtype=np.int32)
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
+        if batch.num_tokens == len(batch.rows) and batch.samples.all():
+            return self._decode_inputs(batch.rows, batch.start_positions)
         rows, starts, counts = batch.rows, batch.start_positions.astype(np.int64), batch.num_scheduled_tokens
         cu_seqlens_q = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(counts, out=cu_seqlens_q[1:])
+        sequence = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(batch.num_tokens) + (starts - cu_seqlens_q[:-1])[sequence]
         seq_lens = starts + counts
         bases = rows.astype(np.int64) * self._width
-        if batch.num_tokens == len(rows):  # every row computes one token
-            positions, owners, token_bases = starts, rows, bases
-        else:
-            sequence = np.repeat(np.arange(len(rows)), counts)
-            positions = np.arange(batch.num_tokens) + (starts - cu_seqlens_q[:-1])[sequence]
-            owners, token_bases = rows[sequence], bases[sequence]
-        blocks = self._blocks[owners, positions // self._block_size].astype(np.int64)
         sampling = np.flatnonzero(batch.samples)
         return HostInputs(
-            token_indices=token_bases + positions,
+            token_indices=bases[sequence] + positions,
             positions=positions,
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            slot_mapping=self._slots(rows[sequence], positions),
             cu_seqlens_q=cu_seqlens_q,
             seq_lens=seq_lens.astype(np.int32),
             rows=rows,
             logit_indices=cu_seqlens_q[1:][sampling].astype(np.int64) - 1,
             store_indices=bases[sampling] + seq_lens[sampling],
         )
+
+    def _decode_inputs(self, rows: Int32Array, starts: Int32Array) -> HostInputs:
+        """Of rows that all compute one token and sample."""
+        positions = starts.astype(np.int64)
+        token_indices = rows.astype(np.int64) * self._width + positions
+        return HostInputs(
+            token_indices=token_indices,
+            positions=positions,
+            slot_mapping=self._slots(rows, positions),
+            cu_seqlens_q=self._padding.cu_seqlens_q[: len(rows) + 1],
+            seq_lens=starts + np.int32(1),
+            rows=rows,
+            logit_indices=self._padding.logit_indices[: len(rows)],
+            store_indices=token_indices + 1,
+        )
+
+    def _slots(self, rows: Int32Array, positions: Int64Array) -> Int64Array:
+        blocks: Int64Array = self._blocks[rows, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
 
     def padding(self, num_rows: int) -> HostInputs:
         """Rows of nobody that are to be decoded and sampled."""

@@ -17,7 +17,9 @@ import torch
 from support import tiny_models
 from support.launch_keys import LaunchKeys, recorded_keys
 from support.step_loop import GREEDY, StepLoop, request
+from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
 from tidewheel.models import layers
 from tidewheel.models.base import ModelShape, no_progress
 from tidewheel.models.config import ModelConfig
@@ -172,9 +174,9 @@ def test_no_request_of_a_long_run_makes_a_kernel_compile(name: str, architecture
         served = runner(name)
         warm_up(served, no_progress)
         warmed = keys.all
-        serve(served, seeds=range(10, 20), max_inflight_steps=2)
+        serve(served, seeds=range(10, 14), max_inflight_steps=2)
         serve(
-            served, seeds=range(20, 25), preemption_mode="swap", num_blocks=max(20, -(-SHAPES[name][5] // BLOCK_SIZE))
+            served, seeds=range(20, 22), preemption_mode="swap", num_blocks=max(20, -(-SHAPES[name][5] // BLOCK_SIZE))
         )
     assert not keys.all - warmed, "\n".join(f"{key} {keys.first[key]}" for key in sorted(keys.all - warmed))
 
@@ -209,10 +211,10 @@ def test_a_violation_is_found() -> None:
 
 
 def test_an_argument_that_changes_and_is_specialised_on_is_found() -> None:
-    """As if the number of sequences of a step were like any other integer to the compiler."""
+    """As if the number of decodes before the first prompt were like any other integer to the compiler."""
     from tidewheel_kernels.jit.prefill_attention import prefill_attention_kernel
 
-    parameter = next(p for p in prefill_attention_kernel.params if p.name == "num_seqs")
+    parameter = next(p for p in prefill_attention_kernel.params if p.name == "first_seq")
     assert parameter.do_not_specialize
     with mock.patch.object(parameter, "do_not_specialize", False), recorded() as keys:
         served = runner("llama-8b")
@@ -233,6 +235,31 @@ def test_steps_are_ones_that_the_scheduler_could_make() -> None:
             assert lengths.max() <= max_model_len
             assert batch.block_ids.max() < NUM_BLOCKS
             assert (batch.num_scheduled_tokens[: batch.num_decodes] == 1).all()
+
+
+class Full:
+    """A runner on a GPU without memory for the second step."""
+
+    def __init__(self, info: RunnerInfo) -> None:
+        self.info = info
+        self.steps: list[int] = []
+
+    def run(self, batch: ScheduledBatch) -> SampledTokens:
+        self.steps.append(batch.num_tokens)
+        if len(self.steps) == 2:
+            raise torch.OutOfMemoryError
+        return SampledTokens(batch.step_id, batch.rows)
+
+
+def test_too_little_memory_beside_the_cache_is_said() -> None:
+    full = Full(_info(ModelShape(2, 2, 64, 384, 96, 112), 4, 100, 66))
+    with pytest.raises(ConfigError) as caught:
+        warm_up(full, no_progress)
+    assert full.steps[0] == 64, "the largest step comes first"
+    assert str(caught.value) == (
+        f"the GPU has no room for a step of {full.steps[1]} tokens beside weights and cache: lower "
+        "gpu_memory_utilization, kv_cache_memory_mb, num_blocks or max_num_batched_tokens"
+    )
 
 
 def test_progress_goes_to_its_end() -> None:

@@ -13,10 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
+from tidewheel.errors import ConfigError
 from tidewheel.models.base import Progress
 from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.profiling import EVERY_STAGE
 from tidewheel.sampling import SamplingParams
 
 STAGE = "kernels"
@@ -48,19 +51,35 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(runner: BatchRunner, progress: Progress) -> None:
-    """Runs every step. Only before the first request: it writes to the cache, and takes rows."""
+    """Runs every step. Only before the first request: it writes to the cache, and takes rows.
+
+    Raises `ConfigError` when the cache has left too little memory for them.
+    """
     batches = list(warm_up_batches(runner.info))
-    for done, batch in enumerate(batches):
-        progress(STAGE, done / len(batches))
-        runner.run(batch)
+    try:
+        for done, batch in enumerate(batches):
+            progress(STAGE, done / len(batches))
+            runner.run(batch)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"the GPU has no room for a step of {batch.num_tokens} tokens beside weights and cache: lower "
+            "gpu_memory_utilization, kv_cache_memory_mb, num_blocks or max_num_batched_tokens"
+        ) from None
     progress(STAGE, 1.0)
 
 
 def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
+    steps = [_largest(info), *_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
     for step_id, rows in enumerate(steps):
         yield _batch(step_id, rows, info.block_size)
     yield from _moved(len(steps), info)
+
+
+def _largest(info: RunnerInfo) -> list[Row]:
+    """The step that needs most memory, as the cache has left it."""
+    num_rows = _most_rows(info)
+    length = max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1))
+    return [Row(0, length, EVERY_STAGE)] * num_rows
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:

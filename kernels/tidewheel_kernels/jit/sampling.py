@@ -15,15 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.jit.sampling_row import draw_from_row, search_row, weight_of_row
+from tidewheel_kernels.jit.sampling_candidates import draw_from_candidates, gather, lower_bound
+from tidewheel_kernels.jit.sampling_row import draw_from_row
 from tidewheel_kernels.jit.vocabulary import (
     LOG2_E,
     chunk_maxima,
     chunk_weights,
+    crossing,
+    element,
     load_logits,
     load_maxima,
     load_tile,
-    search,
 )
 from tidewheel_kernels.launch_config import (
     VocabularyConfig,
@@ -35,8 +37,6 @@ from tidewheel_kernels.launch_config import (
 )
 from tidewheel_kernels.sampling import SamplingTensors
 from tidewheel_kernels.sampling_reference import GREEDY_TEMPERATURE
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit(do_not_specialize=["tiles_per_program"], do_not_specialize_on_alignment=["temperature_ptr"])
@@ -72,20 +72,6 @@ def sample_partials_kernel(
 
 
 @triton.jit
-def _element(values, index, SIZE: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, SIZE) == index, values, 0.0), axis=0)
-
-
-@triton.jit
-def _crossing(weight, cumulative, target, SIZE: tl.constexpr):
-    """The first lane with a weight whose cumulative weight exceeds the target; the last where rounding hides it."""
-    lane = tl.arange(0, SIZE)
-    first = tl.min(tl.where((cumulative > target) & (weight > 0.0), lane, SIZE), axis=0)
-    last = tl.max(tl.where(weight > 0.0, lane, 0), axis=0)
-    return tl.where(first < SIZE, first, last)
-
-
-@triton.jit
 def _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
     """The lowest id among the largest logits."""
     chunk = tl.min(tl.where(maxima == max_logit, tl.arange(0, CHUNKS), CHUNKS), axis=0)
@@ -102,114 +88,14 @@ def _draw_from_chunk(
     factors = tl.exp2((maxima - max_logit) * scale)
     weights = weights * factors
     cumulative = tl.cumsum(weights, axis=0)
-    target = uniform * _element(cumulative, CHUNKS - 1, CHUNKS)
-    chunk = _crossing(weights, cumulative, target, CHUNKS)
-    before = _element(cumulative, chunk - 1, CHUNKS)
-    factor = _element(factors, chunk, CHUNKS)
+    target = uniform * element(cumulative, CHUNKS - 1, CHUNKS)
+    chunk = crossing(weights, cumulative, target, CHUNKS)
+    before = element(cumulative, chunk - 1, CHUNKS)
+    factor = element(factors, chunk, CHUNKS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = load_logits(row_ptr, column, vocabulary)
     inside = tl.exp2((x - tl.max(x, axis=0)) * scale)
-    return chunk * CHUNK + _crossing(inside, before + factor * tl.cumsum(inside, axis=0), target, CHUNK)
-
-
-@triton.jit
-def _lower_bound(
-    maxima, vocabulary, max_logit, total, scale, top_k, top_p, min_p, CHUNKS: tl.constexpr
-):  # fmt: skip
-    """A number that is not above the lowest logit that all filters together keep.
-
-    The k-th largest of the chunks' maxima has k logits at or above it. The tokens below L together weigh at most
-    vocabulary * exp((L - max) / T), which leaves top_p of the total where it is under 1 - top_p of it. With top_k and
-    top_p on, only the first holds: top_p then needs the weight of every token that top_k keeps.
-    """
-    bound = LOWEST
-    finite = maxima > float("-inf")
-    if top_k <= tl.sum(finite.to(tl.int32), axis=0):
-        lowest = tl.min(tl.where(finite, maxima, max_logit), axis=0)
-        ones = tl.full([CHUNKS], 1.0, dtype=tl.float32)
-        bound = search(maxima, ones, lowest, max_logit, top_k.to(tl.float32))
-    # Distances are widened a little, for they are rounded.
-    if (top_p < 1.0) & (top_k >= vocabulary):
-        distance = tl.log2(vocabulary / ((1.0 - top_p) * total)) * 1.001 + 0.001
-        bound = tl.maximum(bound, max_logit - distance / scale)
-    if (min_p > 0.0) & ((top_p >= 1.0) | (top_k >= vocabulary)):
-        distance = -tl.log2(min_p) * 1.001 + 0.001
-        bound = tl.maximum(bound, max_logit - distance / scale)
-    return tl.minimum(bound, max_logit)
-
-
-@triton.jit
-def _gather(
-    row_ptr, values_ptr, ids_ptr, chunks_ptr, vocabulary, maxima, bound,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
-):  # fmt: skip
-    """Stores the logits >= bound and their ids, in the order of ids; returns their number.
-
-    Stops where there are more than CAPACITY. Reads only chunks that hold one.
-    """
-    wanted = maxima >= bound
-    rank = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
-    tl.store(chunks_ptr + rank, tl.arange(0, CHUNKS), mask=wanted)
-    num_wanted = tl.sum(wanted.to(tl.int32), axis=0)
-    tl.debug_barrier()  # the list is read by other threads than wrote it
-    first = 0
-    count = 0
-    while (first < num_wanted) & (count <= CAPACITY):
-        slot = first + tl.arange(0, CAPACITY // CHUNK)
-        chunk = tl.load(chunks_ptr + slot, mask=slot < num_wanted, other=CHUNKS)
-        column = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-        x = tl.reshape(load_logits(row_ptr, column, vocabulary), [CAPACITY])
-        column = tl.reshape(column, [CAPACITY])
-        kept = x >= bound
-        position = count + tl.cumsum(kept.to(tl.int32), axis=0) - 1
-        tl.store(values_ptr + position, x, mask=kept & (position < CAPACITY))
-        tl.store(ids_ptr + position, column, mask=kept & (position < CAPACITY))
-        count += tl.sum(kept.to(tl.int32), axis=0)
-        first += CAPACITY // CHUNK
-    tl.debug_barrier()
-    return count
-
-
-@triton.jit
-def _draw_from_candidates(
-    values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform,
-    CAPACITY: tl.constexpr,
-):  # fmt: skip
-    """`draw_filtered` where the candidates fit: they stay in registers, so a pass of a search is two reductions."""
-    slot = tl.arange(0, CAPACITY)
-    x = tl.load(values_ptr + slot, mask=slot < count, other=float("-inf"))
-    weight = tl.exp2((x - max_logit) * scale)
-    threshold = tl.min(tl.where(slot < count, x, max_logit), axis=0)
-    if top_k < vocabulary:
-        ones = tl.full([CAPACITY], 1.0, dtype=tl.float32)
-        threshold = search(x, ones, threshold, max_logit, top_k.to(tl.float32))
-    if top_p < 1.0:
-        if top_k < vocabulary:
-            total = tl.sum(tl.where(x >= threshold, weight, 0.0), axis=0)
-        threshold = search(x, weight, threshold, max_logit, top_p * total)
-    weight = tl.where((x >= threshold) & (weight >= min_p), weight, 0.0)
-    cumulative = tl.cumsum(weight, axis=0)
-    target = uniform * _element(cumulative, CAPACITY - 1, CAPACITY)
-    return tl.load(ids_ptr + _crossing(weight, cumulative, target, CAPACITY))
-
-
-@triton.jit
-def _draw_from_row(
-    row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr
-):
-    """`draw_filtered` where the candidates do not fit."""
-    threshold = bound
-    if top_k < vocabulary:
-        threshold = search_row(
-            row_ptr, vocabulary, threshold, max_logit, top_k.to(tl.float32), max_logit, scale, False, BLOCK
-        )
-    if top_p < 1.0:
-        if top_k < vocabulary:
-            total = weight_of_row(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK)
-        threshold = search_row(
-            row_ptr, vocabulary, threshold, max_logit, top_p * total, max_logit, scale, True, BLOCK
-        )
-    return draw_from_row(row_ptr, vocabulary, threshold, min_p, max_logit, scale, uniform, BLOCK)
+    return chunk * CHUNK + crossing(inside, before + factor * tl.cumsum(inside, axis=0), target, CHUNK)
 
 
 @triton.jit
@@ -218,16 +104,16 @@ def _draw_filtered(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     total = tl.sum(weights * tl.exp2((maxima - max_logit) * scale), axis=0)
-    bound = _lower_bound(maxima, vocabulary, max_logit, total, scale, top_k, top_p, min_p, CHUNKS)
-    count = _gather(
+    bound = lower_bound(maxima, vocabulary, max_logit, total, scale, top_k, top_p, min_p, CHUNKS)
+    count = gather(
         row_ptr, values_ptr, ids_ptr, ids_ptr + CAPACITY, vocabulary, maxima, bound, CHUNKS, CHUNK, CAPACITY
     )
     if count <= CAPACITY:
-        token = _draw_from_candidates(
+        token = draw_from_candidates(
             values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform, CAPACITY
         )
     else:
-        token = _draw_from_row(
+        token = draw_from_row(
             row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK
         )
     return token

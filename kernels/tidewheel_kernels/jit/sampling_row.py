@@ -9,7 +9,7 @@ from tidewheel_kernels.jit.vocabulary import load_logits, middle
 
 
 @triton.jit
-def weight_of_row(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.constexpr):
+def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.constexpr):
     """Sum of ``exp2((x - max) * scale)`` over the logits x >= threshold."""
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -19,7 +19,7 @@ def weight_of_row(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.co
 
 
 @triton.jit
-def search_row(
+def _search_row(
     row_ptr, vocabulary, low, high, target, max_logit, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """`search` over a row in memory; the measure is the count or the weight. Some ten to twenty passes."""
@@ -52,7 +52,7 @@ def _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logi
 
 
 @triton.jit
-def draw_from_row(
+def _draw_kept(
     row_ptr, vocabulary, threshold, lowest_weight, max_logit, scale, uniform, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The first kept token whose cumulative weight exceeds ``uniform * total``."""
@@ -83,3 +83,22 @@ def draw_from_row(
     # The scan rounds differently from the sum and may end just short of the target.
     last = tl.max(tl.where(weight > 0.0, column, -1), axis=0)
     return tl.where(token < vocabulary, token, last)
+
+
+@triton.jit
+def draw_from_row(
+    row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr
+):
+    """The token that the tokens which pass the filters give; `bound` is not above the lowest of their logits."""
+    threshold = bound
+    if top_k < vocabulary:
+        threshold = _search_row(
+            row_ptr, vocabulary, threshold, max_logit, top_k.to(tl.float32), max_logit, scale, False, BLOCK
+        )
+    if top_p < 1.0:
+        if top_k < vocabulary:
+            total = _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK)
+        threshold = _search_row(
+            row_ptr, vocabulary, threshold, max_logit, top_p * total, max_logit, scale, True, BLOCK
+        )
+    return _draw_kept(row_ptr, vocabulary, threshold, min_p, max_logit, scale, uniform, BLOCK)

@@ -66,3 +66,17 @@ def search(x, measure, low, high, target):
         else:
             high = tl.maximum(tl.max(tl.where(above, float("-inf"), x), axis=0), low)
     return low
+
+
+@triton.jit
+def element(values, index, SIZE: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, SIZE) == index, values, 0.0), axis=0)
+
+
+@triton.jit
+def crossing(weight, cumulative, target, SIZE: tl.constexpr):
+    """The first lane with a weight whose cumulative weight exceeds the target; the last where rounding hides it."""
+    lane = tl.arange(0, SIZE)
+    first = tl.min(tl.where((cumulative > target) & (weight > 0.0), lane, SIZE), axis=0)
+    last = tl.max(tl.where(weight > 0.0, lane, 0), axis=0)
+    return tl.where(first < SIZE, first, last)

@@ -98,6 +98,17 @@ def test_whatever_else_goes_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["CUDA error: out of memory", "CUDA error: CUDA-capable device(s) is/are busy or unavailable"],
+)
+def test_a_gpu_that_another_program_holds_is_named(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    message = refusal(monkeypatch, RuntimeError(f"{words}\nSearch for `cudaErrorX' in the documentation."))
+    assert message.startswith(
+        "NVIDIA X1 is held by another program, which nvidia-smi names: stop it, or use another GPU (CUDA error: "
+    )
+
+
 def test_triton_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="a GPU needs triton-lang, which is not installed: install 'triton'"):

@@ -29,6 +29,7 @@ from tidewheel_kernels.backend import preference_from_environment
 logger = logging.getLogger(__name__)
 
 FOLDER = "kernels"
+TAKEN = ("out of memory", "busy or unavailable")  # what CUDA says where not even a few bytes can be had
 
 
 class CompileLog:
@@ -118,4 +119,9 @@ def _one_line_errors(device: torch.device) -> Iterator[None]:
         if "Failed to find C compiler" in str(error) or isinstance(error, FileNotFoundError):
             raise ConfigError("triton-lang needs a C compiler, and there is none: install gcc, or set CC") from error
         name = torch.cuda.get_device_name(device)
+        if any(words in str(error) for words in TAKEN):
+            raise ConfigError(
+                f"{name} is held by another program, which nvidia-smi names: stop it, or use another GPU "
+                f"({one_line(error, 80)})"
+            ) from error
         raise ConfigError(f"kernels cannot be compiled for {name}, or run on it: {one_line(error)}") from error

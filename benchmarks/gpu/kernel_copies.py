@@ -44,7 +44,7 @@ def copies(stage: Stage) -> None:
         with stage.part(f"block copy, {count} blocks"):
             stage.check_time(2.0)
             moved = 2 * count * layout.block_bytes
-            timing = timer.measure(lambda _, count=count: _copy(layout, count, stage.device), moved)
+            timing = timer.measure(lambda _, count=count: copy_call(layout, count, stage.device), moved)
             limit = 1e-9 * stage.ceilings.copy_bandwidth
             case = f"{count} blocks of {layout.block_bytes / 2**20:.2f} MiB"
             stage.result(
@@ -56,7 +56,7 @@ def copies(stage: Stage) -> None:
             swap(stage, layout, count)
 
 
-def _copy(layout: CacheLayout, count: int, device: torch.device) -> Call:
+def copy_call(layout: CacheLayout, count: int, device: torch.device) -> Call:
     shape = layout.shape
     cache = torch.zeros(
         2 * shape.num_layers, 2 * count, layout.block_size, shape.num_kv_heads, shape.head_dim,

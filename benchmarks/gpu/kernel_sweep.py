@@ -19,7 +19,8 @@ import torch
 from gpu import kernel_attention as attention
 from gpu import kernel_rows as rows
 from gpu.kernel_attention import AttentionCase
-from gpu.models import shape_of
+from gpu.kernel_copies import copy_call, layout_of
+from gpu.models import limits_of, shape_of
 from gpu.stage import Stage, is_device_lost
 from gpu.timing import Call, Timer
 from gpu.values import OURS, Measurement
@@ -52,12 +53,22 @@ def sweeps(is_dry: bool) -> Iterator[Sweep]:
         yield _attention("decode_config", case, tiles)
         yield _attention("num_kv_splits", case, {"": (1, 2, 4, 8, 16, 32, 64)})
     for case in prompts:
+        yield _attention("prefill_config", case, {"tma": (0, 1)})
         yield _attention("prefill_config", case, {"block_m": (64, 128), **tiles, "num_stages": (2, 3)})
     shape = shape_of(model)
     few = {"num_warps": (1, 2, 4, 8, 16)}
     yield _rows("row_config", rows.residual_norm(shape, num_tokens), few)
     yield _rows("elementwise_config", rows.gated_activation(shape, num_tokens), {"block": (512, 1024, 2048), **few})
     yield _rows("rope_config", rows.norm_rope_write(shape, num_tokens), {"block": (1, 2, 4, 8, 16), **few})
+    layout, count = layout_of(limits_of(model)), 2 if is_dry else 256
+    yield Sweep(
+        "copy_config",
+        "block copy",
+        f"{count} blocks",
+        2 * count * layout.block_bytes,
+        lambda device: copy_call(layout, count, device),
+        {"num_warps": (1, 2, 4, 8)},
+    )
     yield _rows("vocabulary_config", rows.sampling(batch, vocab, "top-p 0.9"), {"row_warps": (4, 8, 16)})
 
 

@@ -147,7 +147,7 @@ def test_memory_of_a_gpu_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert budget.setting == "gpu_memory_utilization"
     assert budget.source == (
         "gpu_memory_utilization 0.8 of 1000 MiB (400 are taken, 150 of them by CUDA itself and other programs, "
-        "and a step needs 150)"
+        "and steps and graphs need 150)"
     )
 
 

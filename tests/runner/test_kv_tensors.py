@@ -18,6 +18,7 @@ from tidewheel.runner.kv_tensors import (
     cpu_budget,
     decide_num_blocks,
 )
+from tidewheel.runner.loading import _allocate
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, head_dim=8, vocab_size=10, hidden_size=24, intermediate_size=48)
 LAYOUT = CacheLayout(SHAPE, 16, torch.float32)
@@ -72,6 +73,21 @@ def test_the_advice_is_enough() -> None:
 def test_no_memory_left_is_no_negative_number() -> None:
     with pytest.raises(ConfigError, match="a KV cache of 0 tokens"):
         decide_num_blocks(None, MemoryBudget(-5, "gpu_memory_utilization 0.1", "gpu_memory_utilization"), LAYOUT, 16)
+
+
+def test_more_blocks_than_there_is_memory_for_are_refused_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*size: int, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (MIB, 10 * MIB))
+    budget = MemoryBudget(MIB, "S", "gpu_memory_utilization", Share(0.5, 10 * MIB))
+    with pytest.raises(ConfigError) as caught:
+        _allocate(LAYOUT, 1000, torch.device("cuda", 0), budget)
+    assert str(caught.value) == (
+        "a KV cache of 5 MiB (1000 blocks) cannot be allocated: at most 170 blocks are free; "
+        "lower num_blocks or gpu_memory_utilization"
+    )
 
 
 def test_cpu_default() -> None:

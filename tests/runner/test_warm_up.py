@@ -26,6 +26,7 @@ from tidewheel.models.config import ModelConfig
 from tidewheel.models.decoder import Decoder
 from tidewheel.models.rope import RopeConfig
 from tidewheel.request import Request
+from tidewheel.runner import model_runner
 from tidewheel.runner.host_blocks import HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
@@ -260,6 +261,24 @@ def test_too_little_memory_beside_the_cache_is_said() -> None:
         f"the GPU has no room for a step of {full.steps[1]} tokens beside weights and cache: lower "
         "gpu_memory_utilization, kv_cache_memory_mb, num_blocks or max_num_batched_tokens"
     )
+
+
+def test_a_load_warms_up_once_the_cache_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a GPU, with the operations of the CPU."""
+    monkeypatch.setattr(model_runner, "accelerator_of", lambda device: HostAccelerator())
+    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
+    monkeypatch.setattr(model_runner, "estimated_graph_bytes", lambda taken, count: 0)
+    tiny_models.save(tiny_models.llama, tmp_path)
+    stages: dict[str, float] = {}
+    config = EngineConfig(
+        model=str(tmp_path), dtype="float32", device="cpu", max_num_seqs=2, max_num_batched_tokens=8,
+        max_model_len=20, num_blocks=8, enforce_eager=True,
+    )  # fmt: skip
+    loaded = ModelRunner.load(config, lambda stage, fraction: stages.update({stage: fraction}))
+    assert stages == {"weights": 1.0, "profile": 1.0, "kernels": 1.0}
+    assert list(stages) == ["weights", "profile", "kernels"]
+    assert list(loaded.info.stage_seconds) == ["start", *stages]
+    assert loaded.info.load_seconds == pytest.approx(sum(loaded.info.stage_seconds.values()))
 
 
 def test_progress_goes_to_its_end() -> None:

@@ -144,8 +144,15 @@ def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget
     except RuntimeError as error:  # torch's CPU allocator has no class of its own; CUDA's derives from this one
         raise ConfigError(
             f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
-            f"lower num_blocks or {budget.setting}"
+            f"{_room(layout, device)}lower num_blocks or {budget.setting}"
         ) from error
+
+
+def _room(layout: CacheLayout, device: torch.device) -> str:
+    if device.type == "cpu":
+        return ""
+    free, _ = torch.cuda.mem_get_info(device)
+    return f"at most {free // layout.block_bytes} blocks are free; "
 
 
 def _allocate_host(kv: KVTensors, num_host_blocks: int, swap_space: float) -> HostBlocks | None:

@@ -133,7 +133,7 @@ def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) 
     others = taken - torch.cuda.memory_reserved(device)
     source = (
         f"gpu_memory_utilization {fraction} of {total // MIB} MiB ({taken // MIB} are taken, {others // MIB} of them "
-        f"by CUDA itself and other programs, and a step needs {reserved_bytes // MIB})"
+        f"by CUDA itself and other programs, and steps and graphs need {reserved_bytes // MIB})"
     )
     allowed = int(total * fraction) - taken - reserved_bytes
     return MemoryBudget(allowed, source, "gpu_memory_utilization", Share(fraction, total))

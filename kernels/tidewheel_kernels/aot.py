@@ -1,10 +1,11 @@
-"""Compiles every kernel for GPUs that are not there, and reports registers, stack and shared memory.
+"""Compiles every kernel for GPUs that are not there, and reports registers, stack, shared memory and instructions.
 
-``python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json]``
+``python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json | --listing]``
 
 The launchers run on CPU tensors with the launch itself replaced by compilation, so what is compiled is what the
-launch tables say. Exit status 1 if a kernel does not compile, needs more shared memory than the architecture has, or
-uses the stack where its case forbids it. `TRITON_INTERPRET` must not be set.
+launch tables say. Exit status 1 if a kernel does not compile, needs more shared memory than the architecture has,
+uses the stack where its case forbids it, or lacks an instruction that `aot_instructions` expects. `TRITON_INTERPRET`
+must not be set.
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ from unittest import mock
 import torch
 
 from tidewheel_kernels.aot_cases import CASES, Case
+from tidewheel_kernels.aot_instructions import NONE, Instructions, count, expected, missing
 from tidewheel_kernels.backend import KernelUnavailable, interpreter_enabled, triton_installed
 from tidewheel_kernels.launch_config import compile_target
 
 ARCHITECTURES = (80, 90, 100)
 # CUDA programming guide, "Technical specifications per compute capability": shared memory of one block, in bytes.
 MAX_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+# The same table: what all resident programs of one multiprocessor share.
+SHARED_PER_SM = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
+WARPS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
+PROGRAMS_PER_SM = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
+REGISTERS_PER_SM = 65_536
+SHARED_RESERVED = 1024  # bytes that the driver takes of every program's share
 
 _POINTER_TYPES = {
     torch.bfloat16: "*bf16",
@@ -62,6 +70,16 @@ class Report:
     stack: int
     shared: int
     problem: str  # empty if all is well
+    instructions: Instructions = NONE
+
+    @property
+    def resident(self) -> int:
+        """Programs that one multiprocessor holds at once: registers are given out to warps in units of 256."""
+        warp_registers = 256 * -(-32 * self.registers // 256)
+        shared = 128 * -(-(self.shared + SHARED_RESERVED) // 128)
+        by_registers = REGISTERS_PER_SM // max(warp_registers * self.num_warps, 1)
+        by_warps = WARPS_PER_SM[self.arch] // self.num_warps
+        return min(by_registers, SHARED_PER_SM[self.arch] // shared, by_warps, PROGRAMS_PER_SM[self.arch])
 
 
 def compile_case(case: Case, arch: int) -> list[Report]:
@@ -96,6 +114,7 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
     from triton.compiler import ASTSource
 
     arguments = dict(launch.arguments)
+    wanted = expected(launch.kernel.fn.__name__, arguments, arch)
     options = {"num_warps": arguments.pop("num_warps", 4), "num_stages": arguments.pop("num_stages", 3)}
     signature, constants, attributes = _specialise(launch.kernel, arguments)
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -106,12 +125,18 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
         return Report(case.name, name, arch, **options, registers=0, stack=0, shared=0, problem=f"error: {error!r}")
     registers, stack = _resource_usage(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)
+    instructions = count(compiled.asm["ptx"])
     problem = ""
     if shared > MAX_SHARED[arch]:
         problem = f"needs {shared} bytes of shared memory, sm_{arch} has {MAX_SHARED[arch]}"
     elif stack and arch not in case.may_spill:
         problem = f"uses {stack} bytes of stack"
-    return Report(case.name, name, arch, **options, registers=registers, stack=stack, shared=shared, problem=problem)
+    elif absent := missing(instructions, wanted):
+        problem = f"has no {', '.join(absent)}"
+    return Report(
+        case.name, name, arch, **options, registers=registers, stack=stack, shared=shared, problem=problem,
+        instructions=instructions,
+    )  # fmt: skip
 
 
 def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
@@ -178,22 +203,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, choices=sorted(MAX_SHARED))
     parser.add_argument("--case", nargs="+", choices=[case.name for case in CASES], help="only these cases")
     parser.add_argument("--all", action="store_true", help="also the cases that are only recorded")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object per line")
+    form.add_argument("--listing", action="store_true", help="also the instructions of each kernel")
     options = parser.parse_args(argv)
     cases = [case for case in CASES if (case.name in options.case if options.case else options.all or case.default)]
     failed = False
     for report in compile_all(cases, options.arch):
         failed |= bool(report.problem)
-        sys.stdout.write(json.dumps(asdict(report)) + "\n" if options.json else _line(report))
+        sys.stdout.write(_json(report) if options.json else _line(report))
+        if options.listing:
+            sys.stdout.write(_listing(report.instructions))
         sys.stdout.flush()
     return int(failed)
+
+
+def _json(report: Report) -> str:
+    return json.dumps(asdict(report) | {"resident": report.resident}) + "\n"
+
+
+def _listing(instructions: Instructions) -> str:
+    return "    " + ", ".join(f"{name} {number}" for name, number in asdict(instructions).items() if number) + "\n"
 
 
 def _line(report: Report) -> str:
     return (
         f"{report.case:32} {report.kernel:26} sm_{report.arch:<4}"
         f"{report.num_warps:2} warps {report.num_stages} stages {report.registers:4} registers "
-        f"{report.stack:5} stack {report.shared:7} shared {report.problem or 'ok'}\n"
+        f"{report.stack:5} stack {report.shared:7} shared {report.resident:3} resident {report.problem or 'ok'}\n"
     )
 
 

@@ -14,6 +14,8 @@ import pytest
 import tidewheel_kernels
 from tidewheel_kernels.aot import ARCHITECTURES
 from tidewheel_kernels.aot_cases import CASES
+from tidewheel_kernels.aot_instructions import count, missing
+from tidewheel_kernels.launch_config import RESIDENT_PROGRAMS_PER_SM
 
 DEFAULT = [case.name for case in CASES if case.default]
 OTHERS = [case.name for case in CASES if not case.default]
@@ -52,8 +54,31 @@ def test_a_split_decode_is_two_kernels() -> None:
     assert len(reports) == SPLIT_LAUNCHES * len(ARCHITECTURES)
 
 
+def test_instructions_are_told_apart() -> None:
+    ptx = """
+        @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        ld.global.L1::evict_first.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        ld.global.b32 { %r5 }, [ %rd2 + 0 ];
+        cp.async.cg.shared.global [ %r6 + 0 ], [ %rd3 + 0 ], 0x10, %r7;
+        cp.async.ca.shared.global [ %r6 + 0 ], [ %rd3 + 0 ], 0x4, %r7;
+        cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%rd4, {%r1}], [%r9];
+        wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1}, %rd5, %rd6, 1, 1, 1, 0, 0;
+        st.global.b16 [ %rd7 + 0 ], { %rs1 };
+    """
+    found = count(ptx)
+    assert (found.wide_loads, found.narrow_loads, found.tma_loads, found.wgmma) == (3, 2, 1, 1)
+    assert (found.mma, found.wide_stores, found.narrow_stores) == (0, 0, 1)
+    assert missing(found, ("tma_loads", "wide_stores", "tcgen05")) == ["wide_stores", "tcgen05"]
+
+
 def test_every_kernel_is_compiled_by_default() -> None:
     _, reports, _ = compile_cases(DEFAULT)
+    decodes = [r for r in reports if r["kernel"] == "decode_attention_kernel" and r["arch"] != 80]
+    assert all(report["resident"] >= RESIDENT_PROGRAMS_PER_SM for report in decodes), decodes
+    prompts = {
+        r["arch"]: r["instructions"]["tma_loads"] for r in reports if r["kernel"] == "prefill_attention_kernel"
+    }
+    assert prompts[90] and prompts[100] and not prompts[80]
     folder = Path(tidewheel_kernels.__file__).parent / "jit"
     defined = {
         line.removeprefix("def ").split("(")[0]

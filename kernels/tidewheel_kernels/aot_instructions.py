@@ -1,0 +1,68 @@
+"""What the compiler made of loads, stores and products: counted in the PTX of a kernel, and what must be there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+# cp.async names its size behind the two addresses: 0x10 for 16 bytes.
+_PATTERNS = {
+    "tma_loads": r"cp\.async\.bulk\.tensor\.\dd\.shared",
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+    "mma": r"\bmma\.sync",
+    "wide_loads": r"ld\.global\.(?:[\w:]+\.)*(?:v4\.b32|v2\.b64)|cp\.async\.cg\.shared\.global[^;]*?, 0x10\b",
+    "narrow_loads": r"ld\.global\.(?![^ ]*(?:v4\.b32|v2\.b64))|cp\.async\.ca\.shared\.global",
+    "wide_stores": r"st\.global\.(?:[\w:]+\.)*(?:v4\.b32|v2\.b64)",
+    "narrow_stores": r"st\.global\.(?![^ ]*(?:v4\.b32|v2\.b64))",
+}
+# Kernels whose every large access must be of 16 bytes per thread.
+_STREAMING = {
+    "rms_norm_kernel",
+    "silu_and_mul_kernel",
+    "rope_and_cache_kernel",
+    "write_kv_cache_kernel",
+    "copy_blocks_kernel",
+}
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """Numbers of instructions in the code, not of executions. Wide: 16 bytes per thread."""
+
+    tma_loads: int
+    wgmma: int
+    tcgen05: int
+    mma: int
+    wide_loads: int
+    narrow_loads: int
+    wide_stores: int
+    narrow_stores: int
+
+
+NONE = Instructions(0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def count(ptx: str) -> Instructions:
+    return Instructions(**{name: len(re.findall(pattern, ptx)) for name, pattern in _PATTERNS.items()})
+
+
+def expected(kernel: str, arguments: Mapping[str, object], arch: int) -> tuple[str, ...]:
+    """Fields of `Instructions` that must not be zero for a launch of `kernel` with `arguments`."""
+    if kernel in _STREAMING:
+        return "wide_loads", "wide_stores"
+    q = arguments.get("q_ptr")
+    # float32 is multiplied without tensor cores, in full precision.
+    if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
+        return ()
+    if arguments.get("TMA"):
+        return "tma_loads", "wgmma" if arch == 90 else "tcgen05", "wide_loads", "wide_stores"
+    return "wide_loads", "wide_stores"
+
+
+def missing(instructions: Instructions, names: tuple[str, ...]) -> list[str]:
+    counts = asdict(instructions)
+    return [name for name in names if not counts[name]]

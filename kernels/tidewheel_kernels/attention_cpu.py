@@ -29,12 +29,9 @@ def paged_attention_cpu(
 ) -> None:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype))
-    keys, values = k_cache.view(-1, head_dim), v_cache.view(-1, head_dim)
     for group in plan.groups:
-        k = keys.index_select(0, group.gather).view(group.num_seqs, group.num_heads, -1, head_dim)
-        v = values.index_select(0, group.gather).view(k.shape)
-        queries = q.index_select(0, group.rows)
-        attended = _attend_group(queries, k, v, group, scale, soft_cap)
+        attend = _attend_decodes if group.query_len == 1 else _attend_chunks
+        attended = attend(q.index_select(0, group.rows), k_cache, v_cache, group, scale, soft_cap)
         out.index_copy_(0, group.rows, attended)
     if plan.empty_rows.numel():
         out.index_fill_(0, plan.empty_rows, 0.0)
@@ -47,19 +44,40 @@ def _planned(meta: AttentionMetadata, key: PlanKey) -> Plan:
     return plans[key]
 
 
-def _attend_group(
-    queries: torch.Tensor,  # [num_seqs * query_len, num_q_heads, head_dim]
-    k: torch.Tensor,  # [num_seqs, num_heads, num_keys, head_dim]
-    v: torch.Tensor,
+def _attend_decodes(
+    queries: torch.Tensor,  # [num_seqs, num_q_heads, head_dim]
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     group: Group,
     scale: float,
     soft_cap: float,
 ) -> torch.Tensor:
-    if group.query_len == 1:
-        return _attend(queries.view(*k.shape[:2], -1, k.shape[3]), k, v, group.mask, scale, soft_cap).reshape_as(
-            queries
-        )
-    by_head = queries.view(group.num_seqs, group.query_len, *queries.shape[1:]).transpose(1, 2)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    k, v = (
+        cache.view(-1, num_kv_heads * head_dim)
+        .index_select(0, group.gather)
+        .view(group.num_seqs, -1, num_kv_heads, head_dim)
+        .transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    by_kv_head = queries.view(group.num_seqs, num_kv_heads, -1, head_dim)
+    return _attend(by_kv_head, k, v, group.mask, scale, soft_cap).reshape_as(queries)
+
+
+def _attend_chunks(
+    queries: torch.Tensor,  # [num_seqs * query_len, num_q_heads, head_dim]
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    group: Group,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    num_q_heads, head_dim = queries.shape[1:]
+    k, v = (
+        cache.view(-1, head_dim).index_select(0, group.gather).view(group.num_seqs, num_q_heads, -1, head_dim)
+        for cache in (k_cache, v_cache)
+    )
+    by_head = queries.view(group.num_seqs, group.query_len, num_q_heads, head_dim).transpose(1, 2)
     return _attend(by_head, k, v, group.mask, scale, soft_cap).transpose(1, 2).reshape_as(queries)
 
 

@@ -19,9 +19,9 @@ MAX_QUERY_LEN = 256
 # Padded keys that cost less than one more call (measured: some 40 µs a call, 0.4 µs a key).
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
-# Gathered keys of one group: larger results come from fresh pages of the system at every call, which costs more than
-# the attention itself (measured: 12 MB of keys 73 ms, the same in parts of 2 MB 19 ms).
-MAX_GATHERED_BYTES = 2 << 20
+# Gathered keys of one group. They and the values stay in the second-level cache until they are read (measured on 64
+# decodes of 20 to 200 keys: 3.5 ms a layer in parts of 2 MiB, 2.9 ms in parts of half a MiB).
+MAX_GATHERED_BYTES = 1 << 19
 
 
 class PlanKey(NamedTuple):
@@ -39,14 +39,16 @@ class Group(NamedTuple):
     """Pieces of sequences with one query length, attended to in one call.
 
     With one query each, the query heads of a KV head are the rows: q is [num_seqs, num_kv_heads, group, head_dim].
+    A key is gathered with all its heads then: few long rows are faster than many short ones.
     With more, keys are repeated for the query heads: q is [num_seqs, num_q_heads, query_len, head_dim].
     """
 
     num_seqs: int
     query_len: int
-    num_heads: int
     rows: torch.Tensor  # [num_seqs * query_len] int64 rows of q and out
-    gather: torch.Tensor  # [num_seqs * num_heads * num_keys] int64 rows of the cache seen as [-1, head_dim]
+    # int64: [num_seqs * num_keys] rows of the cache seen as [-1, num_kv_heads, head_dim] with one query each, else
+    # [num_seqs * num_q_heads * num_keys] rows of it seen as [-1, head_dim]
+    gather: torch.Tensor
     mask: torch.Tensor | None  # [num_seqs, 1, query_len, num_keys], 0 or -inf; None: every key is seen
 
 
@@ -128,14 +130,12 @@ def _group(pieces: Pieces, block_tables: npt.NDArray[np.int32], key: PlanKey) ->
     positions = np.where(exists, positions, pieces.key_start[:, None])
     blocks = block_tables[pieces.seq[:, None], positions // key.block_size].astype(np.int64)
     slots = blocks * key.block_size + positions % key.block_size
-    num_heads = key.num_kv_heads if query_len == 1 else key.num_q_heads
-    kv_head = np.arange(num_heads) * key.num_kv_heads // num_heads
-    gather = slots[:, None, :] * key.num_kv_heads + kv_head[:, None]  # [n, num_heads, num_keys]
+    kv_head = np.arange(key.num_q_heads) * key.num_kv_heads // key.num_q_heads
+    gather = slots if query_len == 1 else slots[:, None, :] * key.num_kv_heads + kv_head[:, None]
     rows = pieces.first_row[:, None] + np.arange(query_len)
     return Group(
         num_seqs=len(pieces.seq),
         query_len=query_len,
-        num_heads=num_heads,
         rows=torch.from_numpy(rows.reshape(-1)),
         gather=torch.from_numpy(gather.reshape(-1)),
         mask=_mask(pieces, query_len, exists, key),

@@ -39,7 +39,7 @@ def write_kv_cache_cpu(
     k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> None:
     """One copy per cache where no row is padding; needs caches whose blocks lie one behind the other."""
-    if bool((slot_mapping < 0).any()):
+    if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache)
         return
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)

@@ -77,18 +77,39 @@ def rope_and_cache_cpu(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Rotates with three passes per tensor: x * cat(cos, cos) + swapped halves of x * cat(-sin, sin)."""
+    """Queries and keys as one tensor, in place from the norm on; no copy where they are float32 and side by side."""
+    num_q_heads, head_dim = q.shape[1:]
+    heads = _side_by_side(q, k)
+    values = torch.cat((q, k), dim=1).float() if heads is None else heads.float()
+    if q_norm_weight is not None and k_norm_weight is not None:
+        norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+        values.mul_(norm.square_().div_(head_dim).add_(eps).rsqrt_())
+        values[:, :num_q_heads].mul_(q_norm_weight)
+        values[:, num_q_heads:].mul_(k_norm_weight)
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    cosines, sines = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-    rotary_dim = cosines.shape[-1]
-    for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
-        values = heads.float() if weight is None else torch.rms_norm(heads.float(), weight.shape, weight.float(), eps)
-        first, second = values[..., :rotary_dim].chunk(2, dim=-1)
-        swapped = torch.cat((second, first), dim=-1)
-        heads[..., :rotary_dim] = torch.addcmul(values[..., :rotary_dim] * cosines, swapped, sines)
-        if weight is not None and rotary_dim < heads.shape[-1]:
-            heads[..., rotary_dim:] = values[..., rotary_dim:]
+    rotate_in_place(values, cos, sin)
+    if values is not heads:
+        q.copy_(values[:, :num_q_heads])
+        k.copy_(values[:, num_q_heads:])
     write_kv_cache_cpu(k, v, slot_mapping, k_cache, v_cache)
+
+
+def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """A view [num_tokens, num_q_heads + num_kv_heads, head_dim], if k follows q in the rows of a fused projection."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_heads = num_q_heads + k.shape[1]
+    follows = k.data_ptr() == q.data_ptr() + num_q_heads * head_dim * q.itemsize
+    fused = q.stride() == k.stride() and q.stride(1) == head_dim and q.stride(0) >= num_heads * head_dim
+    return q.as_strided((num_tokens, num_heads, head_dim), q.stride()) if follows and fused else None
+
+
+def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """What `rotate_neox` returns, in x."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    from_second, from_first = second * sin, first * sin
+    first.mul_(cos).sub_(from_second)
+    second.mul_(cos).add_(from_first)
 
 
 def rotate_neox(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

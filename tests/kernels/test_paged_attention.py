@@ -136,6 +136,24 @@ class TestBothWaysToLoadKeys:
         both = torch.stack((batch.k_cache, batch.v_cache), dim=1)
         check(paged_attention_triton, batch._replace(k_cache=both[:, 0], v_cache=both[:, 1]))
 
+    @pytest.mark.usefixtures("architecture")
+    @pytest.mark.parametrize("lengths", [[(1, 70)], [(20, 90)]], ids=["decode", "prompt"])
+    def test_offsets_past_two_to_the_31(
+        self, device: str, lengths: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        batch = half_batch(lengths, device, num_kv_heads=8, head_dim=128)
+        num_blocks = len(batch.k_cache)
+        first = 2**31 // (2 * batch.k_cache[0].numel())
+        try:  # on a CPU, memory that nothing touches costs nothing
+            both = torch.empty(first + num_blocks, 2, *batch.k_cache.shape[1:], dtype=torch.float16, device=device)
+        except RuntimeError as error:
+            pytest.skip(f"no address space for a cache of more than 2^31 elements: {error}")
+        both[first:, 0], both[first:, 1] = batch.k_cache, batch.v_cache
+        # The interpreter copies every storage of CPU tensors onto itself, which would touch all of it.
+        monkeypatch.setattr(torch.UntypedStorage, "copy_", lambda self, *_: self)
+        far = AttentionMetadata(**{**vars(batch.meta), "block_tables": batch.meta.block_tables + first})
+        check(paged_attention_triton, batch._replace(k_cache=both[:, 0], v_cache=both[:, 1], meta=far))
+
 
 def half_batch(lengths: list[tuple[int, int]], device: str, **shape: int) -> PagedBatch:
     shape = {"num_kv_heads": 2, "block_size": 64, "head_dim": 64, **shape}

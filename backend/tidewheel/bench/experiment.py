@@ -92,6 +92,7 @@ class Experiment:
             self._stack.callback(self._close, transport.close)
             if isinstance(transport, Worker):
                 self._recorder.environment["versions"] |= transport.versions
+            live.note(f"warming {target.name}")
             self._runner.run(self._warm(target, stage))
 
     def _close(self, close: object) -> None:

@@ -41,12 +41,16 @@ class Live:
     async def follow(self, run: Run, progress: Progress) -> None:
         """Keeps the live line until cancelled."""
         while True:
-            self._bar.set_postfix_str(live_line(run, progress), refresh=True)
+            self.note(live_line(run, progress))
             await asyncio.sleep(TICK_S)
 
     def ended(self, run: Run, summary: Mapping[str, Any], server: Mapping[str, float]) -> None:
         self.say(run_line(run, summary, server))
         self._bar.update()
+
+    def note(self, text: str) -> None:
+        """What is being done, on the live line."""
+        self._bar.set_postfix_str(text, refresh=True)
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away must not end the measurement

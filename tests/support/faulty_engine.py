@@ -43,7 +43,7 @@ class FaultyRunner(FakeRunner):
         self.info = RunnerInfo(
             model=config.model,
             architecture="Fake",
-            device="cpu (1 threads)",
+            device="none",
             dtype="float32",
             vocab_size=VOCAB_SIZE,
             max_model_len=config.max_model_len or MAX_MODEL_LEN,

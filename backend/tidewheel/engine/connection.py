@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 1 << 16  # messages in each direction
 MAX_MESSAGES = 1024  # read at once
-LAST_WORDS_MS = 20  # a dead engine's messages are still on their way through ZeroMQ's own thread
+LAST_WORDS_MS = 100  # a dead engine's messages are still on their way through ZeroMQ's own thread
 DUMP_GRACE_S = 0.5
 
 

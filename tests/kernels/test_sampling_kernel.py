@@ -183,7 +183,7 @@ def test_draws_follow_the_distribution(device: str, row: Row, kept: int) -> None
     places = [0, 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK]
     logits = torch.full((1, 2 * CHUNK + 1), -INF)
     logits[0, places] = torch.tensor([0.4, 0.3, 0.15, 0.2, 0.1, 0.4]).log()
-    draws = 120
+    draws = 100
     args = logits.expand(draws, -1).contiguous().to(device), tensors([row] * draws, device)
     got = kernels.sample(*args, uniforms(draws, 17).to(device)).cpu()
     weights = kept_weights(logits[0].double().numpy(), row, row.top_p)

@@ -127,7 +127,7 @@ def transformers_tokens(model: PreTrainedModel, prompts: Sequence[Int32Array], n
     config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
     answers = []
     for prompt in prompts:
-        ids = torch.from_numpy(prompt).long().unsqueeze(0)
+        ids = torch.from_numpy(prompt).long().unsqueeze(0).to(model.device)
         full = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         answers.append(full[0, len(prompt) :].tolist())
     return answers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -50,8 +51,10 @@ def count(ptx: str) -> Instructions:
     return Instructions(**{name: len(re.findall(pattern, ptx)) for name, pattern in _PATTERNS.items()})
 
 
-def expected(kernel: str, arguments: Mapping[str, object], arch: int) -> tuple[str, ...]:
+def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str, ...]:
     """Fields of `Instructions` that must not be zero for a launch of `kernel` with `arguments`."""
+    if kernel == "rope_and_cache_kernel" and arguments["BLOCK_HEADS"] * arguments["BLOCK_HALF"] < 512:
+        return ()  # a model with few heads has less than 16 bytes for each of the 64 threads
     if kernel in _STREAMING:
         return "wide_loads", "wide_stores"
     q = arguments.get("q_ptr")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import os
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
@@ -228,7 +229,7 @@ def plot(timelines: dict[bool, Timeline], title: str, path: Path) -> None:
                 for segment in timeline.segments
                 if segment.part == part
             ]
-            axis.broken_barh(bars, (1.1, 0.8), color=colour, label=part)
+            axis.broken_barh(bars, (1.1, 0.8), color=colour, linewidth=0, label=part)
         steps = [(1e3 * (work.begin - timeline.begin), 1e3 * (work.end - work.begin)) for work in timeline.busy]
         axis.broken_barh(steps, (0.1, 0.8), color="#74c476", edgecolor="white", linewidth=0.8)
         axis.set_yticks([0.5, 1.5], ["device", "host"])
@@ -282,7 +283,7 @@ def main() -> None:
             plot(timelines, title, record.RESULTS / f"host_timeline_{model}.png")
     if options.save:
         settings = {name: getattr(options, name) for name in ("running", "context", "steps", "rounds", "clock")}
-        facts = {**environment, "device": asdict(H200), "settings": settings, "parts": PARTS}
+        facts = {**environment, "load": os.getloadavg(), "device": asdict(H200), "settings": settings, "parts": PARTS}
         print(record.save("host_timeline", {**facts, "models": results}))
 
 

@@ -20,6 +20,8 @@ def test_a_host_tier_is_described_where_there_is_one() -> None:
     plain = describe(INFO)
     assert "CPU KV cache size: 32,768 tokens" in plain
     assert "KV cache 32.0 MiB (2,048 blocks of 16 tokens)" in plain[1]
+    assert "graphs 0.0 MiB, " in plain[1]
+    assert "graphs 3.0 MiB, " in describe(msgspec.structs.replace(INFO, graph_bytes=3 << 20))[1]
     assert "async scheduling: off" in plain
     assert "async scheduling: on" in describe(msgspec.structs.replace(INFO, async_scheduling=True))
     assert describe(with_tier) == [*plain, "host tier: 4,096 blocks, 0.250 ms to copy one"]

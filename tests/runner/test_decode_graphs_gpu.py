@@ -101,7 +101,7 @@ def test_the_cache_leaves_room_for_graphs(gpu_config: EngineConfig) -> None:
     """Sized from free memory: weights, graphs and cache stay within what they may take."""
     config = dataclasses.replace(gpu_config, num_blocks=None, gpu_memory_utilization=0.5, swap_space=0.0)
     runner = ModelRunner.load(config)
-    StepLoop(runner).run([request("r", workload([GREEDY], 1)[0].prompt_token_ids, 4)])
+    StepLoop(runner, num_blocks=64).run([request("r", workload([GREEDY], 1)[0].prompt_token_ids, 4)])
     free, total = torch.cuda.mem_get_info()
     assert total - free <= 0.55 * total
     assert runner.info.graph_bytes > 0

@@ -1,0 +1,99 @@
+"""The load of a runner with graphs, as on a GPU, with graphs that are recorded on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support import capturable
+from support.decode_workloads import KINDS, workload
+from support.recorded_graphs import RecordingAccelerator
+from support.step_loop import StepLoop
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.runner import model_runner
+from tidewheel.runner.decode_graphs import DecodeGraphs
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.runner.profiling import StepMemory
+
+SIZES = [1, 2, 4, 5]
+
+
+@pytest.fixture
+def small(config: EngineConfig) -> EngineConfig:
+    return dataclasses.replace(
+        config, max_num_seqs=5, max_num_batched_tokens=64, max_model_len=128, enable_prefix_caching=False
+    )
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingAccelerator]:
+    accelerator = RecordingAccelerator()
+    monkeypatch.setattr(model_runner, "accelerator_of", lambda device: accelerator)
+    monkeypatch.setattr(model_runner, "graph_sizes", lambda config, parts: SIZES)
+    monkeypatch.setattr(model_runner, "measured_activation_bytes", lambda run, size, device: (run(size), 1))
+    with capturable.installed():
+        yield accelerator
+
+
+def test_graphs_are_tried_then_the_cache_is_made_then_all_are_captured(
+    small: EngineConfig, accelerator: RecordingAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is told what graphs need, and the tried ones are gone by then: their memory is free."""
+    tried: list[weakref.ref[DecodeGraphs]] = []
+    reserved: list[StepMemory] = []
+    init, allocate = DecodeGraphs.__init__, model_runner.allocate_cache
+
+    def noted(self: DecodeGraphs, *arguments: object) -> None:
+        init(self, *arguments)
+        tried.append(weakref.ref(self))
+
+    def checked(parts: object, config: object, memory: StepMemory) -> object:
+        assert [graphs() for graphs in tried] == [None]
+        reserved.append(memory)
+        return allocate(parts, config, memory)
+
+    monkeypatch.setattr(DecodeGraphs, "__init__", noted)
+    monkeypatch.setattr(model_runner, "allocate_cache", checked)
+    stages: dict[str, float] = {}
+    gc.disable()
+    try:
+        runner = ModelRunner.load(small, lambda stage, fraction: stages.update({stage: fraction}))
+    finally:
+        gc.enable()
+    assert list(stages)[-1] == "graphs"
+    assert stages["graphs"] == 1.0
+    trial, final = accelerator.pools
+    assert (len(trial.graphs), len(final.graphs)) == (3 * 3, 3 * len(SIZES))
+    assert runner.info.graph_bytes == final.num_bytes
+    assert reserved[0].graphs >= final.num_bytes > 0
+
+
+def test_what_was_loaded_computes_as_without_graphs(small: EngineConfig, accelerator: RecordingAccelerator) -> None:
+    runner = ModelRunner.load(small)
+    assert accelerator.pools[-1].graphs[0].num_replays == 1
+    tokens = StepLoop(runner, token_budget=64).run(workload(KINDS["filtered"], 8))
+    assert sum(graph.num_replays - 1 for graph in accelerator.pools[-1].graphs) > 10
+    with pytest.MonkeyPatch.context() as eager:
+        eager.setattr(model_runner, "accelerator_of", lambda device: None)
+        eager.setattr(model_runner, "graph_sizes", lambda config, parts: [])
+        plain = ModelRunner.load(small)
+    assert StepLoop(plain, token_budget=64).run(workload(KINDS["filtered"], 8)) == tokens
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_too_little_memory_for_graphs_is_said_in_one_line(
+    small: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(DecodeGraphs, "capture", refuse)
+    with pytest.raises(ConfigError, match=r"no room for CUDA graphs .* or set enforce_eager") as caught:
+        ModelRunner.load(small)
+    assert "\n" not in str(caught.value)

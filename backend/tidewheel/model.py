@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-import tidewheel
-from tidewheel.adapter.autocomplete import complete
-from tidewheel.adapter.instance import ModelInstance
-from tidewheel.errors import ConfigError, TidewheelError
+# The stub for Python 3.12 runs isolated: it does not read PYTHONPATH, on which `tidewheel serve` puts this package.
+sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+
+import tidewheel  # noqa: E402
+from tidewheel.adapter.autocomplete import complete  # noqa: E402
+from tidewheel.adapter.instance import ModelInstance  # noqa: E402
+from tidewheel.errors import ConfigError, TidewheelError  # noqa: E402
 
 
 class TritonPythonModel:

@@ -83,7 +83,7 @@ def _largest(info: RunnerInfo) -> list[Row]:
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
-    """From one split of the keys to the most, for few rows and for many, with no more context than the cache holds."""
+    """From one split of the keys to the most, for few rows and for many, within the tokens that the cache holds."""
     num_tokens = info.num_blocks * info.block_size
     for num_rows in _sizes(_most_rows(info)):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):

@@ -61,7 +61,7 @@ def _attend_decodes(
         for cache in (k_cache, v_cache)
     )
     by_kv_head = queries.view(group.num_seqs, num_kv_heads, -1, head_dim)
-    return _attend(by_kv_head, k, v, group.mask, scale, soft_cap).reshape_as(queries)
+    return _attend(by_kv_head, k, v, group, scale, soft_cap).reshape_as(queries)
 
 
 def _attend_chunks(
@@ -78,15 +78,16 @@ def _attend_chunks(
         for cache in (k_cache, v_cache)
     )
     by_head = queries.view(group.num_seqs, group.query_len, num_q_heads, head_dim).transpose(1, 2)
-    return _attend(by_head, k, v, group.mask, scale, soft_cap).transpose(1, 2).reshape_as(queries)
+    return _attend(by_head, k, v, group, scale, soft_cap).transpose(1, 2).reshape_as(queries)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, soft_cap: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, soft_cap: float
 ) -> torch.Tensor:
     if soft_cap == 0:
-        return scaled_dot_product_attention(q, k, v, mask, scale=scale)
+        mask = None if group.is_causal else group.mask
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=group.is_causal, scale=scale)
     logits = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
-    if mask is not None:
-        logits += mask
+    if group.mask is not None:
+        logits += group.mask
     return torch.matmul(torch.softmax(logits, dim=-1), v.float()).to(q.dtype)

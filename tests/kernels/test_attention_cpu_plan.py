@@ -67,3 +67,14 @@ def test_rows_without_keys_are_listed() -> None:
 def test_equal_decodes_need_no_mask() -> None:
     plan = make_plan(paged_batch([(1, 20), (1, 20)]).meta, KEY)
     assert [group.mask for group in plan.groups] == [None]
+
+
+def test_a_whole_prompt_is_causal_and_a_later_chunk_is_not() -> None:
+    whole, later = (paged_batch([(20, seq_len), (20, seq_len)]).meta for seq_len in (20, 30))
+    [group] = make_plan(whole, KEY).groups
+    assert group.is_causal
+    [group] = make_plan(later, KEY).groups
+    assert not group.is_causal and group.mask is not None
+    assert (group.mask == 0).sum(-1).tolist() == list(range(11, 31))
+    [group] = make_plan(whole, KEY._replace(sliding_window=8)).groups
+    assert not group.is_causal

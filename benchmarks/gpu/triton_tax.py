@@ -24,7 +24,7 @@ from workload import WorkItem
 
 NUM_CLIENTS = 8  # processes
 NEEDS_S = 30.0
-HOW = "python -m pip install --no-deps nvidia-pytriton brings one, as does an NVIDIA Triton container"
+HOW = "benchmarks/gpu/README.md says how to bring one"
 
 
 def body(stage: Stage) -> None:

@@ -11,6 +11,7 @@ from tidewheel_kernels import silu_and_mul
 
 # Rows that oneDNN lays the weight out for: the layout for 16 and more is also the better one for fewer.
 PACKED_ROWS = 64
+FINELY_PADDED_ROWS = 64
 
 
 class Linear:
@@ -52,12 +53,13 @@ class Linear:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The next of a few row counts, at most a quarter more.
+    """The next of a few row counts: at most an eighth more for a decode step, a quarter for more rows.
 
     oneDNN prepares a program for every row count it meets and keeps up to a thousand of them, of about half a
-    megabyte each: with rows as they come, an engine would grow by hundreds of megabytes.
+    megabyte each: with rows as they come, an engine would grow by hundreds of megabytes. Time grows with the rows.
     """
-    step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // 8)
+    steps = 16 if num_rows <= FINELY_PADDED_ROWS else 8
+    step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
     return -(-num_rows // step) * step
 
 

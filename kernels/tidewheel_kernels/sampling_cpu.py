@@ -9,6 +9,7 @@ import torch
 
 from tidewheel_kernels.sampling_reference import (
     GREEDY_TEMPERATURE,
+    Greedy,
     draw,
     filtered_weights,
     greedy_tokens,
@@ -22,16 +23,36 @@ if TYPE_CHECKING:
     from tidewheel_kernels.sampling import SamplingTensors
 
 NUM_CANDIDATES = 256
+PART = 128
+MIN_PARTED = 1 << 18  # logits; for fewer, more calls cost more than they save
 
 
 def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
     """Token ids [B] int64; see `tidewheel_kernels.sampling.sample`."""
-    greedy = greedy_tokens(logits)
+    greedy = greedy_tokens_cpu(logits)
     if not params.any_sampled:
         return greedy.token_ids
     sampled = (params.temperature >= GREEDY_TEMPERATURE) & (greedy.token_ids >= 0)
     drawn = draw(_weights(logits.float(), greedy.max_logit, params), uniform)
     return torch.where(sampled, drawn, greedy.token_ids)
+
+
+def greedy_tokens_cpu(logits: torch.Tensor) -> Greedy:
+    """What `greedy_tokens` returns. Torch finds a maximum with vector instructions, but not its index: so the index
+    is looked for in the part of the row that has the maximum (measured on [40, 32000], float32: 1.08 -> 0.17 ms).
+    """
+    if logits.numel() < MIN_PARTED:
+        return greedy_tokens(logits)
+    logits = logits.float()  # maxima of 16-bit parts are four times as slow
+    size = logits.shape[-1]
+    num_parts = max(1, size // PART)
+    # The last part takes what is left over.
+    whole = logits[:, : num_parts * PART].reshape(len(logits), num_parts, -1).amax(dim=-1)
+    whole[:, -1] = logits[:, (num_parts - 1) * PART :].amax(dim=-1)
+    max_logit, part = whole.max(dim=-1, keepdim=True)
+    columns = (part * PART + torch.arange(PART + size % PART)).clamp_(max=size - 1)
+    token_ids = columns.gather(1, logits.gather(1, columns).max(dim=-1, keepdim=True).indices).squeeze(-1)
+    return Greedy(max_logit, token_ids.masked_fill(~max_logit.squeeze(-1).isfinite(), -1))
 
 
 class _Thresholds(NamedTuple):

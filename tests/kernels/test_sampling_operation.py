@@ -8,8 +8,8 @@ import torch
 from support.sampling_rows import GREEDY, Row, tensors
 from tidewheel_kernels import SamplingTensors, sample
 from tidewheel_kernels.jit.sampling import sample as sample_triton
-from tidewheel_kernels.sampling_cpu import NUM_CANDIDATES, sample_cpu
-from tidewheel_kernels.sampling_reference import filtered_weights, sample_reference
+from tidewheel_kernels.sampling_cpu import MIN_PARTED, NUM_CANDIDATES, greedy_tokens_cpu, sample_cpu
+from tidewheel_kernels.sampling_reference import filtered_weights, greedy_tokens, sample_reference
 
 Implementation = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 INF, NAN = float("inf"), float("nan")
@@ -102,6 +102,21 @@ def test_greedy_takes_the_first_of_equals(implementation: Implementation, where:
     uniform = torch.full((2,), 0.9, device=where)
     assert implementation(logits, tensors([GREEDY, GREEDY], where), uniform).tolist() == [70, 70]
     assert implementation(logits, tensors([GREEDY, Row(top_k=2)], where), uniform)[0].item() == 70
+
+
+@pytest.mark.parametrize("vocabulary", [50, 128, 32_000, 32_127])
+def test_greedy_tokens_of_many_logits(vocabulary: int) -> None:
+    num_rows = MIN_PARTED // vocabulary + 4
+    logits = torch.randint(-500, 500, (num_rows, vocabulary), generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits[0, vocabulary // 2] = NAN
+    logits[1, -1] = float("inf")
+    logits[2] = -float("inf")
+    logits[3] = -float("inf")
+    logits[3, -1] = 0.0
+    ours, expected = greedy_tokens_cpu(logits), greedy_tokens(logits)
+    assert torch.equal(ours.token_ids, expected.token_ids)
+    assert torch.equal(ours.max_logit[1:], expected.max_logit[1:])
+    assert ours.token_ids[:4].tolist() == [-1, -1, -1, vocabulary - 1]
 
 
 def test_ties_at_a_threshold_are_all_kept(implementation: Implementation, where: str) -> None:

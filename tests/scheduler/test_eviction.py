@@ -209,3 +209,13 @@ def test_under_fair_weight_is_the_measure() -> None:
         driver.add(make_request("x", tenant="light"))
     assert evicted(driver, make_request("y", tenant="heavy")) == ["r3"]
     driver.run()
+
+
+def test_under_fair_a_group_that_displaced_one_of_its_own_may_still_take_from_a_bigger_crowd() -> None:
+    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=4)
+    driver.add(make_request("a0", tenant="a", priority=LOW))
+    for number in range(3):
+        driver.add(make_request(f"b{number}", tenant="b", arrival_time=float(number)))
+    leader = make_request("x", tenant="a", priority=CRITICAL)
+    assert evicted(driver, leader, make_request("y", tenant="a", priority=CRITICAL, leader=leader)) == ["a0", "b2"]
+    driver.run()

@@ -149,21 +149,28 @@ class WaitingSet:
         """Those that never started, in the order in which `count` newcomers like this one take their places.
 
         Where tenants take turns they take places of the tenant that has most of them over its weight, while that is
-        more than the newcomer's would then have; and of lower classes only among the newcomer's own.
+        more than the newcomer's would then have; else those of lower classes among the newcomer's own, which then has
+        fewer.
         """
         if self._counters is None:
             yield from self.evictable(service_class)
             return
-        crowds = {tenant: number / self._counters.weight(tenant) for tenant, number in self._new_by_tenant.items()}
-        own = crowds.pop(newcomer.tenant, 0.0) + count / self._counters.weight(newcomer.tenant)
-        newest = {tenant: self._newest_of(tenant) for tenant in crowds if crowds[tenant] > own}
-        while newest:
-            tenant = max(newest, key=lambda tenant: (crowds[tenant], tenant))
-            yield next(newest[tenant])
-            crowds[tenant] -= 1.0 / self._counters.weight(tenant)
-            if crowds[tenant] <= own:
-                del newest[tenant]
-        yield from (request for request in self.evictable(service_class) if request.tenant == newcomer.tenant)
+        weight = self._counters.weight
+        waiting = Counter(self._new_by_tenant)
+        own = waiting.pop(newcomer.tenant, 0) + count
+        newest = {tenant: self._newest_of(tenant) for tenant in waiting}
+        lower = (request for request in self.evictable(service_class) if request.tenant == newcomer.tenant)
+        while True:
+            biggest = max(waiting, key=lambda tenant: (waiting[tenant] / weight(tenant), tenant), default=None)
+            if biggest is not None and waiting[biggest] / weight(biggest) > own / weight(newcomer.tenant):
+                yield next(newest[biggest])
+                waiting[biggest] -= 1
+                continue
+            victim = next(lower, None)
+            if victim is None:
+                return
+            yield victim
+            own -= 1
 
     def num_tokens_ahead(self, service_class: Priority) -> int:
         """Of requests that never started, in this class and better ones."""

@@ -1,5 +1,5 @@
 """What an engine does beside the arithmetic, step by step, beside vLLM on the same requests: three ratios that say
-something about a scheduler whatever the machine. (The other two are stages of `tidewheel bench --suite offline`.)
+something about a scheduler whatever the machine. (The other two are stages of `tidewheel bench --suite efficiency`.)
 
     python benchmarks/step_efficiency.py --vllm ENVIRONMENT/bin/python --save
 

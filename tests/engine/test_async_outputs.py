@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-import tokenizers
 import zmq
 
 from support.engine_clients import CONFIG, Client, Recorder, request
 from support.fake_engine import make_info
 from support.fake_runner import VOCAB_SIZE, FakeRunner, naive_output
 from support.scheduling import make_request
-from support.tiny_models import llama, save
+from support.tiny_models import save_byte_llama
 from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
@@ -38,13 +36,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its token ids are bytes."""
     folder = tmp_path_factory.mktemp("bytes")
-    save(lambda: llama(vocab_size=256), folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [250, 251]}))
+    save_byte_llama(folder)
     return folder
 
 

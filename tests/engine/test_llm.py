@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-import tokenizers
 
-from support.tiny_models import llama, prompts, qwen3, save, transformers_tokens
+from support.tiny_models import llama, prompts, qwen3, save, save_byte_llama, transformers_tokens
 from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.batch import Int32Array
 from tidewheel.errors import Busy, ConfigError, DeadlineExceeded, InvalidRequest, NotFound
@@ -195,13 +193,7 @@ def test_closed_is_closed(reference: Reference) -> None:
 @pytest.fixture(scope="module")
 def byte_llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     folder = tmp_path_factory.mktemp("bytes")
-    save(lambda: llama(vocab_size=256), folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [250, 251]}))
+    save_byte_llama(folder)
     with load(folder, skip_tokenizer_init=False) as llm:
         yield llm
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
@@ -113,6 +115,17 @@ def save(make: Callable[[], PreTrainedModel], folder: Path, *, shard_size: str =
     model.set_attn_implementation("eager")
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model.eval()
+
+
+def save_byte_llama(folder: Path) -> None:
+    """A Llama with a tokenizer, whose token ids are bytes; greedy by default, ids 250 and 251 end a text."""
+    save(lambda: llama(vocab_size=256), folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [250, 251]}))
 
 
 def prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> list[Int32Array]:

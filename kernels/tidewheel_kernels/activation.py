@@ -12,7 +12,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` for ``gate_up = cat(gate, up)``: [num_tokens, 2 * I] -> [num_tokens, I], same dtype."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up needs an even last dimension, got shape {tuple(gate_up.shape)}")
-    return _OP.on(gate_up.device)(gate_up)
+    return _OP.on(gate_up)(gate_up)
 
 
 def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -26,4 +26,10 @@ def silu_and_mul_cpu(gate_up: torch.Tensor) -> torch.Tensor:
     return silu(gate).mul_(up)
 
 
-_OP = Op("silu_and_mul", reference=silu_and_mul_reference, kernel="jit.activation:silu_and_mul", cpu=silu_and_mul_cpu)
+_OP = Op(
+    "silu_and_mul",
+    reference=silu_and_mul_reference,
+    kernel="jit.activation:silu_and_mul",
+    cpu=silu_and_mul_cpu,
+    native="native.ops:silu_and_mul",
+)

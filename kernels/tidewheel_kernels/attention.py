@@ -35,7 +35,7 @@ def paged_attention(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.shape[0]:
-        _OP.on(q.device)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
+        _OP.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     return out
 
 
@@ -74,4 +74,5 @@ _OP = Op(
     reference=paged_attention_reference,
     kernel="jit.attention:paged_attention",
     cpu=paged_attention_cpu,
+    native="native.ops:paged_attention",
 )

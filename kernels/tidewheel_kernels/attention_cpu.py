@@ -26,9 +26,11 @@ def paged_attention_cpu(
     scale: float,
     sliding_window: int,
     soft_cap: float,
+    *,
+    first_seq: int = 0,  # sequences before it are left alone
 ) -> None:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
-    plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype))
+    plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype, first_seq))
     for group in plan.groups:
         attend = _attend_decodes if group.query_len == 1 else _attend_chunks
         attended = attend(q.index_select(0, group.rows), k_cache, v_cache, group, scale, soft_cap)

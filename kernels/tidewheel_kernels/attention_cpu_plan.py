@@ -36,6 +36,7 @@ class PlanKey(NamedTuple):
     head_dim: int
     sliding_window: int
     dtype: torch.dtype
+    first_seq: int = 0  # sequences before it are not part of the plan
 
 
 class Group(NamedTuple):
@@ -83,13 +84,13 @@ class Pieces:
 
 
 def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
-    starts = meta.host_cu_seqlens_q().astype(np.int64)
-    seq_lens = meta.host_seq_lens().astype(np.int64)
-    block_tables = meta.block_tables.numpy()
+    starts = meta.host_cu_seqlens_q()[key.first_seq :].astype(np.int64)
+    seq_lens = meta.host_seq_lens()[key.first_seq :].astype(np.int64)
+    block_tables = meta.block_tables.numpy()[key.first_seq :]
     pieces = cut(starts, seq_lens, key.sliding_window)
     bytes_per_key = key.num_kv_heads * key.head_dim * key.dtype.itemsize
     groups = [_group(part, block_tables, key) for part in grouped(pieces, MAX_GATHERED_BYTES // bytes_per_key)]
-    empty = np.flatnonzero(np.repeat(seq_lens == 0, np.diff(starts)))
+    empty = starts[0] + np.flatnonzero(np.repeat(seq_lens == 0, np.diff(starts)))
     return Plan(groups, torch.from_numpy(empty))
 
 

@@ -1,11 +1,13 @@
-"""Chooses, once per operation and device type, which implementation of an operation runs.
+"""Chooses, once per operation, device type and dtype, which implementation of an operation runs.
 
-``auto``       (default) CUDA tensors: the triton-lang kernel; others: the CPU implementation, else the reference.
+``auto``       (default) CUDA tensors: the triton-lang kernel; others: the first that there is of the native kernel
+               (float32 and bfloat16, where there is a C compiler), the fast torch operations and the reference.
+``torch``      the same without native kernels.
 ``reference``  the plain torch reference everywhere.
 ``triton``     the kernel everywhere; on tensors that are not on a GPU this needs triton-lang's interpreter
                (``TRITON_INTERPRET=1``, set before triton is imported).
 
-The environment variable ``TIDEWHEEL_KERNELS`` selects one of the three; a choice that cannot be honoured is an error.
+The environment variable ``TIDEWHEEL_KERNELS`` selects one of the four; a choice that cannot be honoured is an error.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import Generic, Literal, ParamSpec, TypeVar, cast, get_args
 
 import torch
 
-Kind = Literal["triton", "cpu", "reference"]
-Preference = Literal["auto", "reference", "triton"]
+from tidewheel_kernels.native.library import native_library
+
+Kind = Literal["triton", "native", "cpu", "reference"]
+Preference = Literal["auto", "torch", "reference", "triton"]
 
 ENVIRONMENT_VARIABLE = "TIDEWHEEL_KERNELS"
 logger = logging.getLogger(__name__)
@@ -54,7 +58,7 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
     if preference == "reference":
         return "reference"
     on_gpu = device_type == "cuda"
-    if preference == "auto" and not on_gpu:
+    if preference in ("auto", "torch") and not on_gpu:
         return "cpu" if has_cpu else "reference"
     if not triton_installed():
         raise KernelUnavailable(
@@ -70,36 +74,55 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
 
 
 class Op(Generic[P, R]):
-    """One operation with its implementations: reference, optional CPU path, and kernel.
+    """One operation with its implementations: reference, kernel, and for a CPU torch operations and a native kernel.
 
-    `kernel` is ``"module:function"`` inside this package. It is imported on first use, so a machine without
-    triton-lang can import the package and use the other implementations.
+    `kernel` and `native` are ``"module:function"`` inside this package. They are imported on first use, so a machine
+    without triton-lang or a C compiler can import the package and use the other implementations.
     """
 
     def __init__(
-        self, name: str, *, reference: Callable[P, R], kernel: str, cpu: Callable[P, R] | None = None
+        self,
+        name: str,
+        *,
+        reference: Callable[P, R],
+        kernel: str,
+        cpu: Callable[P, R] | None = None,
+        native: str | None = None,
     ) -> None:
         self.name = name
         self._reference = reference
         self._kernel = kernel
         self._cpu = cpu
-        self._chosen: dict[str, Callable[P, R]] = {}
+        self._native = native
+        self._chosen: dict[tuple[str, torch.dtype], Callable[P, R]] = {}
 
-    def on(self, device: torch.device) -> Callable[P, R]:
-        """The implementation for tensors on `device`; chosen on the first call and kept."""
-        chosen = self._chosen.get(device.type)
+    def on(self, tensor: torch.Tensor) -> Callable[P, R]:
+        """The implementation for tensors like this one; chosen on the first call and kept."""
+        key = tensor.device.type, tensor.dtype
+        chosen = self._chosen.get(key)
         if chosen is None:
-            kind = choose(device.type, preference_from_environment(), has_cpu=self._cpu is not None)
-            logger.info("%s on %s: %s", self.name, device.type, kind)
-            chosen = self._chosen[device.type] = self.implementation(kind)
+            kind = self._kind(*key)
+            logger.info("%s on %s in %s: %s", self.name, *key, kind)
+            chosen = self._chosen[key] = self.implementation(kind)
         return chosen
+
+    def _kind(self, device_type: str, dtype: torch.dtype) -> Kind:
+        preference = preference_from_environment()
+        kind = choose(device_type, preference, has_cpu=self._cpu is not None)
+        prefers_native = kind == "cpu" and preference == "auto" and self._native is not None
+        return "native" if prefers_native and native_library(dtype) is not None else kind
 
     def implementation(self, kind: Kind) -> Callable[P, R]:
         """One implementation by kind, whatever the environment says."""
         if kind == "triton":
-            module, function = self._kernel.split(":")
-            launcher = getattr(importlib.import_module(f"tidewheel_kernels.{module}"), function)
-            return cast("Callable[P, R]", launcher)
+            return self._imported(self._kernel)
+        if kind == "native" and self._native is not None:
+            return self._imported(self._native)
         if kind == "cpu" and self._cpu is not None:
             return self._cpu
         return self._reference
+
+    def _imported(self, name: str) -> Callable[P, R]:
+        module, function = name.split(":")
+        launcher = getattr(importlib.import_module(f"tidewheel_kernels.{module}"), function)
+        return cast("Callable[P, R]", launcher)

@@ -21,7 +21,7 @@ def write_kv_cache(
     v_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
 ) -> None:
     """Stores the keys and values of each token in its slot. Slots of one call are distinct."""
-    _WRITE.on(k.device)(k, v, slot_mapping, k_cache, v_cache)
+    _WRITE.on(k)(k, v, slot_mapping, k_cache, v_cache)
 
 
 def write_kv_cache_reference(
@@ -62,7 +62,7 @@ def copy_blocks(
         return
     stacks = [caches] if isinstance(caches, torch.Tensor) else [cache.unsqueeze(0) for cache in caches]
     for stack in stacks:
-        _COPY.on(stack.device)(stack, src, dst)
+        _COPY.on(stack)(stack, src, dst)
 
 
 def copy_blocks_reference(stack: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     """
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top must be in [0, {logits.shape[1]}], got {num_top}")
-    return _OP.on(logits.device)(logits, token_ids, num_top)
+    return _OP.on(logits)(logits, token_ids, num_top)
 
 
 def compute_logprobs_reference(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:

@@ -34,7 +34,7 @@ def apply_penalties(logits: torch.Tensor, penalties: PenaltyTensors) -> None:
     ``frequency * output_count + presence`` (OpenAI's definition).
     """
     if penalties.rows.shape[0]:
-        _PENALTIES.on(logits.device)(logits, penalties)
+        _PENALTIES.on(logits)(logits, penalties)
 
 
 def apply_penalties_reference(logits: torch.Tensor, penalties: PenaltyTensors) -> None:
@@ -62,7 +62,7 @@ def apply_logit_bias(
     if logits.dtype != torch.float32:
         raise TypeError(f"logit bias needs float32 logits, got {logits.dtype}; convert with logits.float()")
     if rows.shape[0]:
-        _BIAS.on(logits.device)(logits, rows, token_ids, values)
+        _BIAS.on(logits)(logits, rows, token_ids, values)
 
 
 def apply_logit_bias_reference(

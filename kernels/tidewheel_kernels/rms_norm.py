@@ -22,7 +22,7 @@ def rms_norm(
     With `residual`, normalises ``s = x + residual`` (rounded to x's dtype, as a separate addition would be) and
     returns ``(normed, s)``. Inputs are not modified. `weight_offset` is 1.0 for Gemma-style checkpoints.
     """
-    return _OP.on(x.device)(x, weight, eps, residual, weight_offset=weight_offset)
+    return _OP.on(x)(x, weight, eps, residual, weight_offset=weight_offset)
 
 
 def rms_norm_reference(
@@ -54,4 +54,10 @@ def rms_norm_cpu(
     return normed if residual is None else (normed, total)
 
 
-_OP = Op("rms_norm", reference=rms_norm_reference, kernel="jit.rms_norm:rms_norm", cpu=rms_norm_cpu)
+_OP = Op(
+    "rms_norm",
+    reference=rms_norm_reference,
+    kernel="jit.rms_norm:rms_norm",
+    cpu=rms_norm_cpu,
+    native="native.ops:rms_norm",
+)

@@ -34,7 +34,7 @@ def rope_and_cache(
     rotary_dim = cos_sin_cache.shape[-1]
     if rotary_dim % 2 or rotary_dim > q.shape[-1]:
         raise ValueError(f"rotary_dim must be even and at most head_dim {q.shape[-1]}, got {rotary_dim}")
-    _OP.on(q.device)(
+    _OP.on(q)(
         q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache,
         q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight, eps=eps,
     )  # fmt: skip
@@ -126,5 +126,9 @@ def _normed(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 
 
 _OP = Op(
-    "rope_and_cache", reference=rope_and_cache_reference, kernel="jit.rope:rope_and_cache", cpu=rope_and_cache_cpu
+    "rope_and_cache",
+    reference=rope_and_cache_reference,
+    kernel="jit.rope:rope_and_cache",
+    cpu=rope_and_cache_cpu,
+    native="native.ops:rope_and_cache",
 )

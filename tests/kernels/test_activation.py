@@ -7,6 +7,7 @@ from support.kernel_harness import RATIO, assert_close
 from tidewheel_kernels import silu_and_mul
 from tidewheel_kernels.activation import silu_and_mul_cpu, silu_and_mul_reference
 from tidewheel_kernels.jit.activation import silu_and_mul as silu_and_mul_triton
+from tidewheel_kernels.native.ops import silu_and_mul as silu_and_mul_native
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -17,11 +18,14 @@ def test_equals_reference(device: str, tokens: int, size: int, dtype: torch.dtyp
     reference = silu_and_mul_reference(gate_up)
     assert_close("kernel", reference, silu_and_mul_triton(gate_up), RATIO[dtype])
     assert_close("cpu", reference, silu_and_mul_cpu(gate_up), RATIO[dtype])
+    if dtype != torch.float16:
+        assert_close("native", reference, silu_and_mul_native(gate_up.cpu()), RATIO[dtype])
 
 
 def test_large_gates_do_not_overflow(device: str) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, 1.0, 2.0]], device=device)
     assert silu_and_mul_triton(gate_up).tolist() == [[0.0, 2e4]]
+    assert silu_and_mul_native(gate_up.cpu()).tolist() == [pytest.approx([0.0, 2e4], abs=1e-30)]
 
 
 def test_gate_is_the_first_half() -> None:

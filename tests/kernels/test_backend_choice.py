@@ -14,7 +14,7 @@ import tidewheel_kernels
 from tidewheel_kernels import backend
 from tidewheel_kernels.backend import KernelUnavailable, Op, choose, preference_from_environment
 
-CPU = torch.device("cpu")
+TENSOR = torch.zeros(1)
 
 
 class TestChoice:
@@ -23,6 +23,9 @@ class TestChoice:
         ("cuda", "reference", True, "reference"),
         ("cpu", "auto", True, "cpu"),
         ("cpu", "auto", False, "reference"),
+        ("cpu", "torch", True, "cpu"),
+        ("cpu", "torch", False, "reference"),
+        ("cuda", "torch", True, "triton"),
         ("cpu", "reference", True, "reference"),
     ]
 
@@ -44,7 +47,7 @@ class TestChoice:
 
     def test_unknown_preference(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TIDEWHEEL_KERNELS", "fast")
-        with pytest.raises(KernelUnavailable, match="auto, reference, triton"):
+        with pytest.raises(KernelUnavailable, match="auto, torch, reference, triton"):
             preference_from_environment()
 
 
@@ -53,15 +56,15 @@ def test_an_operation_chooses_once_and_says_so(
 ) -> None:
     op = Op("double", reference=lambda x: 2 * x, kernel="jit.nowhere:nothing")
     with caplog.at_level(logging.INFO, logger="tidewheel_kernels"):
-        assert op.on(CPU)(3) == 6
+        assert op.on(TENSOR)(3) == 6
         monkeypatch.setenv("TIDEWHEEL_KERNELS", "fast")
-        assert op.on(CPU)(4) == 8
-    assert [record.getMessage() for record in caplog.records] == ["double on cpu: reference"]
+        assert op.on(TENSOR)(4) == 8
+    assert [record.getMessage() for record in caplog.records] == ["double on cpu in torch.float32: reference"]
 
 
 def test_a_forced_reference_wins_over_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "reference")
-    assert Op("name", reference=lambda: "reference", kernel="jit.x:y", cpu=lambda: "cpu").on(CPU)() == "reference"
+    assert Op("name", reference=lambda: "reference", kernel="jit.x:y", cpu=lambda: "cpu").on(TENSOR)() == "reference"
 
 
 def test_the_package_works_without_triton() -> None:

@@ -13,9 +13,11 @@ from tidewheel_kernels.attention_cpu import paged_attention_cpu
 from tidewheel_kernels.attention_reference import paged_attention_reference
 from tidewheel_kernels.jit.attention import paged_attention as paged_attention_triton
 from tidewheel_kernels.launch_config import compile_target, prefill_config
+from tidewheel_kernels.native.ops import paged_attention as paged_attention_native
 
 Implementation = Callable[..., None]
 SCALE = 0.2
+IMPLEMENTATIONS = {"triton": paged_attention_triton, "cpu": paged_attention_cpu, "native": paged_attention_native}
 
 
 class Batch(NamedTuple):
@@ -34,9 +36,9 @@ MIXED = Batch("mixed", [(1, 33), (1, 5), (3, 9), (20, 20), (1, 17), (50, 83), (2
 ALL_BATCHES = [DECODE_1, DECODES, LONG_DECODE, PREFILL_63, MIXED]
 
 
-@pytest.fixture(params=["triton", "cpu"])
+@pytest.fixture(params=["triton", "cpu", "native"])
 def implementation(request: pytest.FixtureRequest) -> Implementation:
-    return {"triton": paged_attention_triton, "cpu": paged_attention_cpu}[request.param]
+    return IMPLEMENTATIONS[request.param]
 
 
 @pytest.fixture
@@ -93,6 +95,7 @@ def test_soft_cap(implementation: Implementation, where: str, batch: Batch, wind
 
 
 # The interpreter multiplies bfloat16 bit patterns in tl.dot, so the kernels see bfloat16 on a GPU only.
+@pytest.mark.parametrize("implementation", ["triton", "cpu"], indirect=True)
 @pytest.mark.parametrize("batch", [DECODES, MIXED], ids=str)
 def test_float16(implementation: Implementation, where: str, batch: Batch) -> None:
     check(implementation, paged_batch(batch.lengths, dtype=torch.float16, head_dim=64, device=where))
@@ -162,9 +165,11 @@ def half_batch(lengths: list[tuple[int, int]], device: str, **shape: int) -> Pag
     return paged_batch(lengths, dtype=torch.float16, device=device, **shape)
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "native"], indirect=True)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("batch", [DECODES, MIXED], ids=str)
-def test_bfloat16_on_the_cpu(batch: Batch) -> None:
-    check(paged_attention_cpu, paged_batch(batch.lengths, dtype=torch.bfloat16))
+def test_bfloat16_on_the_cpu(implementation: Implementation, batch: Batch, head_dim: int) -> None:
+    check(implementation, paged_batch(batch.lengths, dtype=torch.bfloat16, head_dim=head_dim))
 
 
 @pytest.mark.gpu

@@ -7,15 +7,23 @@ import torch
 
 from support.kernel_harness import RATIO, assert_close
 from tidewheel_kernels.jit.rms_norm import rms_norm as rms_norm_triton
+from tidewheel_kernels.native.ops import rms_norm as rms_norm_native
 from tidewheel_kernels.rms_norm import NormResult, rms_norm, rms_norm_cpu, rms_norm_reference
 
 Function = Callable[..., NormResult]
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [rms_norm_triton, rms_norm_cpu], ids=["triton", "cpu"])
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FUNCTIONS = {"triton": rms_norm_triton, "cpu": rms_norm_cpu, "native": rms_norm_native}
+IMPLEMENTATIONS = pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        pytest.param(function, dtype, id=f"{name}-{dtype}")
+        for name, function in FUNCTIONS.items()
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        if not (name == "native" and dtype == torch.float16)
+    ],
+)
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0], ids=lambda v: f"offset={v}")
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (63, 100), (3, 1024), (0, 64)], ids=lambda v: str(v))
 def test_equals_reference(
@@ -33,7 +41,6 @@ def test_equals_reference(
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 8), (63, 100), (0, 64)], ids=lambda v: str(v))
 def test_fused_residual_equals_reference(
     device: str, implementation: Function, tokens: int, hidden: int, dtype: torch.dtype

@@ -9,6 +9,7 @@ import torch
 from support.kernel_harness import NAN, RATIO, assert_close
 from tidewheel_kernels import rope_and_cache
 from tidewheel_kernels.jit.rope import rope_and_cache as rope_triton
+from tidewheel_kernels.native.ops import rope_and_cache as rope_native
 from tidewheel_kernels.rope import rope_and_cache_cpu, rope_and_cache_reference
 
 
@@ -38,6 +39,7 @@ CASES = [
     Case(7, 4, 2, 32, 16, norm=False, dtype=torch.float16),
     Case(0, 4, 2, 32, 32, norm=False),
 ]
+IMPLEMENTATIONS = {"triton": rope_triton, "cpu": rope_and_cache_cpu, "native": rope_native}
 
 
 class Inputs:
@@ -67,8 +69,15 @@ class Inputs:
         return qkv, caches
 
 
-@pytest.mark.parametrize("implementation", [rope_triton, rope_and_cache_cpu], ids=["triton", "cpu"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    [
+        pytest.param(function, case, id=f"{name}-{case}")
+        for name, function in IMPLEMENTATIONS.items()
+        for case in CASES
+        if not (name == "native" and case.dtype == torch.float16)
+    ],
+)
 def test_equals_reference(device: str, implementation: Callable[..., None], case: Case) -> None:
     inputs = Inputs(case, device)
     (qkv, caches), (ref_qkv, ref_caches) = inputs.run(implementation), inputs.run(rope_and_cache_reference)

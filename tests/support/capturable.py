@@ -1,6 +1,7 @@
 """Operations of a decode step in plain torch that never read values on the host: what the kernels are on a GPU.
 
-The CPU implementations plan with host values, which is what a graph cannot hold.
+The CPU implementations plan with host values, which is what a graph cannot hold, and native kernels are no operations
+that could be recorded.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from unittest import mock
 
 import torch
 
-from tidewheel_kernels import attention, rope, sampling
+from tidewheel_kernels import activation, attention, rope, sampling
+from tidewheel_kernels.activation import silu_and_mul_cpu
 from tidewheel_kernels.attention_cpu import paged_attention_cpu
 from tidewheel_kernels.metadata import AttentionMetadata
-from tidewheel_kernels.rms_norm import rms_norm_reference
+from tidewheel_kernels.rms_norm import _OP as RMS_NORM
+from tidewheel_kernels.rms_norm import rms_norm_cpu, rms_norm_reference
 from tidewheel_kernels.rope import rotate_neox
 from tidewheel_kernels.sampling_reference import sample_reference
 
@@ -23,8 +26,14 @@ from tidewheel_kernels.sampling_reference import sample_reference
 def installed() -> Iterator[None]:
     """Inside, they run on a CPU in place of its own."""
     with ExitStack() as stack:
-        for module, function in ((attention, paged_attention), (rope, rope_and_cache), (sampling, sample_reference)):
-            stack.enter_context(mock.patch.dict(module._OP._chosen, cpu=function))
+        for operation, function in (
+            (attention._OP, paged_attention),
+            (rope._OP, rope_and_cache),
+            (sampling._OP, sample_reference),
+            (RMS_NORM, rms_norm_cpu),
+            (activation._OP, silu_and_mul_cpu),
+        ):
+            stack.enter_context(mock.patch.object(operation, "on", return_value=function))
         yield
 
 

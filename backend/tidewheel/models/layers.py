@@ -37,7 +37,9 @@ class Linear:
         if self._packed is None:
             return linear(x, self.weight, self.bias)
         num_rows = x.shape[0]
-        x = pad(x, (0, 0, 0, padded_rows(num_rows) - num_rows))
+        extra = padded_rows(num_rows) - num_rows
+        if extra:
+            x = pad(x, (0, 0, 0, extra))
         packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return packed[:num_rows]
 

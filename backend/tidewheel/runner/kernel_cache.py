@@ -25,10 +25,10 @@ from tidewheel.models.config_file import one_line
 from tidewheel.private_dir import run_dir
 from tidewheel_kernels import copy_blocks
 from tidewheel_kernels.backend import preference_from_environment
+from tidewheel_kernels.native.library import cache_folder as native_cache_folder
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "kernels"
 TAKEN = ("out of memory", "busy or unavailable")  # what CUDA says where not even a few bytes can be had
 
 
@@ -91,9 +91,8 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
         if not _can_write(Path(named)):
             raise ConfigError(f"compiled kernels cannot be kept in {named}: set TRITON_CACHE_DIR to another folder")
         return Path(named)
-    caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME") or "/") / ".cache")
-    folder = Path(caches) / "tidewheel" / FOLDER
-    return folder if _can_write(folder) else run_dir() / FOLDER
+    folder = native_cache_folder(environment)
+    return folder if _can_write(folder) else run_dir() / folder.name
 
 
 def _can_write(folder: Path) -> bool:

@@ -1,0 +1,148 @@
+/* One query per sequence over the paged cache: no key is copied, and each is read once for all query heads of its
+   KV head. The softmax is computed on the way (Milakov and Gimelshein 2018, "Online normalizer calculation for
+   softmax"), a tile of keys at a time. */
+#include "element.h"
+
+/* Query heads of one KV head, and keys, that are worked on together; keys that are fetched ahead: the processor does
+   not guess the stride of one head's keys (measured: 1.6 against 1.2 ms for 64 sequences of 20 to 200 keys). */
+enum { MAX_HEADS = 8, TILE = 64, AHEAD = 8 };
+
+typedef struct {
+    const element *keys, *values; /* of one KV head, at block 0 and offset 0 */
+    const int32_t *blocks;
+    int64_t k_block_stride, v_block_stride, position_stride, block_size;
+    int64_t begin, end; /* positions of the keys that are seen */
+    int64_t q_head_stride;
+    float scale, soft_cap;
+} Context;
+
+/* Where the keys and values of the positions [first, first + count) lie. */
+INLINE void find_tile(
+    const Context *c, int64_t first, int64_t count, const element *keys[TILE], const element *values[TILE]) {
+    int64_t block = first / c->block_size, offset = first % c->block_size;
+    for (int64_t t = 0; t < count; t++) {
+        keys[t] = c->keys + c->blocks[block] * c->k_block_stride + offset * c->position_stride;
+        values[t] = c->values + c->blocks[block] * c->v_block_stride + offset * c->position_stride;
+        if (++offset == c->block_size) {
+            offset = 0;
+            block++;
+        }
+    }
+}
+
+INLINE void fetch(const element *row, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d += 64 / (int64_t)sizeof(element)) __builtin_prefetch(row + d);
+}
+
+INLINE float dot(const float *query, const element *key, int64_t head_dim) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < head_dim; d++) sum += query[d] * load(key[d]);
+    return sum;
+}
+
+/* Logits become weights relative to the new maximum; the return value is what older sums must be multiplied by. */
+INLINE float weigh(float *logits, int64_t count, float *top, float *total) {
+    float highest = *top, added = 0.0f;
+#pragma omp simd reduction(max : highest)
+    for (int64_t t = 0; t < count; t++) highest = logits[t] > highest ? logits[t] : highest;
+#pragma omp simd reduction(+ : added)
+    for (int64_t t = 0; t < count; t++) {
+        logits[t] = fast_exp(logits[t] - highest);
+        added += logits[t];
+    }
+    float fade = fast_exp(*top - highest);
+    *total = *total * fade + added;
+    *top = highest;
+    return fade;
+}
+
+INLINE void attend(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+    float query[MAX_HEADS][MAX_HEAD_DIM], sum[MAX_HEADS][MAX_HEAD_DIM], weights[MAX_HEADS][TILE];
+    float top[MAX_HEADS], total[MAX_HEADS];
+    const element *keys[TILE], *values[TILE];
+    for (int64_t h = 0; h < num_heads; h++) {
+        top[h] = LOWEST;
+        total[h] = 0.0f;
+        for (int64_t d = 0; d < head_dim; d++) {
+            query[h][d] = load(q[h * c->q_head_stride + d]) * c->scale;
+            sum[h][d] = 0.0f;
+        }
+    }
+    for (int64_t first = c->begin; first < c->end; first += TILE) {
+        int64_t count = c->end - first < TILE ? c->end - first : TILE;
+        find_tile(c, first, count, keys, values);
+        for (int64_t t = 0; t < count; t++) {
+            fetch(keys[t + AHEAD < count ? t + AHEAD : t], head_dim);
+            fetch(values[t], head_dim);
+            for (int64_t h = 0; h < num_heads; h++) weights[h][t] = dot(query[h], keys[t], head_dim);
+        }
+        for (int64_t h = 0; h < num_heads; h++) {
+            if (c->soft_cap > 0.0f)
+                for (int64_t t = 0; t < count; t++) weights[h][t] = c->soft_cap * tanhf(weights[h][t] / c->soft_cap);
+            float fade = weigh(weights[h], count, &top[h], &total[h]);
+            for (int64_t d = 0; d < head_dim; d++) sum[h][d] *= fade;
+        }
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t h = 0; h < num_heads; h++)
+#pragma omp simd
+                for (int64_t d = 0; d < head_dim; d++) sum[h][d] += weights[h][t] * load(values[t][d]);
+    }
+    for (int64_t h = 0; h < num_heads; h++) {
+        float factor = c->begin < c->end ? 1.0f / total[h] : 0.0f;
+        for (int64_t d = 0; d < head_dim; d++) out[h * head_dim + d] = round_to_element(sum[h][d] * factor);
+    }
+}
+
+/* Numbers of heads and head dimensions of today's models as constants: the inner loops unroll. */
+#define CASE(heads, dim)                           \
+    if (num_heads == (heads) && head_dim == (dim)) \
+        return attend(c, q, out, heads, dim)
+
+static void attend_any(const Context *c, const element *q, element *out, int64_t num_heads, int64_t head_dim) {
+    CASE(1, 64);
+    CASE(2, 64);
+    CASE(4, 64);
+    CASE(2, 128);
+    CASE(4, 128);
+    attend(c, q, out, num_heads, head_dim);
+}
+
+API void decode_attention(
+    const element *q,       /* [num_seqs, num_kv_heads * group, head_dim] */
+    const element *k_cache, /* [num_blocks, block_size, num_kv_heads, head_dim] */
+    const element *v_cache,
+    const int32_t *block_tables, /* [num_seqs, table_stride] */
+    const int32_t *seq_lens,     /* [num_seqs]; 0: the row becomes zero */
+    element *out,                /* [num_seqs, num_kv_heads * group, head_dim] */
+    int64_t num_seqs, int64_t num_kv_heads, int64_t group, int64_t head_dim, int64_t block_size, int64_t q_stride,
+    int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride, int64_t table_stride,
+    int64_t sliding_window, /* 0: every key is seen */
+    float scale,
+    float soft_cap, /* 0: none */
+    int32_t num_threads) {
+    int64_t num_parts = (group + MAX_HEADS - 1) / MAX_HEADS;
+#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t job = 0; job < num_seqs * num_kv_heads * num_parts; job++) {
+        int64_t seq = job / (num_kv_heads * num_parts), kv_head = job / num_parts % num_kv_heads;
+        int64_t head = kv_head * group + job % num_parts * MAX_HEADS;
+        int64_t left = (kv_head + 1) * group - head, end = seq_lens[seq];
+        Context context = {
+            .keys = k_cache + kv_head * head_dim,
+            .values = v_cache + kv_head * head_dim,
+            .blocks = block_tables + seq * table_stride,
+            .k_block_stride = k_block_stride,
+            .v_block_stride = v_block_stride,
+            .position_stride = num_kv_heads * head_dim,
+            .block_size = block_size,
+            .begin = sliding_window > 0 && end > sliding_window ? end - sliding_window : 0,
+            .end = end,
+            .q_head_stride = q_head_stride,
+            .scale = scale,
+            .soft_cap = soft_cap,
+        };
+        attend_any(
+            &context, q + seq * q_stride + head * q_head_stride, out + (seq * num_kv_heads * group + head) * head_dim,
+            left < MAX_HEADS ? left : MAX_HEADS, head_dim);
+    }
+}

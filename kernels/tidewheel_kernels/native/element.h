@@ -1,0 +1,61 @@
+/* The element type of activations and caches, chosen by the compiler's -D: float32 or bfloat16.
+   Arithmetic is float32. Everything here is inlined into loops that the compiler makes vector code of. */
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+
+#define LOWEST -1e30f /* below every logit, and still finite: a difference of two is no NaN */
+
+enum { MAX_HEAD_DIM = 256 };
+
+INLINE float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+#if defined ELEMENT_BFLOAT16
+typedef uint16_t element;
+
+INLINE float load(element x) { return from_bits((uint32_t)x << 16); }
+
+/* To nearest, ties to even. */
+INLINE element round_to_element(float x) {
+    uint32_t bits = to_bits(x);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (element)(x == x ? rounded : 0x7fc0);
+}
+#elif defined ELEMENT_FLOAT32
+typedef float element;
+
+INLINE float load(element x) { return x; }
+INLINE element round_to_element(float x) { return x; }
+#else
+#error "choose ELEMENT_FLOAT32 or ELEMENT_BFLOAT16"
+#endif
+
+/* e^x to about 2 units in the last place, without a call, so that loops over it become vector code: a power of two
+   times the polynomial that the Cephes library uses for expf. Outside of [-87, 88] the result is that of the bound. */
+INLINE float fast_exp(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float power = rintf(x * 1.44269504f);
+    float r = x - power * 0.693359375f + power * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * from_bits((uint32_t)((int32_t)power + 127) << 23);
+}

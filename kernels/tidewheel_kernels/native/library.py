@@ -1,0 +1,141 @@
+"""Compiles the C sources of this folder once per element type and processor, keeps the library, and loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+ELEMENTS = {torch.float32: "ELEMENT_FLOAT32", torch.bfloat16: "ELEMENT_BFLOAT16"}
+# Sums may be taken in any order. Not all of -ffast-math: NaN must stay NaN, and linked into a shared library it
+# changes how the whole process treats tiny numbers.
+FLAGS = (
+    "-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
+    "-fno-signed-zeros", "-fopenmp", "-fvisibility=hidden", "-shared", "-fPIC",
+)  # fmt: skip
+COMPILERS = ("gcc", "cc")
+CPU_INFO = Path("/proc/cpuinfo")
+MAPS = Path("/proc/self/maps")
+FOLDER = Path("tidewheel", "kernels")
+TIMEOUT_S = 120
+
+
+class NativeUnavailable(RuntimeError):
+    """The kernels cannot be compiled or loaded here; the message says why."""
+
+
+@functools.cache
+def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The kernels for tensors of `dtype`; None, and one line in the log, where they cannot be had."""
+    if dtype not in ELEMENTS:
+        return None
+    try:
+        return _loaded(_compiled(dtype, _compiler(os.environ)))
+    except (NativeUnavailable, OSError) as error:
+        logger.warning("decode steps will be slower, in plain torch operations: %s", error)
+        return None
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where a user keeps compiled kernels."""
+    caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME") or "/") / ".cache")
+    return Path(caches) / FOLDER
+
+
+def _compiler(environment: Mapping[str, str]) -> str:
+    named = environment.get("CC")
+    found = shutil.which(named) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
+    if found is None:
+        raise NativeUnavailable(f"there is no C compiler {named or 'gcc'}: install gcc, or set CC")
+    return found
+
+
+def _compiled(dtype: torch.dtype, compiler: str) -> Path:
+    sources = sorted(SOURCES.glob("*.c"))
+    options = [*FLAGS, f"-D{ELEMENTS[dtype]}"]
+    digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
+    for file in [*sources, *sorted(SOURCES.glob("*.h"))]:
+        digest.update(file.read_bytes())
+    name = f"native-{digest.hexdigest()[:24]}.so"
+    folder = _private(cache_folder(os.environ))
+    if folder is not None and (folder / name).is_file():
+        return folder / name
+    # Another process may be doing the same: each writes a file of its own, and the last to finish replaces the first.
+    scratch = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        _run([compiler, *options, *map(str, sources), "-o", str(scratch / name), "-lm"])
+        if folder is None:
+            return scratch / name
+        return (scratch / name).replace(folder / name)
+    finally:
+        if folder is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _private(folder: Path) -> Path | None:
+    """The folder, if it can be made and nobody else may write to it: what lies there is loaded as code."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError:
+        return None
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_mine = found.st_uid == os.getuid() and not others_write and os.access(folder, os.W_OK)
+    return folder if is_mine else None
+
+
+def _version(compiler: str) -> str:
+    return _run([compiler, "--version"])
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603 - no shell, the compiler of this machine
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:] or [f"status {error.returncode}"]
+        raise NativeUnavailable(f"{command[0]} failed: {last[0]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{command[0]} cannot be run: {error}") from error
+    return done.stdout
+
+
+def _processor() -> str:
+    """A home folder may serve several machines, and -march=native means each."""
+    try:
+        lines = CPU_INFO.read_text(errors="replace").lower().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {flags}"
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    runtimes = _thread_runtimes()
+    if len(runtimes) > 1:
+        # Two pools of threads would fight for the cores.
+        raise NativeUnavailable(f"torch does not share its OpenMP runtime ({', '.join(sorted(runtimes))})")
+    return library
+
+
+def _thread_runtimes() -> set[str]:
+    try:
+        lines = MAPS.read_text().splitlines()
+    except OSError:
+        return set()
+    mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    return {path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))}

@@ -21,6 +21,9 @@
 * *children not parked*: sequences enter before their leader has computed the prompt that they share.
 * *copies forgotten*: the runner is not told what to copy for forks, swaps and sessions.
 * *long prompts unlimited*: one prompt takes the whole budget.
+* *lower classes share*: what a long prompt leaves goes to whoever comes next, of whatever class.
+* *long ones share*: or however long.
+* *nothing given back*: what nobody takes of what a long prompt leaves is lost.
 * *strategy ignored*: requests join a static batch that runs.
 """
 
@@ -200,6 +203,18 @@ def long_prompts_unlimited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerConfig, "max_chunk_tokens", property(lambda self: self.max_num_batched_tokens))
 
 
+def lower_classes_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepPlan, "may_share", lambda self, level: True)
+
+
+def long_ones_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepPlan, "is_short", lambda self, num_missing: True)
+
+
+def nothing_given_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepPlan, "give_back", lambda self: None)
+
+
 def strategy_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Control, "_max_joins", lambda self, *view: 999)
 
@@ -209,6 +224,7 @@ MUTATIONS = (
     stale_answer_taken, class_forgotten, budget_overdrawn, rows_not_announced, most_progress_lost,
     preempted_without_bound, oldest_evicted, half_a_group_admitted, aged_to_critical, place_kept_when_lifted,
     running_never_expires, children_not_parked, copies_forgotten, long_prompts_unlimited, strategy_ignored,
+    lower_classes_share, long_ones_share, nothing_given_back,
 )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def test_the_budget_goes_to_the_best_prompt_under_way_or_waiting() -> None:
     driver.add(make_request("low", prompt=[1] * 20, priority=LOW))
     driver.step()
     driver.add(make_request("high", prompt=[2] * 5, priority=HIGH))
-    driver.add(make_request("later", prompt=[3] * 5, priority=LOW, arrival_time=1.0))
+    driver.add(make_request("later", prompt=[3] * 6, priority=LOW, arrival_time=1.0))
     batch = driver.schedule()
     assert batch is not None
     assert [new.request_id for new in batch.new_rows] == ["high"]

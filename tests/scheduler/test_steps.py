@@ -220,7 +220,7 @@ def test_times_are_those_of_the_calls() -> None:
 
 def test_logprobs_follow_their_request() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6, enable_prefix_caching=False)
-    for name, length in (("a", 1), ("b", 9), ("c", 1)):
+    for name, length in (("a", 1), ("b", 9), ("c", 5)):
         scheduler.add(make_request(name, prompt=length, max_tokens=4), 0.0)
     batch = scheduler.schedule(0.0)  # a, and a part of b
     assert batch is not None

@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from support.budget_checks import check_budget, check_shares
 from support.fake_runner import VOCAB_SIZE
 from support.scheduler_model import Model
 from support.scheduling import Driver, make_request
@@ -227,6 +228,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_victims(running, computed, num_preemptions)
         if batch is not None:
             self.check_order(batch, started)
+            waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
+            check_budget(driver, batch, [request for request in waiting if not self.may_be_parked(request)])
+            check_shares(driver, batch, self.model)
 
     def follow_quotas(self, now: float) -> None:
         """A request that reaches the head while its tenant is over its quota drops a class."""

@@ -86,6 +86,10 @@ class Model:
             own = (-math.inf,)
         return (self.counts(request), *own, *self.arrival(request))
 
+    def level(self, request: Request) -> Key:
+        """What two requests have in common of which the second one may have tokens that the first one leaves."""
+        return self.key(request)[: 2 if self.config.policy == "deadline" else 1]
+
     def victims_of(
         self, newcomer: Request, count: int, service_class: int, waiting: list[Request]
     ) -> list[str] | None:

@@ -11,6 +11,7 @@ from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
 from tidewheel.kvcache.transfers import Transfers
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowArray
+from tidewheel.scheduler.policy import Rank
 
 
 class StepLimits(NamedTuple):
@@ -30,8 +31,21 @@ class Chunk(NamedTuple):
     samples: bool  # reaches the last token
 
 
+class Cut(NamedTuple):
+    """A chunk that the budget cuts short, and who may go ahead of its rest."""
+
+    position: int  # among the chunks
+    num_missing: int  # tokens of the request that are not computed
+    level: Rank
+
+
 class StepPlan:
-    """Rows and block-table entries of the next batch, within a token budget."""
+    """Rows and block-table entries of the next batch, within a token budget.
+
+    A prompt that does not fit in what is left of the budget takes half of it, and leaves the other half to those
+    behind it that are of its level and have less than half as much to compute: with half of every step they are done
+    before it would be, so that they gain more than it loses. What they do not take goes back to it.
+    """
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
@@ -41,6 +55,7 @@ class StepPlan:
         self._decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
+        self._cut: Cut | None = None  # the last one
         self._new_rows: list[NewRow] = []
         self._block_rows: list[int] = []
         self._block_indices: list[int] = []
@@ -58,11 +73,30 @@ class StepPlan:
         self._decode_rows, self._decode_starts = rows, starts
         self.token_budget -= len(rows)
 
-    def add_chunk(self, row: int, start: int, end: int) -> None:
-        """As much of ``[start, end)`` as the budget and the limit of one request allow."""
-        num_tokens = min(end - start, self.token_budget, self.limits.max_chunk_tokens)
+    def may_share(self, level: Rank) -> bool:
+        """May a request of this level have tokens that a long prompt ahead of it leaves?"""
+        return self._cut is None or level <= self._cut.level
+
+    def is_short(self, num_missing: int) -> bool:
+        """Is a request that has so many tokens to compute short enough for it?"""
+        return self._cut is None or 2 * num_missing < self._cut.num_missing
+
+    def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
+        """As much of ``[start, end)`` as the limit of one request and the budget allow; if that cuts it, half."""
+        num_tokens = min(end - start, self.limits.max_chunk_tokens)
+        if end - start > self.token_budget <= self.limits.max_chunk_tokens:
+            num_tokens = (self.token_budget + 1) // 2
+            self._cut = Cut(len(self._chunks), end - start, level)
         self._chunks.append(Chunk(row, start, num_tokens, start + num_tokens == end))
         self.token_budget -= num_tokens
+
+    def give_back(self) -> None:
+        """What nobody took of the budget goes to the prompt that was cut last, which could have taken more."""
+        if self._cut is not None:
+            chunk = self._chunks[self._cut.position]
+            chunk = chunk._replace(num_tokens=chunk.num_tokens + self.token_budget)
+            self._chunks[self._cut.position] = chunk
+            self.token_budget = 0
 
     def add_row(self, new_row: NewRow) -> None:
         self._new_rows.append(new_row)

@@ -27,6 +27,7 @@ Rank = tuple[float, ...]  # an order key, the arrival and its number: total, no 
 
 class Policy(NamedTuple):
     key: Callable[[Request], OrderKey]
+    level_parts: int = 1  # of the key: what makes up the level of a request
     by_class: bool = True  # classes count: for victims too, and a waiting CRITICAL makes room for itself
     by_tenant: bool = False  # tenants take turns, and the key orders the requests of one
     by_arrival: bool = False  # inside a class
@@ -58,10 +59,10 @@ def density(request: Request) -> OrderKey:
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "fifo": Policy(fifo, by_class=False, by_arrival=True),
+        "fifo": Policy(fifo, level_parts=0, by_class=False, by_arrival=True),
         "priority": Policy(priority, by_arrival=True),
         "sjf": Policy(sjf),
-        "deadline": Policy(deadline),
+        "deadline": Policy(deadline, level_parts=2),
         "fair": Policy(priority, by_tenant=True, by_arrival=True),
         "density": Policy(density),
     }
@@ -75,3 +76,9 @@ def rank(policy: Policy, request: Request, sequence: int, *, is_overdue: bool = 
     if is_overdue and len(key) > 1:
         key = (key[0], -math.inf)
     return (*key, request.arrival_time, sequence)
+
+
+def level_of(policy: Policy, rank: Rank) -> Rank:
+    """Where it compares as less or equal, a short request may have some of the tokens of a long prompt ahead of it:
+    they are of one class, and under `deadline` due at the same time."""
+    return rank[: policy.level_parts]

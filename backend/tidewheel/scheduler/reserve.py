@@ -14,7 +14,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.request import Request
 from tidewheel.scheduler.columns import RowArray
 from tidewheel.scheduler.plan import StepLimits, StepPlan, new_row
-from tidewheel.scheduler.policy import Rank
+from tidewheel.scheduler.policy import Rank, level_of
 from tidewheel.scheduler.room import make_room_to_grow, make_way_for_critical, may_enter, service_key
 from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
@@ -22,7 +22,8 @@ from tidewheel.scheduler.state import State
 
 def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
     """Rows that miss one token come first, so that a long prompt never holds up a decode. What is left of the budget
-    goes to prompts in the order of the policy, those that are under way and those that wait alike."""
+    goes to prompts in the order of the policy, those that are under way and those that wait alike; one that does not
+    fit shares it with short ones behind it, as `StepPlan` says."""
     make_way_for_critical(state, limits, now)
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
@@ -67,10 +68,14 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
         is_open = is_open and _admit(state, plan, now, before=key)
         if plan.token_budget < 1:
             return
+        level = level_of(state.policy, columns.ranks[row])
         start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
-        plan.add_chunk(row, start, int(columns.num_tokens[row]))
+        end = int(columns.num_tokens[row])
+        if plan.may_share(level) and plan.is_short(end - start):
+            plan.add_chunk(row, start, end, level)
     if is_open:
         _admit(state, plan, now)
+    plan.give_back()
 
 
 def _admit(state: State, plan: StepPlan, now: float, before: Rank | None = None) -> bool:
@@ -81,11 +86,15 @@ def _admit(state: State, plan: StepPlan, now: float, before: Rank | None = None)
     """
     while state.waiting.has_head and (before is None or state.waiting.head_key() < before):
         request = state.waiting.head()
-        if plan.token_budget < 1 or not may_enter(state, plan.limits, request, plan.joins_left):
+        level = level_of(state.policy, state.waiting.rank_of(request))
+        may_go_on = plan.token_budget > 0 and plan.may_share(level)
+        if not may_go_on or not may_enter(state, plan.limits, request, plan.joins_left):
             return False
         if drop_over_quota(state, request, now):
             continue
         hit = state.find_hit(request)
+        if not plan.is_short(request.num_tokens - hit.num_tokens):
+            return False
         blocks = state.enter(request, hit, keep_free=plan.limits.keep_free if state.columns.num_running else 0)
         if blocks is None:
             return False
@@ -93,7 +102,7 @@ def _admit(state: State, plan: StepPlan, now: float, before: Rank | None = None)
             _start(state, plan, request, hit.num_tokens, now)
         plan.add_row(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
-        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens)
+        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, level)
     return True
 
 

@@ -1,0 +1,53 @@
+"""What must hold of any step: no token of the budget is left over, and a prompt that is cut short has its share."""
+
+from __future__ import annotations
+
+from support.scheduler_model import Model
+from support.scheduling import Driver
+from tidewheel.batch import ScheduledBatch
+from tidewheel.request import Request
+
+
+def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) -> None:
+    """Nothing is left while a prompt could take it: one that is under way, or one of those that may enter."""
+    config, stats = driver.config, driver.scheduler.stats()
+    if batch.num_tokens >= stats.token_budget:
+        return
+    counts = scheduled_tokens(batch)
+    for row, num_tokens in missing_tokens(driver).items():
+        assert num_tokens <= 1 or counts.get(row) == config.long_prefill_token_threshold
+    has_row = stats.num_running < min(stats.max_num_seqs, config.num_rows)
+    if waiting and has_row and config.strategy.name == "continuous":
+        most_blocks = max(driver.kv.num_blocks_for(request.num_tokens) for request in waiting)
+        assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks)
+
+
+def check_shares(driver: Driver, batch: ScheduledBatch, model: Model) -> None:
+    """A prompt that is cut short gets at least as much as those behind it together; they are of its level and have
+    less than half as much to compute."""
+    if model.config.policy == "fair":
+        return  # counters, which move in the step, decide who is behind whom
+    missing, counts = missing_tokens(driver), scheduled_tokens(batch)
+    entered = {new.row for new in batch.new_rows}
+    running = [driver.scheduler._state.columns.request(row) for row in missing]
+    chunks = sorted((r for r in running if counts.get(r.row, 0) > (r.row not in entered)), key=model.key)
+    for index, cut in enumerate(chunks):
+        if missing[cut.row] < 1 or counts[cut.row] == model.config.long_prefill_token_threshold:
+            continue
+        behind = chunks[index + 1 :]
+        assert sum(counts[other.row] for other in behind) <= counts[cut.row]
+        for other in behind:
+            assert model.level(other) == model.level(cut)
+            assert 2 * (missing[other.row] + counts[other.row]) < missing[cut.row] + counts[cut.row]
+
+
+def scheduled_tokens(batch: ScheduledBatch) -> dict[int, int]:
+    """By row."""
+    return dict(zip(batch.rows.tolist(), batch.num_scheduled_tokens.tolist(), strict=True))
+
+
+def missing_tokens(driver: Driver) -> dict[int, int]:
+    """Of running rows: tokens neither computed nor in flight; below 0: that are still to be sampled."""
+    columns = driver.scheduler._state.columns
+    missing = columns.num_tokens - columns.num_computed_tokens - columns.num_inflight_tokens
+    return {row: int(missing[row]) for row in columns.running.nonzero()[0].tolist()}

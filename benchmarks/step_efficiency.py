@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +38,7 @@ NUM_SHORT = 16
 VOCABULARY = 500
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / "backend" / "tidewheel" / "bench" / "peers"
+MODULES = {"tidewheel": "tidewheel_llm", "vllm": "vllm_engine"}
 
 
 class Stepwise(Protocol):
@@ -46,46 +48,6 @@ class Stepwise(Protocol):
 
     def step(self) -> list[tuple[int, int, bool]]:
         """(request, new tokens, done) of those that got any."""
-
-
-class Tidewheel:
-    """The step loop of the engine process, in this one."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        from tidewheel.config import EngineConfig
-        from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
-        from tidewheel.engine.core import EngineCore
-
-        config = EngineConfig.from_settings({**options, "num_threads": 1})
-        runner = load_model_runner(config)
-        scheduler = build_scheduler(config, engine_info(runner.info, config))
-        self._core = EngineCore(scheduler, runner, self._deliver)
-        self._events: dict[int, tuple[int, bool]] = {}
-
-    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
-        import numpy as np
-
-        from tidewheel.request import Request
-        from tidewheel.sampling import SamplingParams
-
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
-        prompt = np.array(input_ids, dtype=np.int32)
-        self._core.add(
-            Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=time.monotonic())
-        )
-
-    def step(self) -> list[tuple[int, int, bool]]:
-        self._events = {}
-        self._core.step()
-        return [(key, count, done) for key, (count, done) in self._events.items()]
-
-    def _deliver(self, outputs: Any) -> None:
-        for request in outputs.requests:
-            key = int(request.request_id)
-            self._events[key] = (self._events.get(key, (0, False))[0] + 1, False)
-        for request in outputs.finished:
-            key = int(request.request_id)
-            self._events[key] = (self._events.get(key, (0, False))[0], True)
 
 
 def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
@@ -160,13 +122,7 @@ def serve(kind: str, part: str, options: dict[str, Any]) -> None:
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:0] = [str(HERE), str(PEERS)]
-    engine: Stepwise
-    if kind == "vllm":
-        from vllm_engine import make
-
-        engine = make({**options, "threads": 1})
-    else:
-        engine = Tidewheel(options)
+    engine: Stepwise = import_module(MODULES[kind]).make({**options, "threads": 1})
     print("ready", file=output)
     for number, _ in enumerate(sys.stdin):
         print(json.dumps(PARTS[part](engine, number)), file=output)

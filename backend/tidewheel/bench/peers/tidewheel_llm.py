@@ -1,11 +1,12 @@
-"""This project's engine in-process, for offline work: what has come is generated as one batch."""
+"""This project's engine in-process: the step loop of its engine process, without processes and sockets."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-GATHER_S = 0.02  # requests of an offline batch come within it
+# An offline batch comes all at once: how much may wait is no matter of what is measured.
+WAITING = {"max_waiting_requests": 1 << 20, "max_waiting_tokens": 1 << 30}
 
 
 def make(options: dict[str, Any]) -> TidewheelLlm:
@@ -13,38 +14,50 @@ def make(options: dict[str, Any]) -> TidewheelLlm:
 
 
 class TidewheelLlm:
-    streams = False
+    streams = True
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
 
-        from tidewheel import LLM, SamplingParams, __version__
+        from tidewheel import __version__
+        from tidewheel.batch import StepOutputs
+        from tidewheel.config import EngineConfig
+        from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
+        from tidewheel.engine.core import EngineCore
 
-        own = ("model", "threads")
-        settings = {key: value for key, value in options.items() if key not in own}
+        settings = WAITING | {key: value for key, value in options.items() if key != "threads"}
         if options.get("threads"):
             settings["num_threads"] = int(options["threads"])
-        self._llm = LLM(options["model"], skip_tokenizer_init=True, **settings)
-        self._sampling = SamplingParams
-        self._waiting: list[tuple[int, list[int], int]] = []
-        self._gathered = False
+        config = EngineConfig.from_settings(settings)
+        runner = load_model_runner(config)
+        scheduler = build_scheduler(config, engine_info(runner.info, config))
+        self._events: dict[int, tuple[int, bool]] = {}  # request: new tokens, done
         self.versions = {"tidewheel": __version__, "torch": torch.__version__}
 
+        def deliver(outputs: StepOutputs) -> None:
+            for request in outputs.requests:
+                key = int(request.request_id)
+                self._events[key] = (self._events.get(key, (0, False))[0] + 1, False)
+            for request in outputs.finished:
+                if request.error is not None:
+                    raise request.error
+                key = int(request.request_id)
+                self._events[key] = (self._events.get(key, (0, False))[0], True)
+
+        self._core = EngineCore(scheduler, runner, deliver)
+
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
-        self._waiting.append((request_id, input_ids, max_tokens))
+        import numpy as np
+
+        from tidewheel.request import Request
+        from tidewheel.sampling import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        prompt = np.array(input_ids, dtype=np.int32)
+        now = time.monotonic()
+        self._core.add(Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=now))
 
     def step(self) -> list[tuple[int, int, bool]]:
-        if not self._gathered:
-            time.sleep(GATHER_S)
-            self._gathered = True
-            return []
-        batch, self._waiting, self._gathered = self._waiting, [], False
-        results = self._llm.generate(
-            [{"input_ids": ids} for _, ids, _ in batch],
-            [self._sampling(temperature=0.0, max_tokens=count, ignore_eos=True) for _, _, count in batch],
-            use_tqdm=False,
-        )
-        return [
-            (request_id, len(result.token_ids), True)
-            for (request_id, _, _), result in zip(batch, results, strict=True)
-        ]
+        self._events = {}
+        self._core.step()
+        return [(key, count, done) for key, (count, done) in self._events.items()]

@@ -222,10 +222,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.num_expired += len(late)
         assert batch is not None or not could_run, "work is left, nothing is in flight and nothing is scheduled"
         self.follow_quotas(now)
-        for request in running:
-            if request.state is RequestState.PREEMPTED:
-                self.model.preempt(request, now)
-        self.check_victims(running, computed, num_preemptions)
+        victims = [r for r in running if r.num_preemptions > num_preemptions[r.request_id]]
+        for request in victims:  # also those that are back already
+            self.model.preempt(request, now)
+        self.check_victims(running, victims, computed, num_preemptions)
         if batch is not None:
             self.check_order(batch, started)
             waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
@@ -241,13 +241,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.model.drop_over_quota(request, now)
 
     def check_victims(
-        self, were_running: list[Request], computed: dict[str, int], num_preemptions: dict[str, int]
+        self,
+        were_running: list[Request],
+        victims: list[Request],
+        computed: dict[str, int],
+        num_preemptions: dict[str, int],
     ) -> None:
         """The lowest class first, in it the one that loses least; never the oldest of the highest class."""
         model, limit = self.model, self.driver.config.max_preemptions
         protected = model.protected(were_running)
-        victims = [request for request in were_running if request.state is RequestState.PREEMPTED]
-        stayed = [r for r in were_running if r.state is RequestState.RUNNING and r is not protected]
+        stayed = [r for r in were_running if r not in victims and r is not protected]
         assert protected not in victims
 
         def worth(request: Request) -> tuple[float, ...]:

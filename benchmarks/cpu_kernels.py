@@ -1,0 +1,121 @@
+"""The CPU's own kernels beside torch's operations for the same: one decode step's worth of rows of a 40M-parameter
+Qwen3 shape, in turns, on one thread.
+
+    python benchmarks/cpu_kernels.py --save
+
+Attention reads the caches of eight layers in turn, as a step does, so that keys come from memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+import record
+from tidewheel_kernels import AttentionMetadata
+from tidewheel_kernels.activation import silu_and_mul_cpu
+from tidewheel_kernels.attention_cpu import paged_attention_cpu
+from tidewheel_kernels.native import ops
+from tidewheel_kernels.native.library import native_library
+from tidewheel_kernels.rms_norm import rms_norm_cpu
+from tidewheel_kernels.rope import rope_and_cache_cpu
+
+ROWS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 512, 1536, 8, 4, 64, 8
+BLOCK_SIZE, SHORTEST, LONGEST = 16, 20, 200
+WARM_UP = 2 * LAYERS
+
+
+class Case(NamedTuple):
+    name: str
+    native: Callable[[], object]
+    torch: Callable[[], object]
+
+
+def cases(dtype: torch.dtype) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, ROWS).astype(np.int32)
+    per_row = -(-LONGEST // BLOCK_SIZE)
+    layers = [drawn(2, ROWS * per_row, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(LAYERS)]
+    tables = torch.randperm(ROWS * per_row, generator=generator).to(torch.int32).view(ROWS, per_row)
+    starts = np.arange(ROWS + 1, dtype=np.int32)
+
+    def meta() -> AttentionMetadata:
+        return AttentionMetadata(
+            slot_mapping=torch.arange(ROWS), block_tables=tables, cu_seqlens_q=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(lengths), max_seqlen_q=1, max_seq_len=int(lengths.max()), num_decodes=ROWS,
+            cu_seqlens_q_cpu=starts, seq_lens_cpu=lengths,
+        )  # fmt: skip
+
+    step, q, out = meta(), drawn(ROWS, HEADS, HEAD_DIM), torch.empty(ROWS, HEADS, HEAD_DIM, dtype=dtype)
+
+    def attention(function: Callable[..., object]) -> Callable[[], object]:
+        layer = cycle(layers)
+        return lambda: function(q, *next(layer), step, out, HEAD_DIM**-0.5, 0, 0.0)
+
+    yield Case("decode attention", attention(ops.paged_attention), attention(paged_attention_cpu))
+
+    sizes = [HEADS, KV_HEADS, KV_HEADS]
+    queries, keys, values = drawn(ROWS, sum(sizes), HEAD_DIM).split(sizes, dim=1)
+    table, positions = torch.rand(LONGEST, HEAD_DIM, generator=generator), torch.arange(ROWS)
+    weights = {"q_norm_weight": drawn(HEAD_DIM), "k_norm_weight": drawn(HEAD_DIM)}
+
+    def rotation(function: Callable[..., object]) -> Callable[[], object]:
+        rows = queries, keys, values, table, positions, positions
+        return lambda: function(*rows, layers[0][0], layers[0][1], **weights)
+
+    yield Case("rotation and cache write", rotation(ops.rope_and_cache), rotation(rope_and_cache_cpu))
+
+    x, residual, weight, both = drawn(ROWS, HIDDEN), drawn(ROWS, HIDDEN), drawn(HIDDEN), drawn(ROWS, 2 * INTERMEDIATE)
+    yield Case(
+        "norm and residual",
+        lambda: ops.rms_norm(x, weight, 1e-6, residual),
+        lambda: rms_norm_cpu(x, weight, 1e-6, residual),
+    )
+    yield Case("activation", lambda: ops.silu_and_mul(both), lambda: silu_and_mul_cpu(both))
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_kernels.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, dict[str, object]]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        if native_library(dtype) is None:
+            raise SystemExit("there are no native kernels here: install gcc, or set CC")
+        of_dtype = results[str(dtype).removeprefix("torch.")] = {}
+        for case in cases(dtype):
+            samples: dict[str, list[float]] = {"native": [], "torch": []}
+            for repeat in range(WARM_UP + arguments.repeats):
+                for name, call in (("native", case.native), ("torch", case.torch)):
+                    taken = microseconds(call)
+                    if repeat >= WARM_UP:
+                        samples[name].append(round(taken, 1))
+            medians = {name: statistics.median(taken) for name, taken in samples.items()}
+            ratio = medians["torch"] / medians["native"]
+            of_dtype[case.name] = {"median_us": medians, "torch_over_native": ratio, "samples_us": samples}
+            print(f"{dtype} {case.name}: {medians['native']:.0f} us, torch {medians['torch']:.0f}, {ratio:.1f} times")
+    if arguments.save:
+        print(record.save("cpu_kernels", {**record.environment("torch", "numpy"), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

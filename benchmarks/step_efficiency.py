@@ -7,7 +7,6 @@ overhead       CPU time of the process per scheduled token, with a model so smal
 steps          steps for requests of mixed lengths in 16 rows, over their output tokens / 16
 long_prompt    worst time to the first token of 15 short requests that come while a long prompt is computed in chunks,
                and that of the long prompt alone, both in CPU time: what else runs on the machine does not count.
-               (With the long one they are one more than the rows: the last waits until another has its four tokens.)
                Their ratio says how the engine shares its steps, whatever it takes to compute them.
 
 The last two are of a 40M-parameter Qwen3 shape. Each engine has a process for each model, which waits for its turn;

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from support.bench import stage
 from tidewheel.bench.arrivals import Load
+from tidewheel.bench.plan import in_turns
 from tidewheel.bench.workloads import parse_workload
 
 TARGETS = ("continuous", "static", "baseline_dynamic")
+LOAD = Load("poisson", 5.0)
 
 
 def test_all_targets_take_their_turn_before_any_comes_again() -> None:
@@ -54,3 +57,17 @@ def test_a_trace_is_played_at_its_speed_within_the_time(tmp_path: Path) -> None:
     workload = parse_workload(f"trace:{path}", vocab=100, max_tokens=50)
     one = stage(loads=[Load("trace", 2.0)], workload=workload)
     assert [turns[0].at for turns in one.conversations(next(one.runs()))] == [0.0, 4.0, 8.0]
+
+
+def test_stages_in_turns_are_repeated_together() -> None:
+    one, other = stage(TARGETS, repeats=2, loads=[LOAD]), stage(TARGETS, repeats=3, loads=[LOAD])
+    runs = in_turns([one, other])
+    of_repeat = [[(index, run.target.name) for index, run in runs if run.repeat == repeat] for repeat in range(3)]
+    assert [entry for entries in of_repeat for entry in entries] == [(i, run.target.name) for i, run in runs]
+    assert [[index for index, _ in entries] for entries in of_repeat] == [[0] * 3 + [1] * 3] * 2 + [[1] * 3]
+    assert [run for index, run in runs if index == 1] == list(other.runs())
+
+
+def test_a_load_is_called_by_its_name_where_it_has_one() -> None:
+    assert stage(TARGETS, loads=[LOAD]).label(LOAD) == "5/s"
+    assert replace(stage(TARGETS, loads=[LOAD]), load_names=("the knee",)).label(LOAD) == "the knee"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,9 @@ class Measured:
     def measure(self, of: Stage) -> StageResult:
         self.stages.append(of)
         return measured(of, self._run)
+
+    def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
+        return [self.measure(of) for of in stages]
 
     @staticmethod
     def _run(run: Run) -> list[Outcome]:

@@ -12,7 +12,7 @@ from tidewheel.bench.deploy import Deployment, Place, deployed
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.errors import BenchError
 from tidewheel.bench.live import Live
-from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.plan import Run, Stage, in_turns
 from tidewheel.bench.results import Recorder, RunResult, StageResult
 from tidewheel.bench.scrape import Sampler
 from tidewheel.bench.summary import span, summarise_run
@@ -22,6 +22,8 @@ from tidewheel.bench.transports.worker import Worker
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
 WARM_UP_LIMIT_S = 300.0
+
+Turn = tuple[StageResult, Run]
 
 
 class Experiment:
@@ -56,25 +58,32 @@ class Experiment:
 
     def measure(self, stage: Stage) -> StageResult:
         """Raises `BenchError` if a target is not there. What was measured until then is recorded."""
-        setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
-        if any(target.is_served_here or target.is_peer for target in stage.targets):
-            setup |= self._deployment.summary()
-        result = self._recorder.begin(stage, setup)
-        runs = list(stage.runs())
-        with Live(stage.title, len(runs)) as live:
-            for targets, group in self._groups(stage, runs):
-                self._bring_up(targets, stage, live)
-                self._runner.run(self._run_all(group, result, live))
-        return result
+        return self.measure_in_turns([stage])[0]
 
-    def _groups(self, stage: Stage, runs: list[Run]) -> Iterator[tuple[Sequence[Target], list[Run]]]:
+    def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
+        """Stages of the same targets, one repeat of each after the other, so that a drifting machine changes them
+        alike. Raises `BenchError` as `measure` does."""
+        first = stages[0]
+        setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
+        if any(target.is_served_here or target.is_peer for target in first.targets):
+            setup |= self._deployment.summary()
+        results = [self._recorder.begin(stage, setup) for stage in stages]
+        turns = [(results[index], run) for index, run in in_turns(stages)]
+        title = first.title if len(stages) == 1 else f"{len(stages)} workloads in turns"
+        with Live(title, len(turns)) as live:
+            for targets, group in self._groups(first.targets, turns):
+                self._bring_up(targets, first, live)
+                self._runner.run(self._run_all(group, live))
+        return results
+
+    def _groups(self, targets: Sequence[Target], turns: list[Turn]) -> Iterator[tuple[Sequence[Target], list[Turn]]]:
         if not self._one_at_a_time:
-            yield stage.targets, runs
+            yield targets, turns
             return
-        for _, by_repeat in itertools.groupby(runs, key=lambda run: run.repeat):
-            turns = list(by_repeat)
-            for target in stage.targets:
-                yield (target,), [run for run in turns if run.target == target]
+        for _, of_repeat in itertools.groupby(turns, key=lambda turn: turn[1].repeat):
+            group = list(of_repeat)
+            for target in targets:
+                yield (target,), [turn for turn in group if turn[1].target == target]
 
     def _bring_up(self, targets: Sequence[Target], stage: Stage, live: Live) -> None:
         """What is up already stays, if nothing new is wanted."""
@@ -116,8 +125,8 @@ class Experiment:
             first = progress.outcomes[0]
             raise BenchError(f"target {target.name} answers no request: {first.code}: {first.error}")
 
-    async def _run_all(self, runs: Sequence[Run], result: StageResult, live: Live) -> None:
-        for run in runs:
+    async def _run_all(self, turns: Sequence[Turn], live: Live) -> None:
+        for result, run in turns:
             await self._run(run, result, live)
 
     async def _run(self, run: Run, result: StageResult, live: Live) -> None:
@@ -125,7 +134,7 @@ class Experiment:
         sampler = Sampler(place.metrics_url, place.metrics_model)
         interrupted = True
         try:
-            async with sampler, _following(live, run, progress):
+            async with sampler, _following(live, run, stage.label(run.load), progress):
                 await self._send(run, stage, place, progress)
                 interrupted = False
         finally:
@@ -133,7 +142,7 @@ class Experiment:
             done = RunResult(run, progress.outcomes, sampler.figures(seconds), interrupted)
             self._recorder.add(result, done)
         summary = summarise_run(progress.outcomes, stage.slo, stage.offered_s(run.load)) if progress.outcomes else {}
-        live.ended(run, summary, done.server)
+        live.ended(run, stage.label(run.load), summary, done.server)
 
     @staticmethod
     async def _send(run: Run, stage: Stage, place: Place, progress: Progress) -> None:
@@ -146,8 +155,8 @@ class Experiment:
 
 
 @contextlib.asynccontextmanager
-async def _following(live: Live, run: Run, progress: Progress) -> AsyncIterator[None]:
-    task = asyncio.create_task(live.follow(run, progress))
+async def _following(live: Live, run: Run, load: str, progress: Progress) -> AsyncIterator[None]:
+    task = asyncio.create_task(live.follow(run, load, progress))
     try:
         yield
     finally:

@@ -38,14 +38,14 @@ class Live:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    async def follow(self, run: Run, progress: Progress) -> None:
+    async def follow(self, run: Run, load: str, progress: Progress) -> None:
         """Keeps the live line until cancelled."""
         while True:
-            self.note(live_line(run, progress))
+            self.note(live_line(run, load, progress))
             await asyncio.sleep(TICK_S)
 
-    def ended(self, run: Run, summary: Mapping[str, Any], server: Mapping[str, float]) -> None:
-        self.say(run_line(run, summary, server))
+    def ended(self, run: Run, load: str, summary: Mapping[str, Any], server: Mapping[str, float]) -> None:
+        self.say(run_line(run, load, summary, server))
         self._bar.update()
 
     def note(self, text: str) -> None:
@@ -57,18 +57,18 @@ class Live:
             tqdm.write(text, file=sys.stderr)
 
 
-def live_line(run: Run, progress: Progress) -> str:
+def live_line(run: Run, load: str, progress: Progress) -> str:
     sent, ended, now = len(progress.outcomes), progress.num_ended, progress.now()
     speed = progress.num_tokens_ended / now if progress.start and now > 0 else 0.0
-    return f"{run.target.name}, {run.load}: {ended} of {sent} answered, {speed:.0f} tokens/s"
+    return f"{run.target.name}, {load}: {ended} of {sent} answered, {speed:.0f} tokens/s"
 
 
-def run_line(run: Run, summary: Mapping[str, Any], server: Mapping[str, float]) -> str:
+def run_line(run: Run, load: str, summary: Mapping[str, Any], server: Mapping[str, float]) -> str:
     if not summary:
-        return f"{run.target.name:18} {run.load!s:>16} #{run.repeat + 1}  nothing was sent"
+        return f"{run.target.name:18} {load:>20} #{run.repeat + 1}  nothing was sent"
     ttft, tpot = summary["ttft_s"], summary["tpot_s"]
     parts = [
-        f"{run.target.name:18} {run.load!s:>16} #{run.repeat + 1}",
+        f"{run.target.name:18} {load:>20} #{run.repeat + 1}",
         f"{summary['completed']}/{summary['requests']} done",
         f"{number(summary['requests_per_s'])} req/s",
         f"{number(summary['output_tokens_per_s'])} tok/s",

@@ -51,6 +51,10 @@ class Stage:
         limited = times if self.max_requests is None else times[: self.max_requests]
         return (_at(conversation, at) for conversation, at in zip(source, limited, strict=False))
 
+    def label(self, load: Load) -> str:
+        """What the load stands for, where it was named."""
+        return self.load_names[self.loads.index(load)] if self.load_names else str(load)
+
     def offered_s(self, load: Load) -> float | None:
         """Seconds in which an open loop sends; None for a load that sends when it may."""
         return self.seconds if load.rate is not None else None
@@ -88,6 +92,12 @@ class Run:
     load: Load
     repeat: int
     seed: int
+
+
+def in_turns(stages: Sequence[Stage]) -> list[tuple[int, Run]]:
+    """The runs of all stages, each with the number of its stage: a repeat of every stage before the next repeat."""
+    runs = [(index, run) for index, stage in enumerate(stages) for run in stage.runs()]
+    return sorted(runs, key=lambda numbered: numbered[1].repeat)  # stable
 
 
 def _portable(settings: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ from tidewheel.bench.arrivals import Load
 from tidewheel.bench.errors import BenchError
 from tidewheel.bench.experiment import Experiment
 from tidewheel.bench.findings import (
-    Speeds,
     comparison,
     efficiency_ratios,
     lone_tpot,
@@ -147,19 +146,23 @@ class Suite:
         """How much of its own best speed each engine keeps: lengths mixed against all alike, and a prompt that is
         shared against as many tokens of each request's own. Ratios of one engine to itself say something about its
         scheduler and its cache, whatever its arithmetic."""
-        speeds: dict[str, Speeds] = {}
-        for name, workload in EFFICIENCY.items():
-            base = self.base.workload
-            stage = replace(
+        base = self.base.workload
+        stages = [
+            replace(
                 self.base,
                 name=name,
                 title=f"At once: {name}",
                 loads=(Load("all"),),
+                load_names=(name,),
                 max_requests=self.base.max_requests or OFFLINE_REQUESTS,
                 workload=replace(workload, vocab=base.vocab, max_tokens=base.max_tokens),
             )
-            speeds[name] = offline_speeds(self.experiment.measure(stage))
-        self.recorder.extra |= efficiency_ratios(speeds, ours)
+            for name, workload in EFFICIENCY.items()
+        ]
+        results = self.experiment.measure_in_turns(stages)
+        self.recorder.extra |= efficiency_ratios(
+            {result.stage.name: offline_speeds(result) for result in results}, ours
+        )
 
     def capacity(self, target: Target) -> float:
         """Requests per second of a target that always has work."""

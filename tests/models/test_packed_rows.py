@@ -11,8 +11,8 @@ from tidewheel.models.layers import Linear, can_pack, padded_rows
 def test_few_row_counts_and_little_waste() -> None:
     padded = [padded_rows(count) for count in range(1, 4097)]
     assert all(count <= more <= count * 1.25 for count, more in enumerate(padded, start=1))
-    assert all(more <= count * 1.125 for count, more in enumerate(padded[:64], start=1))
-    assert len(set(padded)) <= 60
+    assert all(more <= count + 1 for count, more in enumerate(padded[:64], start=1))
+    assert len(set(padded)) <= 72
 
 
 @pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no packed linear layer")

@@ -55,12 +55,12 @@ class Linear:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The next of a few row counts: at most an eighth more for a decode step, a quarter for more rows.
+    """The next of a few row counts: at most a row more for a decode step, a quarter for more rows.
 
     oneDNN prepares a program for every row count it meets and keeps up to a thousand of them, of about half a
     megabyte each: with rows as they come, an engine would grow by hundreds of megabytes. Time grows with the rows.
     """
-    steps = 16 if num_rows <= FINELY_PADDED_ROWS else 8
+    steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
     return -(-num_rows // step) * step
 

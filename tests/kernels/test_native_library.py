@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.kernel_harness import needs_compiler
 from tidewheel_kernels import activation, silu_and_mul
 from tidewheel_kernels.activation import silu_and_mul_cpu
 from tidewheel_kernels.backend import Op
 from tidewheel_kernels.native import library, ops
 
+pytestmark = needs_compiler
 X = torch.linspace(-3, 3, 24).view(3, 8)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from support.kernel_harness import NAN, RATIO, PagedBatch, assert_close, paged_batch
+from support.kernel_harness import NAN, RATIO, PagedBatch, assert_close, needs_compiler, paged_batch
 from tidewheel_kernels import AttentionMetadata, paged_attention
 from tidewheel_kernels.attention_cpu import paged_attention_cpu
 from tidewheel_kernels.attention_reference import paged_attention_reference
@@ -36,7 +36,7 @@ MIXED = Batch("mixed", [(1, 33), (1, 5), (3, 9), (20, 20), (1, 17), (50, 83), (2
 ALL_BATCHES = [DECODE_1, DECODES, LONG_DECODE, PREFILL_63, MIXED]
 
 
-@pytest.fixture(params=["triton", "cpu", "native"])
+@pytest.fixture(params=["triton", "cpu", pytest.param("native", marks=needs_compiler)])
 def implementation(request: pytest.FixtureRequest) -> Implementation:
     return IMPLEMENTATIONS[request.param]
 
@@ -165,7 +165,7 @@ def half_batch(lengths: list[tuple[int, int]], device: str, **shape: int) -> Pag
     return paged_batch(lengths, dtype=torch.float16, device=device, **shape)
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "native"], indirect=True)
+@pytest.mark.parametrize("implementation", ["cpu", pytest.param("native", marks=needs_compiler)], indirect=True)
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 @pytest.mark.parametrize("batch", [DECODES, MIXED], ids=str)
 def test_bfloat16_on_the_cpu(implementation: Implementation, batch: Batch, head_dim: int) -> None:

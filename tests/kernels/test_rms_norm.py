@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from support.kernel_harness import RATIO, assert_close
+from support.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels.jit.rms_norm import rms_norm as rms_norm_triton
 from tidewheel_kernels.native.ops import rms_norm as rms_norm_native
 from tidewheel_kernels.rms_norm import NormResult, rms_norm, rms_norm_cpu, rms_norm_reference
@@ -15,7 +15,7 @@ FUNCTIONS = {"triton": rms_norm_triton, "cpu": rms_norm_cpu, "native": rms_norm_
 IMPLEMENTATIONS = pytest.mark.parametrize(
     ("implementation", "dtype"),
     [
-        pytest.param(function, dtype, id=f"{name}-{dtype}")
+        pytest.param(function, dtype, id=f"{name}-{dtype}", marks=needs_compiler if name == "native" else ())
         for name, function in FUNCTIONS.items()
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
         if not (name == "native" and dtype == torch.float16)

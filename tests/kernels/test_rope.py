@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.kernel_harness import NAN, RATIO, assert_close
+from support.kernel_harness import NAN, RATIO, assert_close, needs_compiler
 from tidewheel_kernels import rope_and_cache
 from tidewheel_kernels.jit.rope import rope_and_cache as rope_triton
 from tidewheel_kernels.native.ops import rope_and_cache as rope_native
@@ -72,7 +72,7 @@ class Inputs:
 @pytest.mark.parametrize(
     ("implementation", "case"),
     [
-        pytest.param(function, case, id=f"{name}-{case}")
+        pytest.param(function, case, id=f"{name}-{case}", marks=needs_compiler if name == "native" else ())
         for name, function in IMPLEMENTATIONS.items()
         for case in CASES
         if not (name == "native" and case.dtype == torch.float16)

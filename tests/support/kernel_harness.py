@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
 from tidewheel_kernels import AttentionMetadata
 
 NAN = float("nan")
+needs_compiler = pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("cc")), reason="needs a C compiler")
 # Relative RMS error that rounding explains: inputs and output in the dtype, arithmetic in float32.
 RATIO = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

@@ -60,6 +60,14 @@ def test_other_sources_are_another_library(home: Path, tmp_path: Path, monkeypat
     assert len(list(home.iterdir())) == 2
 
 
+def test_a_damaged_library_is_compiled_anew(home: Path) -> None:
+    kept = library._compiled(torch.float32, library._compiler(os.environ))
+    whole = kept.stat().st_size
+    kept.write_bytes(b"\x7fELF")
+    assert library.native_library(torch.float32) is not None
+    assert list(home.iterdir()) == [kept] and kept.stat().st_size == whole
+
+
 def test_float16_has_none() -> None:
     assert library.native_library(torch.float16) is None
     assert silu_and_mul(X.half()).dtype == torch.float16

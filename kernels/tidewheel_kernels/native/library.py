@@ -44,10 +44,20 @@ def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     if dtype not in ELEMENTS:
         return None
     try:
-        return _loaded(_compiled(dtype, _compiler(os.environ)))
+        return _compiled_and_loaded(dtype, _compiler(os.environ))
     except (NativeUnavailable, OSError) as error:
         logger.warning("decode steps will be slower, in plain torch operations: %s", error)
         return None
+
+
+def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
+    path = _compiled(dtype, compiler)
+    try:
+        return _loaded(path)
+    except OSError as error:  # a damaged file must not slow down every start from now on
+        logger.warning("%s is compiled anew: %s", path, error)
+        path.unlink(missing_ok=True)
+        return _loaded(_compiled(dtype, compiler))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

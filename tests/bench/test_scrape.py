@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from tidewheel.bench.scrape import parse, summarise
+from tidewheel.bench import scrape
+from tidewheel.bench.scrape import Sample, Sampler, parse, summarise
 
 ENGINE = """
 # HELP tidewheel_steps_total Steps
@@ -64,3 +67,32 @@ def test_a_server_that_exports_nothing_tells_nothing() -> None:
     assert summarise([], 10.0) == {}
     assert summarise([{}, {}], 10.0) == {}
     assert parse("what is this\n<html>\n", "demo") == {}
+
+
+@pytest.mark.parametrize(
+    ("published", "num_scrapes", "steps"),
+    [([5, 5, 5, 9, 9], 4, 4), ([5, 9, 9], 2, 4), ([5] * 30, 1 + scrape.MAX_FLUSHES, None)],
+    ids=["late", "at once", "never"],
+)
+def test_the_last_sample_waits_for_the_steps_of_the_run(
+    published: list[int], num_scrapes: int, steps: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "FLUSH_S", 0.0)
+    taken: list[Sample] = []
+
+    async def answer(self: Sampler) -> None:
+        count = float(published[len(taken)])
+        names = ("tidewheel_steps_total", "tidewheel_step_seconds_total", "tidewheel_scheduled_tokens_total")
+        taken.append(dict.fromkeys(names, count))
+        self.samples.append(taken[-1])
+
+    monkeypatch.setattr(Sampler, "_scrape", answer)
+
+    async def run() -> Sampler:
+        async with Sampler("http://127.0.0.1:9/metrics", "demo") as sampler:
+            return sampler
+
+    sampler = asyncio.run(run())
+    assert len(taken) == num_scrapes
+    assert len(sampler.samples) == 2
+    assert sampler.figures(1.0).get("steps") == steps

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def test_other_sources_are_another_library(home: Path, tmp_path: Path, monkeypat
 
 
 def test_a_damaged_library_is_compiled_anew(home: Path) -> None:
-    kept = library._compiled(torch.float32, library._compiler(os.environ))
+    home.mkdir(mode=0o700, parents=True)
+    kept = library._compiled(torch.float32, library._compiler(os.environ), home)
     whole = kept.stat().st_size
     kept.write_bytes(b"\x7fELF")
     assert library.native_library(torch.float32) is not None
@@ -99,11 +101,16 @@ def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert "install gcc, or set CC" in caplog.text
 
 
-def test_a_folder_that_others_may_write_to_is_not_trusted(home: Path) -> None:
+def test_a_folder_that_others_may_write_to_is_not_trusted(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home.mkdir(parents=True)
     home.chmod(0o777)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     assert library.native_library(torch.float32) is not None
-    assert list(home.iterdir()) == []
+    assert list(home.iterdir()) == list(scratch.iterdir()) == []
 
 
 def test_a_kept_library_that_somebody_else_put_there_is_not_loaded(
@@ -134,6 +141,11 @@ def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation._OP, "_chosen", {})
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "torch")
     assert activation._OP.on(X) is silu_and_mul_cpu
+
+
+def test_weights_of_another_dtype_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"float32 was given torch\.bfloat16"):
+        ops.rms_norm(X, X[0].bfloat16(), 1e-5)
 
 
 def test_threads_change_nothing() -> None:

@@ -51,13 +51,17 @@ def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
-    path = _compiled(dtype, compiler)
+    folder = _private(cache_folder(os.environ))
+    if folder is None:
+        with tempfile.TemporaryDirectory() as scratch:  # what is loaded needs no name any more
+            return _loaded(_compiled(dtype, compiler, Path(scratch)))
+    path = _compiled(dtype, compiler, folder)
     try:
         return _loaded(path)
     except OSError as error:  # a damaged file must not slow down every start from now on
         logger.warning("%s is compiled anew: %s", path, error)
         path.unlink(missing_ok=True)
-        return _loaded(_compiled(dtype, compiler))
+        return _loaded(_compiled(dtype, compiler, folder))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -74,26 +78,21 @@ def _compiler(environment: Mapping[str, str]) -> str:
     return found
 
 
-def _compiled(dtype: torch.dtype, compiler: str) -> Path:
+def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
+    """The library in the folder, compiled if it is not there."""
     sources = sorted(SOURCES.glob("*.c"))
     options = [*FLAGS, f"-D{ELEMENTS[dtype]}"]
     digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
     for file in [*sources, *sorted(SOURCES.glob("*.h"))]:
         digest.update(file.read_bytes())
-    name = f"native-{digest.hexdigest()[:24]}.so"
-    folder = _private(cache_folder(os.environ))
-    if folder is not None and (folder / name).is_file():
-        return folder / name
+    path = folder / f"native-{digest.hexdigest()[:24]}.so"
+    if path.is_file():
+        return path
     # Another process may be doing the same: each writes a file of its own, and the last to finish replaces the first.
-    scratch = Path(tempfile.mkdtemp(dir=folder))
-    try:
-        _run([compiler, *options, *map(str, sources), "-o", str(scratch / name), "-lm"])
-        if folder is None:
-            return scratch / name
-        return (scratch / name).replace(folder / name)
-    finally:
-        if folder is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / path.name
+        _run([compiler, *options, *map(str, sources), "-o", str(made), "-lm"])
+        return made.replace(path)
 
 
 def _private(folder: Path) -> Path | None:

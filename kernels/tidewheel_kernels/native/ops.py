@@ -55,8 +55,8 @@ def rms_norm(
     normed = torch.empty(num_rows, width, dtype=x.dtype)
     total = None if residual is None else torch.empty(num_rows, width, dtype=x.dtype)
     _rms_norm.of(x.dtype)(
-        x.data_ptr(), _address(residual), weight.data_ptr(), normed.data_ptr(), _address(total), num_rows, width,
-        x.stride(0), 0 if residual is None else residual.stride(0), eps, weight_offset, _num_threads(num_rows),
+        x.data_ptr(), _address(residual, x), _address(weight, x), normed.data_ptr(), _address(total, x), num_rows,
+        width, x.stride(0), 0 if residual is None else residual.stride(0), eps, weight_offset, _num_threads(num_rows),
     )  # fmt: skip
     return normed if total is None else (normed, total)
 
@@ -88,8 +88,8 @@ def rope_and_cache(
     positions = positions.long()
     _rope_and_cache.of(q.dtype)(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), cos_sin_cache.data_ptr(), positions.data_ptr(),
-        slot_mapping.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _address(q_norm_weight),
-        _address(k_norm_weight), num_tokens, num_q_heads, k.shape[1], head_dim, cos_sin_cache.shape[-1] // 2,
+        slot_mapping.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _address(q_norm_weight, q),
+        _address(k_norm_weight, q), num_tokens, num_q_heads, k.shape[1], head_dim, cos_sin_cache.shape[-1] // 2,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], k_cache.shape[1], k_cache.stride(0), v_cache.stride(0),
         eps, _num_threads(num_tokens),
     )  # fmt: skip
@@ -120,8 +120,13 @@ def paged_attention(
         paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, first_seq=first)
 
 
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _address(tensor: torch.Tensor | None, like: torch.Tensor) -> int | None:
+    """Raises `TypeError` where the kernel would read elements of another size."""
+    if tensor is None:
+        return None
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"a native kernel for {like.dtype} was given {tensor.dtype}: convert it")
+    return tensor.data_ptr()
 
 
 def _num_threads(num_rows: int) -> int:

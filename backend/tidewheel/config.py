@@ -57,6 +57,7 @@ class EngineConfig:
     # order of service
     scheduling_policy: PolicyName = "priority"
     ageing_s: float = 10.0  # a waiting request is lifted one class each time this passes, to HIGH at most
+    cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
     tenants: str = ""  # JSON: limits and weights by tenant, see `tenants.parse_tenants`
     predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
 

@@ -235,6 +235,7 @@ class _Output:
         self._index = index
         sampling = request.sampling
         self._text = ""
+        self._num_tokens = 0
         self._logprobs: list[TopLogprobs] = []
         self._stop = StopChecker(sampling.stop, include_in_output=sampling.include_stop_str_in_output)
         self._detokenizer = None
@@ -252,9 +253,10 @@ class _Output:
         if logprobs is not None:
             self._logprobs.append(logprobs)
         request = self.request
+        self._num_tokens += 1
         is_hidden = request.stop_reason is not None and not request.sampling.include_stop_str_in_output
         if self._detokenizer is not None and not is_hidden:
-            may_stop = request.num_output_tokens >= request.sampling.min_tokens
+            may_stop = self._num_tokens >= request.sampling.min_tokens
             self._text += self._stop.push(self._detokenizer.push([token_id]), may_stop=may_stop)
 
     def result(self) -> GenerationResult:

@@ -45,17 +45,17 @@ class FinishReason(enum.StrEnum):
 class Request:
     """Identity, limits and progress of one request. Owned by the scheduler once added.
 
-    While it runs, its counters live in the scheduler's columns at `row`; what is here changes only when it
-    enters, leaves, or gains a token.
+    While it runs, its counters and newest tokens live in the scheduler's columns at `row`; they are written back
+    here when it leaves the row.
     """
 
     __slots__ = (
         "arrival_time", "bad_words_ids", "block_hashes", "cache_salt", "deadline", "error", "finish_reason",
-        "first_scheduled_time", "first_token_time", "last_token_time", "leader", "max_tokens",
-        "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks", "output_token_ids",
-        "predicted_output_tokens", "priority", "prompt_token_ids", "request_id", "row", "sampling", "seed",
-        "service_class", "session_id", "session_ttl", "soft_deadline", "state", "stop_reason",
-        "stop_token_ids", "tenant",
+        "first_scheduled_time", "first_token_time", "followers", "last_token_time", "leader", "lift_time",
+        "max_tokens", "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks",
+        "output_token_ids", "predicted_output_tokens", "priority", "prompt_token_ids", "rank", "request_id", "row",
+        "sampling", "seed", "sequence", "service_class", "session_id", "session_ttl", "soft_deadline", "state",
+        "stop_reason", "stop_token_ids", "tenant", "was_over_quota",
     )  # fmt: skip
 
     def __init__(
@@ -98,6 +98,11 @@ class Request:
         self.service_class = priority  # the class it is served in: `priority`, lifted by age or dropped
         self.predicted_output_tokens = float(max_tokens)
         self.state = RequestState.WAITING
+        self.sequence = -1  # number of the arrival; breaks ties
+        self.rank: tuple[float, ...] = ()  # place in the order of the policy
+        self.lift_time: float | None = None  # when waiting lifts it a class
+        self.was_over_quota = False  # it has dropped a class because its tenant was over its quota
+        self.followers: list[Request] = []  # wait until this leader has computed the prompt
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None  # the stop token that ended it
         self.error: TidewheelError | None = None  # set with FinishReason.ERROR
@@ -111,6 +116,12 @@ class Request:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it, or the leader of its group, has had a row: it is never evicted from then on."""
+        first = self if self.leader is None else self.leader
+        return first.first_scheduled_time is not None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -209,8 +209,8 @@ def test_out_of_memory_of_a_single_request_leaves_the_engine_alive() -> None:
 
 def test_memory_that_never_suffices_is_an_error_of_the_engine() -> None:
     harness = small_device(room=0)
-    for name in "abcd":
-        harness.add(make_request(name, 5))
+    for number, name in enumerate("abcd"):
+        harness.add(make_request(name, [number] * 5))
     with pytest.raises(OutOfMemoryError):
         harness.core.step()
     assert list(harness.ended.values()) == [FinishReason.ERROR] * 3

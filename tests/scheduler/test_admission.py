@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduling import Driver, make_config, make_request, make_scheduler
+from support.scheduling import Driver, make_config, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import Admission
@@ -111,7 +111,7 @@ def admission_with_pace(seconds: float, count: int = 200) -> Admission:
 def waiting_since(arrival_time: float, count: int) -> WaitingSet:
     waiting = WaitingSet(POLICIES["fifo"])
     for number in range(count):
-        waiting.push(make_request(f"r{number}", arrival_time=arrival_time), number)
+        waiting.push(numbered(make_request(f"r{number}", arrival_time=arrival_time), number))
     return waiting
 
 

@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler.density import density
+from tidewheel.scheduler.policy import compute_density
 from tidewheel.scheduler.preemption_cost import PreemptionCost
 from tidewheel.scheduler.queue_time import ServiceEstimate
 from tidewheel.scheduler.step_time import StepTime
 
 
 def learned(overhead: float, per_token: float, noise: float = 0.0, num_steps: int = 200) -> StepTime:
+    """From steps that end every 0.15 s, from 0 on."""
     chance, step_time = random.Random(5), StepTime()
-    for _ in range(num_steps):
+    for number in range(num_steps):
         tokens = chance.choice([0, 0, 0, 100, 700, 2048])
-        step_time.observe(tokens, overhead + per_token * tokens + noise * chance.random())
+        step_time.observe(tokens, overhead + per_token * tokens + noise * chance.random(), 0.15 * number)
     return step_time
 
 
@@ -37,7 +38,7 @@ def test_noise_does_not_hide_the_slope() -> None:
 def test_a_change_of_speed_is_followed() -> None:
     step_time = learned(0.01, 1e-4, num_steps=5000)
     for number in range(400):
-        step_time.observe(1000 * (number % 3), 0.02 + 3e-4 * 1000 * (number % 3))
+        step_time.observe(1000 * (number % 3), 0.02 + 3e-4 * 1000 * (number % 3), 30.0)
     assert step_time.seconds_per_token == pytest.approx(3e-4, rel=0.02)
 
 
@@ -45,7 +46,7 @@ def test_steps_of_one_size_tell_no_slope() -> None:
     step_time = StepTime()
     assert step_time.seconds(100) == 0.0
     for _ in range(100):
-        step_time.observe(64, 0.2)
+        step_time.observe(64, 0.2, 0.0)
     assert not step_time.is_known
     assert step_time.seconds_per_token == 0.0
     assert step_time.seconds(1000) == pytest.approx(0.2)
@@ -56,7 +57,7 @@ def test_steps_of_one_size_tell_no_slope() -> None:
 def test_no_time_is_negative(steps: list[tuple[int, float]], tokens: int) -> None:
     step_time = StepTime()
     for num_tokens, seconds in steps:
-        step_time.observe(num_tokens, seconds)
+        step_time.observe(num_tokens, seconds, 0.0)
     assert step_time.seconds(tokens) >= 0.0
     assert step_time.seconds_per_token >= 0.0
 
@@ -76,15 +77,15 @@ def test_without_a_host_tier_or_knowledge_it_is_recompute() -> None:
 
 
 def test_density_counts_what_is_computed_over_what_is_held() -> None:
-    assert density(100, 10) == pytest.approx(110 / 1050)
-    assert density(100, 10, num_cached_tokens=90) == pytest.approx(20 / 1050)
+    assert compute_density(100, 10) == pytest.approx(110 / 1050)
+    assert compute_density(100, 10, num_cached_tokens=90) == pytest.approx(20 / 1050)
 
 
 @given(prompt=st.integers(1, 1 << 20), output=st.floats(0.0, 1e6))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_density_is_finite_and_falls_as_the_output_grows(prompt: int, output: float) -> None:
-    assert 0.0 < density(prompt, output) < 10.0
-    assert density(prompt, output + 2.0) < density(prompt, max(output, 1.0))
+    assert 0.0 < compute_density(prompt, output) < 10.0
+    assert compute_density(prompt, output + 2.0) < compute_density(prompt, max(output, 1.0))
 
 
 def backlogged(tokens_per_step: int, step_s: float = 0.1, num_steps: int = 300) -> ServiceEstimate:
@@ -96,34 +97,62 @@ def backlogged(tokens_per_step: int, step_s: float = 0.1, num_steps: int = 300) 
 
 def test_waiting_is_tokens_ahead_over_the_pace_under_backlog() -> None:
     estimate = backlogged(tokens_per_step=50)
-    assert estimate.tokens_per_second == pytest.approx(500, rel=0.02)
-    assert estimate.queue_seconds(2000) == pytest.approx(4.0, rel=0.02)
+    assert estimate.tokens_per_second(30.0) == pytest.approx(500, rel=0.02)
+    assert estimate.queue_seconds(2000, 30.0, has_free_rows=False) == pytest.approx(4.0, rel=0.02)
+
+
+def test_with_rows_free_nothing_but_prefill_holds_up_what_waits_ahead() -> None:
+    estimate = backlogged(tokens_per_step=50)
+    prefill = estimate.prefill_seconds(2000, 30.0)
+    assert estimate.queue_seconds(2000, 30.0, has_free_rows=True) == prefill < 1.0
+
+
+def test_a_pause_of_the_machine_says_nothing_of_the_next_step() -> None:
+    step_time = learned(0.01, 1e-4)
+    expected = step_time.seconds(500)
+    step_time.observe(500, 60.0, 30.0)
+    assert step_time.seconds(500) < 2.0 * expected
+
+
+def test_few_steps_and_old_ones_are_no_evidence() -> None:
+    step_time = StepTime()
+    for number in range(8):
+        assert not step_time.is_fresh(float(number))
+        step_time.observe(1, 3.0, float(number))
+    step_time = learned(0.01, 1e-4)
+    assert step_time.is_fresh(40.0) and not step_time.is_fresh(60.0)
 
 
 def test_prefill_is_whole_budgets_and_a_rest() -> None:
     estimate = backlogged(50)
-    assert estimate.prefill_seconds(2500) == pytest.approx(2 * (0.01 + 0.1) + (0.01 + 0.05), rel=1e-3)
-    assert estimate.prefill_seconds(1000) == pytest.approx(0.11, rel=1e-3)
-    assert estimate.first_token_seconds(1000, 2000) == pytest.approx(4.11, rel=0.02)
+    assert estimate.prefill_seconds(2500, 30.0) == pytest.approx(2 * (0.01 + 0.1) + (0.01 + 0.05), rel=1e-3)
+    assert estimate.prefill_seconds(1000, 30.0) == pytest.approx(0.11, rel=1e-3)
+    assert estimate.prefill_seconds(1000, 90.0) == 0.0
 
 
 def test_an_engine_with_nobody_to_serve_is_not_slow() -> None:
     estimate = ServiceEstimate(StepTime(), 1000)
     for number in range(100):
         estimate.observe_step(0.1 * number, 1, 0)
-    assert estimate.tokens_per_second is None
-    assert estimate.first_token_seconds(1000, 10_000) == 0.0
+    assert estimate.tokens_per_second(10.0) is None
+    assert estimate.queue_seconds(10_000, 10.0, has_free_rows=False) == 0.0
 
 
 def test_the_pace_follows_a_change() -> None:
     estimate = backlogged(50)
     for number in range(300):
         estimate.observe_step(30.0 + 0.1 * number, 200, 5)
-    assert estimate.tokens_per_second == pytest.approx(2000, rel=0.1)
+    assert estimate.tokens_per_second(60.0) == pytest.approx(2000, rel=0.1)
 
 
 def test_a_pause_between_backlogs_does_not_count() -> None:
     estimate = backlogged(50)
     estimate.observe_step(30.0, 50, 0)
-    estimate.observe_step(500.0, 50, 5)
-    assert estimate.tokens_per_second == pytest.approx(500, rel=0.05)
+    estimate.observe_step(40.0, 50, 5)
+    assert estimate.tokens_per_second(40.0) == pytest.approx(500, rel=0.05)
+
+
+def test_evidence_of_a_backlog_ages_though_no_step_runs() -> None:
+    estimate = backlogged(50)
+    assert estimate.tokens_per_second(50.0) == pytest.approx(500, rel=0.05)
+    assert estimate.tokens_per_second(6 * 3600.0) is None

@@ -53,7 +53,7 @@ def test_newcomers_share_the_next_step(policy: str) -> None:
     long_prompt(driver)
     shorts = [newcomer(driver, f"s{number}") for number in range(4)]
     assert schedule(driver) == {"long": 16, "s0": 4, "s1": 4, "s2": 4, "s3": 4}
-    assert all(request.num_output_tokens == 1 for request in shorts)
+    assert all(len(driver.delivered[request.request_id]) == 1 for request in shorts)
     assert schedule(driver) == {"long": 28, "s0": 1, "s1": 1, "s2": 1, "s3": 1}
     driver.run()
 
@@ -64,7 +64,7 @@ def test_newcomers_share_the_next_step_that_is_scheduled_of_two_in_flight() -> N
     short = newcomer(driver)
     driver.step()
     driver.step()
-    assert short.num_output_tokens == 1
+    assert len(driver.delivered[short.request_id]) == 1
     driver.run()
 
 
@@ -73,8 +73,8 @@ def test_what_newcomers_do_not_take_goes_back() -> None:
     long = long_prompt(driver)
     newcomer(driver, prompt=3)
     assert schedule(driver) == {"long": 29, "short": 3}
-    while long.num_output_tokens == 0:
-        assert sum(schedule(driver).values()) == BUDGET or long.num_output_tokens == 1
+    while len(driver.delivered[long.request_id]) == 0:
+        assert sum(schedule(driver).values()) == BUDGET or len(driver.delivered[long.request_id]) == 1
     driver.run()
 
 
@@ -82,7 +82,7 @@ def test_a_stream_of_newcomers_leaves_the_long_prompt_half_of_every_step() -> No
     driver = make_driver(max_num_seqs=32, enable_prefix_caching=False)
     long = long_prompt(driver)
     shares: list[int] = []
-    while long.num_output_tokens == 0:
+    while len(driver.delivered[long.request_id]) == 0:
         for number in range(4):
             newcomer(driver, f"s{len(shares)}.{number}", max_tokens=1)
         shares.append(schedule(driver)["long"])
@@ -158,9 +158,9 @@ def test_one_that_shares_leaves_half_of_its_half_and_takes_what_comes_back() -> 
     newcomer(driver, "short", prompt=5)
     assert schedule(driver) == {"long": 16, "middle": 11, "short": 5}
     assert schedule(driver) == {"long": 16, "middle": 15, "short": 1}
-    while driver.requests["middle"].num_output_tokens == 0:
+    while not driver.delivered["middle"]:
         driver.step()
-    assert long.num_output_tokens == 0
+    assert len(driver.delivered[long.request_id]) == 0
     driver.run()
 
 
@@ -207,7 +207,7 @@ def test_sharing_takes_no_more_steps() -> None:
     requests = [newcomer(driver, f"s{number}", prompt=9 + number, max_tokens=1) for number in range(8)]
     num_tokens = LONG - BUDGET + sum(request.num_prompt_tokens for request in requests)
     steps = []
-    while driver.requests["long"].num_output_tokens == 0:
+    while not driver.delivered["long"]:
         steps.append(sum(schedule(driver).values()))
     assert steps == [BUDGET] * (num_tokens // BUDGET) + [num_tokens % BUDGET]
     assert all(request.is_finished for request in requests)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduling import Driver, make_config, make_request
+from support.scheduling import Driver, make_config, make_request, numbered
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.policy import POLICIES, rank
+from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.queue import WaitingSet
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
@@ -15,8 +15,8 @@ CRITICAL, HIGH, NORMAL, LOW = Priority
 
 def order(policy: str, *requests: Request) -> list[str]:
     """Ids of requests that arrived in this order, as they are served."""
-    ranks = {rank(POLICIES[policy], request, number): request.request_id for number, request in enumerate(requests)}
-    return [ranks[key] for key in sorted(ranks)]
+    arrivals = [numbered(request, number) for number, request in enumerate(requests)]
+    return [r.request_id for r in sorted(arrivals, key=lambda request: rank_of(POLICIES[policy], request))]
 
 
 def test_fifo_goes_by_arrival() -> None:
@@ -121,16 +121,17 @@ def test_the_waiting_set_counts_by_class() -> None:
         for number, level in enumerate([LOW, CRITICAL, LOW, NORMAL])
     ]
     for number, request in enumerate(requests):
-        waiting.push(request, number)
+        waiting.push(numbered(request, number))
         waiting.check_invariants()
-    assert waiting.by_class == (1, 0, 1, 2)
+    assert [waiting.num_tokens_ahead(level) for level in Priority] == [2, 2, 6, 10]
     assert [request.request_id for request in waiting] == ["r1", "r3", "r0", "r2"]
-    assert waiting.head() is requests[1]
-    assert waiting.remove(requests[0]) == rank(POLICIES["priority"], requests[0], 0)
+    assert next(waiting.candidates(with_new=True)) is requests[1]
+    assert next(waiting.candidates(with_new=False), None) is None
+    waiting.remove(requests[0])
     waiting.check_invariants()
-    assert (len(waiting), waiting.num_tokens, waiting.num_new, waiting.by_class) == (3, 9, 3, (1, 0, 1, 1))
-    waiting.num_tokens += 1
-    with pytest.raises(InternalError, match="tokens are miscounted"):
+    assert (waiting.num_new_tokens, waiting.num_new, waiting.lowest_class) == (9, 3, LOW)
+    waiting.num_new += 1
+    with pytest.raises(InternalError, match="new requests are miscounted"):
         waiting.check_invariants()
 
 

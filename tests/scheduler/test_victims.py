@@ -5,56 +5,63 @@ from __future__ import annotations
 import pytest
 
 from support.fake_runner import naive_output
-from support.scheduling import Driver, make_request
+from support.scheduling import Driver, make_request, make_scheduler, numbered
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler.columns import Columns
+from tidewheel.scheduler.state import State
 from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.scheduler.victims import choose_victim, protected_row
+from tidewheel.scheduler.victims import order_of_victims, protected_row
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
 
-def columns_with(*rows: tuple[int, int, float, int]) -> Columns:
+def state_with(*rows: tuple[int, int, float, int], max_preemptions: int = 4) -> State:
     """Class, computed tokens, arrival and preemptions of each row."""
-    columns = Columns(len(rows))
+    state = make_scheduler(max_num_seqs=len(rows), max_preemptions=max_preemptions)._state
     for number, (level, computed, arrival, num_preemptions) in enumerate(rows):
-        request = make_request(f"r{number}", max_tokens=100, arrival_time=arrival)
+        request = numbered(make_request(f"r{number}", max_tokens=100, arrival_time=arrival), number)
         request.num_preemptions = num_preemptions
-        columns.enter(
-            request, (level, arrival, number), service_class=level, num_cached_tokens=computed, num_slots=computed
+        state.columns.enter(
+            request,
+            service_class=level,
+            num_cached_tokens=computed,
+            num_slots=computed,
+            num_shared_slots=0,
+            expected_num_tokens=100,
         )
-    return columns
+    return state
 
 
-def victim(columns: Columns, *, lowest_class: int = 1, max_preemptions: int = 4) -> int | None:
-    return choose_victim(columns, lowest_class=lowest_class, max_preemptions=max_preemptions)
+def victim(state: State, *, lowest_class: int = 1) -> int | None:
+    """The row that a growing one takes first."""
+    rows = order_of_victims(state, lowest_class)
+    return next((row for row in rows if row != protected_row(state.columns)), None)
 
 
 def test_the_lowest_class_goes_first_then_the_least_progress_then_the_youngest() -> None:
-    assert victim(columns_with((1, 0, 0.0, 0), (3, 1, 1.0, 0), (4, 90, 2.0, 0))) == 2
-    assert victim(columns_with((3, 0, 0.0, 0), (3, 9, 1.0, 0), (3, 5, 2.0, 0))) == 2
-    assert victim(columns_with((3, 0, 0.0, 0), (3, 5, 1.0, 0), (3, 5, 2.0, 0))) == 2
-    assert victim(columns_with((3, 0, 0.0, 0), (3, 5, 1.0, 0), (3, 5, 1.0, 0))) == 2
+    assert victim(state_with((1, 0, 0.0, 0), (3, 1, 1.0, 0), (4, 90, 2.0, 0))) == 2
+    assert victim(state_with((3, 0, 0.0, 0), (3, 9, 1.0, 0), (3, 5, 2.0, 0))) == 2
+    assert victim(state_with((3, 0, 0.0, 0), (3, 5, 1.0, 0), (3, 5, 2.0, 0))) == 2
+    assert victim(state_with((3, 0, 0.0, 0), (3, 5, 1.0, 0), (3, 5, 1.0, 0))) == 2
 
 
 def test_the_oldest_of_the_highest_class_is_protected_whatever_it_has() -> None:
-    columns = columns_with((4, 90, 0.0, 0), (2, 0, 5.0, 0), (2, 0, 3.0, 0))
-    assert protected_row(columns) == 2
-    assert victim(columns_with((3, 0, 0.0, 0))) is None
-    assert victim(columns_with((3, 0, 0.0, 9), (3, 50, 1.0, 0))) == 1
+    state = state_with((4, 90, 0.0, 0), (2, 0, 5.0, 0), (2, 0, 3.0, 0))
+    assert protected_row(state.columns) == 2
+    assert victim(state_with((3, 0, 0.0, 0))) is None
+    assert victim(state_with((3, 0, 0.0, 9), (3, 50, 1.0, 0))) == 1
 
 
 def test_who_was_preempted_often_enough_goes_last() -> None:
-    columns = columns_with((1, 0, 0.0, 0), (4, 1, 1.0, 4), (2, 90, 2.0, 3))
-    assert victim(columns) == 2
-    assert victim(columns, max_preemptions=5) == 1
-    assert victim(columns_with((1, 0, 0.0, 0), (4, 1, 1.0, 4), (4, 2, 2.0, 5))) == 1
+    rows = ((1, 0, 0.0, 0), (4, 1, 1.0, 4), (2, 90, 2.0, 3))
+    assert victim(state_with(*rows)) == 2
+    assert victim(state_with(*rows, max_preemptions=5)) == 1
+    assert victim(state_with((1, 0, 0.0, 0), (4, 1, 1.0, 4), (4, 2, 2.0, 5))) == 1
 
 
 def test_nobody_of_a_better_class_than_asked_for_is_taken() -> None:
-    columns = columns_with((1, 0, 0.0, 0), (2, 1, 1.0, 0), (3, 90, 2.0, 4))
-    assert victim(columns, lowest_class=3) == 2
-    assert victim(columns, lowest_class=4) is None
+    state = state_with((1, 0, 0.0, 0), (2, 1, 1.0, 0), (3, 90, 2.0, 4))
+    assert victim(state, lowest_class=3) == 2
+    assert victim(state, lowest_class=4) is None
 
 
 def test_preemptions_of_one_request_are_bounded_while_others_can_be_taken() -> None:
@@ -112,18 +119,24 @@ def test_no_other_class_takes_rows() -> None:
     driver.run()
 
 
-def test_a_critical_takes_nothing_from_its_own_class_nor_from_the_protected() -> None:
+def test_a_critical_takes_nothing_from_its_own_class() -> None:
     driver = Driver(max_num_seqs=2, max_num_batched_tokens=64)
     requests = fill_rows(driver, CRITICAL, CRITICAL)
     driver.add(make_request("critical", priority=CRITICAL, arrival_time=9.0))
     driver.step()
     assert not any(request.num_preemptions for request in requests)
     driver.run()
-    alone = Driver(max_num_seqs=1)
-    only = fill_rows(alone, LOW)[0]
-    alone.add(make_request("critical", priority=CRITICAL))
-    alone.run()
-    assert only.num_preemptions == 0
+
+
+def test_a_lone_row_gives_way_to_a_critical_at_once() -> None:
+    driver = Driver(max_num_seqs=1)
+    only = fill_rows(driver, LOW)[0]
+    critical = driver.add(make_request("critical", priority=CRITICAL))
+    driver.schedule()
+    assert critical.state is RequestState.RUNNING and only.num_preemptions == 1
+    driver.apply()
+    driver.run()
+    assert only.num_preemptions == 1
 
 
 def test_nobody_is_preempted_for_a_critical_that_would_not_fit_even_then() -> None:

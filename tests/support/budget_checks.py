@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from support.scheduler_model import Model
 from support.scheduling import Driver
 from tidewheel.batch import ScheduledBatch
@@ -17,9 +19,13 @@ def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) 
     for row, num_tokens in missing_tokens(driver).items():
         assert num_tokens <= 1 or counts.get(row) == config.long_prefill_token_threshold
     has_row = stats.num_running < min(stats.max_num_seqs, config.num_rows)
+    if any(may_await_prefix(driver, request) for request in waiting):
+        return
     if waiting and has_row and config.strategy.name == "continuous":
         most_blocks = max(driver.kv.num_blocks_for(request.num_tokens) for request in waiting)
-        assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks)
+        most_growth = max(sum(r.max_tokens for r in (request, *request.followers)) for request in waiting)
+        growth = driver.kv.num_blocks_for(most_growth + expected_growth(driver))
+        assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks) + growth
 
 
 def check_shares(driver: Driver, batch: ScheduledBatch, model: Model) -> None:
@@ -34,11 +40,37 @@ def check_shares(driver: Driver, batch: ScheduledBatch, model: Model) -> None:
     for index, cut in enumerate(chunks):
         if missing[cut.row] < 1 or counts[cut.row] == model.config.long_prefill_token_threshold:
             continue
-        behind = chunks[index + 1 :]
+        behind = [r for r in chunks[index + 1 :] if not {r.row, cut.row} <= entered or not overtakes(model, r, cut)]
         assert sum(counts[other.row] for other in behind) <= counts[cut.row]
         for other in behind:
             assert model.level(other) == model.level(cut)
             assert 2 * (missing[other.row] + counts[other.row]) < missing[cut.row] + counts[cut.row]
+
+
+def overtakes(model: Model, request: Request, cut: Request) -> bool:
+    """Whether a cached prefix may have taken the request past one that entered in the same step."""
+    return model.config.policy == "priority" and model.class_of(request) == model.class_of(cut)
+
+
+def expected_growth(driver: Driver) -> int:
+    """Tokens that running requests are still expected to add."""
+    columns = driver.scheduler._state.columns
+    lefts = columns.expected_num_tokens - columns.num_tokens
+    return int(lefts[columns.running].clip(0).sum())
+
+
+def may_await_prefix(driver: Driver, request: Request, left: Sequence[Request] = ()) -> bool:
+    """Whether a running request, or one that `left` its row in this step, has a full block of the same tokens."""
+    if not driver.kv.enable_prefix_caching:
+        return False
+    salt, wanted = driver._salt_of(request.request_id), tokens_of(request)[:-1]
+    running = [r for r in driver.requests.values() if r.row >= 0 or r in left]
+    same = [tokens_of(r) for r in running if r is not request and driver._salt_of(r.request_id) == salt]
+    return any(wanted[: driver.runner.block_size] == tokens[: driver.runner.block_size] for tokens in same)
+
+
+def tokens_of(request: Request) -> list[int]:
+    return [*request.prompt_token_ids.tolist(), *request.output_token_ids]
 
 
 def scheduled_tokens(batch: ScheduledBatch) -> dict[int, int]:

@@ -13,9 +13,10 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.budget_checks import check_budget, check_shares
+from support.budget_checks import check_budget, check_shares, may_await_prefix
 from support.fake_runner import VOCAB_SIZE
-from support.scheduler_model import Model
+from support.need_checks import Blocks, check_need
+from support.scheduler_model import Model, follows
 from support.scheduling import Driver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest, NumericError
@@ -157,8 +158,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         never_fits |= len(requests) * leader.num_tokens > MAX_WAITING_TOKENS
         is_late = leader.deadline is not None and leader.deadline <= driver.now
         service_class = min(leader.priority + self.is_over_quota(leader), Priority.LOW)
-        waiting = self.having(RequestState.WAITING)
-        victims = self.model.victims_of(leader, len(requests), service_class, waiting)
+        victims = self.model.victims_of(leader, len(requests), service_class, self.new())
+        is_idle = not self.unfinished()
         before = driver.scheduler.stats()
         try:
             evicted = driver.add_group(requests)
@@ -166,6 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert never_fits
         except DeadlineExceeded:
             assert leader.deadline is not None and victims is not None and not never_fits
+            assert is_late or not is_idle, "an idle engine refuses what it could try"
             self.num_hopeless += 1
         except Busy as error:
             is_limited = leader.tenant == "slow" and "requests_per_s" in str(error)
@@ -173,6 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert error.retry_after_ms is not None and error.retry_after_ms > 0
         else:
             assert not never_fits and not is_late
+            assert not any(has_begun(request) for request in evicted)
             assert [request.request_id for request in evicted] == victims
             self.num_evicted += len(evicted)
             self.accept(requests, Priority(service_class))
@@ -187,6 +190,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.model.standings[request.request_id].service_class = service_class
             if self.is_over_quota(requests[0]):
                 self.model.standings[request.request_id].was_over_quota = True
+
+    def new(self) -> list[Request]:
+        """Those that may lose their place: neither they nor the leader of their group has started."""
+        return [request for request in self.having(RequestState.WAITING) if not has_begun(request)]
 
     def is_over_quota(self, request: Request) -> bool:
         """Blocks of the tenant's running requests and sessions, and those that the request needs."""
@@ -210,14 +217,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not is_full:
             self.model.pass_time(in_time, now)
         running = [r for r in in_time if r.state is RequestState.RUNNING]
-        computed = {r.request_id: driver.num_computed_tokens(r) for r in running}
-        self.ready |= {r.request_id for r in running if computed[r.request_id] >= r.num_prompt_tokens - 1}
+        self.ready |= {r.request_id for r in running if driver.num_computed_tokens(r) >= r.num_prompt_tokens - 1}
         started = {r.request_id for r in in_time if r.first_scheduled_time is not None}
         num_preemptions = {r.request_id: r.num_preemptions for r in running}
         if not running:
             self.num_joined = 0
         could_run = in_time and not driver.in_flight
+        followers = [request for request in in_time if follows(request)]
+        blocks = Blocks(driver)
         batch = driver.schedule()
+        self.note_releases(followers, now)
         assert sorted(late) == sorted(r.request_id for r in driver.expired)
         self.num_expired += len(late)
         assert batch is not None or not could_run, "work is left, nothing is in flight and nothing is scheduled"
@@ -225,55 +234,66 @@ class SchedulerMachine(RuleBasedStateMachine):
         victims = [r for r in running if r.num_preemptions > num_preemptions[r.request_id]]
         for request in victims:  # also those that are back already
             self.model.preempt(request, now)
-        self.check_victims(running, victims, computed, num_preemptions)
+        entered = [driver.requests[new.request_id] for new in batch.new_rows] if batch is not None else []
+        self.check_victims(running, victims, entered)
+        if driver.config.max_inflight_steps == 1 and not is_full:
+            check_need(driver, blocks, victims, entered, self.model)
         if batch is not None:
-            self.check_order(batch, started)
-            waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
-            check_budget(driver, batch, [request for request in waiting if not self.may_be_parked(request)])
+            self.check_order(batch, started, victims)
+            check_budget(driver, batch, self.waiting())
             check_shares(driver, batch, self.model)
 
+    def note_releases(self, followers: list[Request], now: float) -> None:
+        """Followers whose leader let them go begin to age by themselves."""
+        for request in followers:
+            if not request.is_finished and not follows(request):
+                self.model.release(request, now)
+
+    def waiting(self) -> list[Request]:
+        """Requests without a row, but for followers."""
+        return [r for r in self.having(RequestState.WAITING, RequestState.PREEMPTED) if not follows(r)]
+
+    def enterable(self, victims: list[Request]) -> list[Request]:
+        """Waiting requests that nothing but rows, blocks, budget and strategy can keep out."""
+        return [request for request in self.waiting() if not may_await_prefix(self.driver, request, victims)]
+
     def follow_quotas(self, now: float) -> None:
-        """A request that reaches the head while its tenant is over its quota drops a class."""
+        """A request that reaches the head while its tenant is over its quota drops a class, its followers with it."""
         for request in self.unfinished():
+            if follows(request):
+                continue
             if request.service_class > self.model.class_of(request):
                 assert request.tenant == "quota"
                 self.num_over_quota += 1
                 self.model.drop_over_quota(request, now)
+        self.model.follow(self.unfinished())
 
-    def check_victims(
-        self,
-        were_running: list[Request],
-        victims: list[Request],
-        computed: dict[str, int],
-        num_preemptions: dict[str, int],
-    ) -> None:
-        """The lowest class first, in it the one that loses least; never the oldest of the highest class."""
-        model, limit = self.model, self.driver.config.max_preemptions
-        protected = model.protected(were_running)
-        stayed = [r for r in were_running if r not in victims and r is not protected]
-        assert protected not in victims
+    def check_victims(self, were_running: list[Request], victims: list[Request], entered: list[Request]) -> None:
+        """The oldest of the highest class leaves for nothing but a CRITICAL request."""
+        waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
+        has_critical = self.driver.config.policy != "fifo" and any(
+            request.service_class is Priority.CRITICAL for request in (*entered, *waiting)
+        )
+        assert self.model.protected(were_running) not in victims or has_critical
 
-        def worth(request: Request) -> tuple[float, ...]:
-            return (computed[request.request_id], *(-part for part in model.arrival(request)))
-
-        for victim in victims:
-            for other in stayed:
-                if model.counts(other) < model.counts(victim) or num_preemptions[other.request_id] >= limit:
-                    continue
-                assert num_preemptions[victim.request_id] < limit
-                assert model.counts(other) == model.counts(victim) and worth(victim) < worth(other)
-
-    def check_order(self, batch: ScheduledBatch, started: set[str]) -> None:
-        """Nobody enters while somebody who is served earlier waits; decodes are never left out for prompts."""
-        driver, config = self.driver, self.driver.config
+    def check_order(self, batch: ScheduledBatch, started: set[str], victims: list[Request]) -> None:
+        """Nothing enters while a request that is served earlier waits, but past one that waits for a prefix, or for
+        the strategy, or that may be overtaken; decodes are never left out for prompts."""
+        driver, config, model = self.driver, self.driver.config, self.model
         entered = [driver.requests[new.request_id] for new in batch.new_rows]
-        waiting = [r for r in self.having(RequestState.WAITING, RequestState.PREEMPTED) if not self.may_be_parked(r)]
         for request in entered:
             assert request.deadline is None or request.deadline > driver.now
-            assert not self.may_be_parked(request) or request.request_id in started
-            rivals = [r for r in waiting if config.policy != "fair" or r.tenant == request.tenant]
-            assert all(self.model.key(request) < self.model.key(rival) for rival in rivals)
-        self.num_joined += sum(request.request_id not in started for request in entered)
+            leader = request.leader
+            assert leader is None or leader.is_finished or leader.request_id in self.ready
+            for rival in self.enterable(victims):
+                if config.policy == "fair" and (rival.tenant != request.tenant or rival in victims):
+                    continue  # where tenants take turns, it may have left its row after this one entered
+                if config.strategy.name != "continuous" and not has_begun(rival):
+                    continue
+                earlier = model.key(request) < model.key(rival)
+                assert earlier or model.may_overtake(request, rival, driver.now)
+        joined = [r for r in entered if r.request_id not in started and (r.leader is None or not r.leader.has_begun)]
+        self.num_joined += len(joined)
         assert config.strategy.name != "static" or self.num_joined <= config.strategy.batch_size
         assert batch.num_scheduled_tokens.max() <= (config.long_prefill_token_threshold or 99)
         if len(driver.in_flight) == 1:
@@ -281,15 +301,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             for row_index in rows.keys() - batch.rows.tolist():
                 assert len(rows[row_index].token_ids) - rows[row_index].num_computed_tokens > 1
 
-    def may_be_parked(self, request: Request) -> bool:
-        """Its leader is still to compute the prompt that they share."""
-        leader = request.leader
-        return leader is not None and not leader.is_finished and leader.request_id not in self.ready
-
     @precondition(lambda self: self.driver.in_flight)
     @rule()
     def apply(self) -> None:
+        followers = [request for request in self.unfinished() if follows(request)]
         outputs = self.driver.apply()
+        self.note_releases(followers, self.driver.now)
         for request in outputs.finished:
             if request.finish_reason is FinishReason.ERROR:
                 assert isinstance(request.error, NumericError)
@@ -309,12 +326,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(["cancel", "cancel", "cancel", "numerics", "fail_all"]), number=st.integers(0, 40))
     def mishap(self, kind: str, number: int) -> None:
         """Also of requests that are unknown, in flight, or over."""
+        followers = [request for request in self.unfinished() if follows(request)]
         if kind == "cancel":
             self.driver.cancel(f"r{number}", FinishReason.DEADLINE if number % 4 == 0 else FinishReason.CANCELLED)
         elif kind == "numerics":
             self.driver.runner.not_finite.add(f"r{number}")
         elif number % 8 == 0:
             self.driver.fail_all(InternalError("the device is lost"))
+        self.note_releases(followers, self.driver.scheduler._now)
 
     # --- always -----------------------------------------------------------------------------------------------
 
@@ -326,7 +345,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler.check_invariants()
         stats = scheduler.stats()
         waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
-        new = self.having(RequestState.WAITING)
+        new = self.new()
         assert stats.num_running == len(self.having(RequestState.RUNNING)) <= self.driver.config.max_num_seqs
         assert stats.num_waiting == len(waiting)
         assert stats.num_waiting_tokens == sum(request.num_tokens for request in waiting)
@@ -346,6 +365,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_failed = sys.exc_info()[0] is not None  # then the driver may be half way through a step
         if hasattr(self, "driver") and not has_failed:
             self.driver.run()
+
+
+def has_begun(request: Request) -> bool:
+    """Whether it, or the leader of its group, has been scheduled."""
+    first = request if request.leader is None else request.leader
+    return first.first_scheduled_time is not None
 
 
 def unchanged(after: SchedulerStats, before: SchedulerStats) -> bool:

@@ -20,8 +20,14 @@ class Standing:
     service_class: Priority
     waits_since: float  # in this class
     soft_deadline: float | None
+    num_cached: int  # tokens of its prompt that were in the cache when its place was chosen
     was_over_quota: bool = False
     is_overdue: bool = False
+
+
+def follows(request: Request) -> bool:
+    """Whether it waits for its leader to compute the prompt that they share."""
+    return request.leader is not None and request in request.leader.followers
 
 
 class Model:
@@ -32,8 +38,13 @@ class Model:
         self.num_dropped = 0
 
     def add(self, request: Request) -> None:
-        standing = Standing(len(self.standings), request.priority, request.arrival_time, request.soft_deadline)
-        self.standings[request.request_id] = standing
+        self.standings[request.request_id] = Standing(
+            len(self.standings),
+            request.priority,
+            request.arrival_time,
+            request.soft_deadline,
+            request.num_cached_tokens,
+        )
 
     def drop_over_quota(self, request: Request, now: float) -> None:
         standing = self.standings[request.request_id]
@@ -42,22 +53,36 @@ class Model:
         self._drop(standing, now)
 
     def pass_time(self, requests: Iterable[Request], now: float) -> None:
-        """Lifts first, then drops; `requests` have not ended."""
+        """Lifts first, then drops; `requests` have not ended. Followers go with their leader."""
         for request in requests:
             standing = self.standings[request.request_id]
-            if request.state is not RequestState.RUNNING:
+            if request.state is not RequestState.RUNNING and not follows(request):
                 self._lift(standing, now)
         for request in requests:
             standing = self.standings[request.request_id]
             if standing.soft_deadline is not None and standing.soft_deadline <= now:
                 standing.soft_deadline = None
-                if standing.service_class < Priority.LOW:
+                if standing.service_class < Priority.LOW and not follows(request):
                     self.num_dropped += 1
                     self._drop(standing, now)
+                    standing.num_cached = request.num_cached_tokens
+        self.follow(requests)
+
+    def follow(self, requests: Iterable[Request]) -> None:
+        """Followers are in the class of their leader, and have dropped with it."""
+        for request in requests:
+            if request.leader is not None and follows(request):
+                standing, leading = self.standings[request.request_id], self.standings[request.leader.request_id]
+                standing.service_class, standing.was_over_quota = leading.service_class, leading.was_over_quota
+
+    def release(self, request: Request, now: float) -> None:
+        """A follower waits by itself from now on."""
+        self.standings[request.request_id].waits_since = now
 
     def preempt(self, request: Request, now: float) -> None:
         standing = self.standings[request.request_id]
         standing.waits_since, standing.is_overdue = now, False
+        standing.num_cached = request.num_cached_tokens
 
     def class_of(self, request: Request) -> Priority:
         return self.standings[request.request_id].service_class
@@ -81,7 +106,8 @@ class Model:
                 own = (math.inf if due is None else due,)
             case "density":
                 prompt, output = request.num_prompt_tokens, max(request.predicted_output_tokens, 1.0)
-                own = (-(prompt + output) / (prompt * output + output * output / 2),)
+                computed = prompt - self.standings[request.request_id].num_cached + output
+                own = (-computed / (prompt * output + output * output / 2),)
         if own and self.standings[request.request_id].is_overdue:
             own = (-math.inf,)
         return (self.counts(request), *own, *self.arrival(request))
@@ -93,10 +119,11 @@ class Model:
     def victims_of(
         self, newcomer: Request, count: int, service_class: int, waiting: list[Request]
     ) -> list[str] | None:
-        """Who among those that never started gives way to `count` newcomers; None: not enough of them."""
+        """Which of those that never started give way to `count` newcomers; None: not enough of them. A group goes as
+        one, its followers first."""
         left = sorted(waiting, key=lambda request: (self.class_of(request), *self.arrival(request)))
         num_tokens = count * newcomer.num_tokens
-        victims = []
+        victims: list[str] = []
         while (
             len(left) + count > self.config.max_waiting_requests
             or sum(request.num_tokens for request in left) + num_tokens > self.config.max_waiting_tokens
@@ -104,21 +131,32 @@ class Model:
             victim = self._victim_of(newcomer, count, service_class, left)
             if victim is None:
                 return None
-            left.remove(victim)
-            victims.append(victim.request_id)
+            for member in (*victim.followers, victim):
+                left.remove(member)
+                victims.append(member.request_id)
         return victims
 
     def _victim_of(self, newcomer: Request, count: int, service_class: int, left: list[Request]) -> Request | None:
         """`left` is in order: the last one of those who may go."""
-        lower = [request for request in left if self.class_of(request) > service_class]
+        entries = [request for request in left if not follows(request)]
+        lower = [request for request in entries if self.class_of(request) > service_class]
         if self.config.policy == "fair":
             own = self.crowd(newcomer.tenant, left) + count / self.config.limits_of(newcomer.tenant).weight
             others = {request.tenant for request in left} - {newcomer.tenant}
             biggest = max(others, key=lambda tenant: (self.crowd(tenant, left), tenant), default="")
             if others and self.crowd(biggest, left) > own:
-                return [request for request in left if request.tenant == biggest][-1]
+                return [request for request in entries if request.tenant == biggest][-1]
             lower = [request for request in lower if request.tenant == newcomer.tenant]
         return lower[-1] if lower else None
+
+    def may_overtake(self, request: Request, rival: Request, now: float) -> bool:
+        """Whether a cached prefix may take the request past one that came earlier in its class, and is new."""
+        return (
+            self.config.policy in ("priority", "fair")
+            and self.class_of(request) == self.class_of(rival)
+            and not rival.has_begun
+            and rival.arrival_time > now - self.config.ageing_s
+        )
 
     def crowd(self, tenant: str, waiting: list[Request]) -> float:
         """Waiting requests over weight."""

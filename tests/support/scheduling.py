@@ -45,6 +45,12 @@ def make_request(
     )
 
 
+def numbered(request: Request, number: int) -> Request:
+    """The request as the scheduler numbers arrivals, for tests of parts of it."""
+    request.sequence = number
+    return request
+
+
 def make_config(**changes: Any) -> SchedulerConfig:
     settings: dict[str, Any] = {
         "max_num_seqs": 4,
@@ -53,6 +59,7 @@ def make_config(**changes: Any) -> SchedulerConfig:
         "max_waiting_requests": 64,
         "max_waiting_tokens": 4096,
         "watermark": 0.0,
+        "predictor_prior_tokens": 1,  # requests enter without room to grow, until enough of them have ended
     }
     return SchedulerConfig(**(settings | changes))
 
@@ -88,6 +95,7 @@ class Driver:
         self.in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
         self.expired: list[Request] = []  # of the last `expire`
         self.now = 0.0
+        self.tick = 1.0  # seconds that each `schedule` and each `apply` takes
         self.runner = FakeRunner(
             num_rows=config.num_rows,
             num_blocks=num_blocks,
@@ -134,7 +142,7 @@ class Driver:
 
     def schedule(self) -> ScheduledBatch | None:
         """As the engine does: who is too late ends first."""
-        self.now += 1.0
+        self.now += self.tick
         self.expire()
         batch = self.scheduler.schedule(self.now)
         if batch is not None:
@@ -143,7 +151,7 @@ class Driver:
 
     def apply(self) -> StepOutputs:
         batch, pending = self.in_flight.popleft()
-        self.now += 1.0
+        self.now += self.tick
         sampled = pending.wait()
         outputs = self.scheduler.apply(batch, sampled, self.now)
         assert len(set(map(id, outputs.requests))) == len(outputs.requests) == len(outputs.token_ids)

@@ -67,6 +67,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
         max_inflight_steps=2 if info.async_scheduling else 1,
         policy=config.scheduling_policy,
         ageing_s=config.ageing_s,
+        cache_aware_order=config.cache_aware_order,
         tenants=tenants,
         predictor_prior_tokens=config.predictor_prior_tokens,
         breaker_error_rate=config.breaker_error_rate,

@@ -35,6 +35,21 @@ class PrefixFinder:
         hit = PrefixHit(tuple(block_ids), num_blocks * self._block_size, host_keys)
         return self._with_session(hit, request) if request.session_id else hit
 
+    def estimate(self, request: Request) -> int:
+        """Estimate the tokens of `find`, by binary search: a block is rarely there without those before it."""
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        extend_block_hashes(request, limit, self._block_size)
+        hashes = request.block_hashes
+        found, missing = 0, limit + 1  # blocks that are there, and the first that is not
+        while found + 1 < missing:
+            middle = (found + missing) // 2
+            key = hashes[middle - 1]
+            if self._pool.lookup(key) is not None or self._host.lookup(key) is not None:
+                found = middle
+            else:
+                missing = middle
+        return found * self._block_size
+
     def _find_in_host(self, keys: list[bytes]) -> tuple[bytes, ...]:
         count = 0
         while count < len(keys) and self._host.lookup(keys[count]) is not None:

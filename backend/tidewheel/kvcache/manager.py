@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.block_pool import BlockPool
@@ -11,11 +11,35 @@ from tidewheel.kvcache.finder import PrefixFinder
 from tidewheel.kvcache.hits import NO_HIT, PrefixHit
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.invariants import require
-from tidewheel.kvcache.prefix import extend_block_hashes
+from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks
 from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.kvcache.transfers import Arrival, TransferQueue, Transfers
 from tidewheel.request import Request
+
+
+class Departures:
+    """Counts the blocks that only departing rows hold, as rows are added and taken back."""
+
+    def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: set[int]) -> None:
+        self._ref_count = ref_count
+        self._tables = tables
+        self._kept = kept
+        self._holders: Counter[int] = Counter()  # departing rows that hold each block
+
+    def add(self, row: int) -> int:
+        """Return how many more blocks are free if this row leaves too."""
+        self._holders.update(self._tables[row])
+        return self.num_freed(row)
+
+    def take_back(self, row: int) -> None:
+        """Let a row that was added stay."""
+        self._holders.subtract(self._tables[row])
+
+    def num_freed(self, row: int) -> int:
+        """Return how many blocks of this row are free if all that were added leave."""
+        holders, ref_count, kept = self._holders, self._ref_count, self._kept
+        return sum([holders[b] == ref_count[b] and b not in kept for b in self._tables[row]])
 
 
 class KVCacheManager:
@@ -53,6 +77,8 @@ class KVCacheManager:
         limits = session_limits or SessionLimits()
         self._sessions = SessionStore(self._pool, self._host, self._transfers, limits, block_size)
         self._finder = PrefixFinder(self._pool, self._host, self._sessions, block_size)
+        self._computing: dict[bytes, int] = {}  # digest of a prompt's block → row that is computing it
+        self._announced: dict[int, list[bytes]] = {}  # row → digests of its blocks that it may be computing
         self._tables: dict[int, list[int]] = {}  # row → physical blocks, in logical order
         self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and never written again
         self._held: dict[int, list[list[int]]] = {}  # step → tables to free when it is done
@@ -128,6 +154,20 @@ class KVCacheManager:
         """
         return self._finder.find(request) if self.enable_prefix_caching else NO_HIT
 
+    def num_cached_tokens(self, request: Request) -> int:
+        """Estimate the cached prefix of a waiting request, in O(log blocks) once its digests are known."""
+        return self._finder.estimate(request) if self.enable_prefix_caching else 0
+
+    def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
+        """Return how many blocks behind the hit a row is computing right now, and that row; (0, -1): none."""
+        row, count = -1, 0
+        for block_hash in request.block_hashes[hit.num_blocks : max_hit_blocks(request.num_tokens, self.block_size)]:
+            found = self._computing.get(block_hash, -1)
+            if found < 0 or (count and found != row):
+                break
+            row, count = found, count + 1
+        return count, row
+
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
         """The prompt of the request, of which one token is left to compute, in the row of another one that has the
         same prompt, tenant and salt. The row must have computed as much of it; while its own content is still to
@@ -143,33 +183,50 @@ class KVCacheManager:
 
     # --- the life of a row --------------------------------------------------------------------------------------
 
-    def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Gives a new row the blocks of `hit` and as many more as `num_tokens` tokens need.
+    def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
+        """Return how many free blocks are missing for a row of `num_tokens` tokens; at most 0: it can be allocated.
 
-        False, and nothing changed, unless `keep_free` blocks are still free afterwards, those counted that only the
-        next batch copies from. That batch must take the transfers that fill the row's own blocks. Where no block is
-        left to copy a session's tail to, the row takes the tail over and the session goes on without it.
+        `keep_free` blocks must be free afterwards. Blocks of the hit that no row holds are free now and are needed.
+        Free blocks include one that only the next batch copies from.
+        """
+        ref_count = self._pool.ref_count
+        num_revived = sum([ref_count[block_id] == 0 for block_id in hit.block_ids])
+        num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
+        return num_new + num_revived + keep_free - self.num_free_blocks
+
+    def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
+        """Give a new row the blocks of `hit` and as many more as `num_tokens` tokens need.
+
+        Return False and change nothing while `num_missing_blocks` is above 0. The next batch must take the transfers
+        that fill the row's own blocks. Where no block is left to copy a session's tail to, the row takes the tail
+        over and the session goes on without it.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
-        pool = self._pool
-        num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
-        num_revived = sum(pool.ref_count[block_id] == 0 for block_id in hit.block_ids)
-        num_left = pool.num_free + pool.num_kept - num_new - num_revived
-        if num_left < keep_free:
+        num_missing = self.num_missing_blocks(num_tokens, hit, keep_free=keep_free)
+        if num_missing > 0:
             return False
+        num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
         if hit.is_shared_only:
-            pool.touch(hit.block_ids)
+            self._pool.touch(hit.block_ids)
             new_blocks = self._take(num_new)
         else:
             slots = self._slots_of(hit)
             if slots is None:
                 return False
-            new_blocks = self._take_and_fill(row, num_new, hit, slots, num_left)
+            new_blocks = self._take_and_fill(row, num_new, hit, slots, num_left=keep_free - num_missing)
         self._tables[row] = [*hit.block_ids, *new_blocks]
         self._num_sealed[row] = len(hit.block_ids)
         self._count_hits(num_tokens, hit)
         return True
+
+    def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
+        """Let `find_computing` find the blocks that the row, just allocated, is to compute."""
+        self._announced[row] = announced = request.block_hashes[
+            hit.num_blocks : request.num_tokens // self.block_size
+        ]
+        for block_hash in announced:
+            self._computing.setdefault(block_hash, row)
 
     def _slots_of(self, hit: PrefixHit) -> tuple[int, ...] | None:
         """Where the host tier has the contents of the hit; None if it has lost one since."""
@@ -178,7 +235,7 @@ class KVCacheManager:
         return slots if len(slots) == len(keys) else None
 
     def _take_and_fill(
-        self, row: int, num_new: int, hit: PrefixHit, slots: tuple[int, ...], num_left: int
+        self, row: int, num_new: int, hit: PrefixHit, slots: tuple[int, ...], *, num_left: int
     ) -> list[int]:
         """The row's own blocks, of which the first are filled by transfers."""
         pool, source = self._pool, hit.tail_block
@@ -242,7 +299,14 @@ class KVCacheManager:
             table, hashes = self._tables[row], request.block_hashes
             for index in range(first, num_full):
                 self._pool.register_hash(table[index], hashes[index])
+            if self._computing:
+                self._stop_computing(row, hashes[first:num_full])
         self._num_sealed[row] = num_full
+
+    def _stop_computing(self, row: int, block_hashes: Sequence[bytes]) -> None:
+        for block_hash in block_hashes:
+            if self._computing.get(block_hash) == row:
+                del self._computing[block_hash]
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
         """Before `free`, of a row that will come back: its computed full blocks go to the host tier with the next
@@ -277,10 +341,18 @@ class KVCacheManager:
                 self._host.drop(block_hash)
             self._pool.drop_hash(block_id)
 
+    def departures(self, kept: Collection[int] = ()) -> Departures:
+        """Return a tally of rows that might leave, which counts the blocks that would be free then.
+
+        Blocks in `kept` do not count: they are needed again at once.
+        """
+        return Departures(self._pool.ref_count, self._tables, set(kept))
+
     def free(self, row: int, *, after_step: int | None = None) -> None:
-        """Ends the row's table. With `after_step`, its blocks stay as they are until that step is done."""
+        """End the row's table. With `after_step`, its blocks stay as they are until that step is done."""
         table = self._tables.pop(row)
         del self._num_sealed[row]
+        self._stop_computing(row, self._announced.pop(row, ()))
         self._transfers.cancel(row)
         if after_step is not None:
             self._held.setdefault(after_step, []).append(table)
@@ -328,6 +400,7 @@ class KVCacheManager:
         held = [table for tables in self._held.values() for table in tables]
         named = Counter(block_id for table in (*self._tables.values(), *held) for block_id in table)
         references = named + Counter(self._transfers.held_sources())
+        require(self._tables.keys() >= set(self._computing.values()), "blocks of rows that left are being computed")
         for block_id, count in enumerate(self._pool.ref_count):
             require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
         for row, table in self._tables.items():

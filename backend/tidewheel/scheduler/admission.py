@@ -8,6 +8,8 @@ from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.stats import WaitingRoom
 
+MAX_DISPLACED = 64  # waiting requests that one newcomer takes the place of
+
 _FIRST_RETRY_MS = 250  # while no pace is known
 _MIN_RETRY_MS = 50
 _MAX_RETRY_MS = 30_000
@@ -33,28 +35,33 @@ class Admission:
     def find_room(
         self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
     ) -> list[Request]:
-        """The waiting requests that `count` newcomers of a class take the place of; raises `Busy` if that is not
-        enough. The lowest class goes first, in it the newest; nobody of the newcomer's class or a better one, unless
-        tenants take turns (`WaitingSet.displaceable`)."""
+        """Choose the waiting entries that `count` newcomers of a class take the place of.
+
+        Raise `Busy` if none may be taken, or `MAX_DISPLACED` requests are not enough: what a newcomer costs the
+        engine is bounded. `WaitingSet.displaceable` says which go first.
+        """
         limits = self._config
         num_requests = waiting.num_new + count - limits.max_waiting_requests  # too many
         num_tokens = waiting.num_new_tokens + count * request.num_prompt_tokens - limits.max_waiting_tokens
         victims: list[Request] = []
+        num_displaced = 0
         candidates = waiting.displaceable(request, count, service_class)
         while num_requests > 0 or num_tokens > 0:
-            victim = next(candidates, None)
+            victim = next(candidates, None) if num_displaced < MAX_DISPLACED else None
             if victim is None:
                 raise WaitingSetFull(
                     f"waiting set is full: {self._what_is_full(request, count, waiting)}",
                     retry_after_ms=self.retry_after_ms(waiting, now),
                 )
+            size = 1 + len(victim.followers)
             victims.append(victim)
-            num_requests -= 1
-            num_tokens -= victim.num_tokens
+            num_displaced += size
+            num_requests -= size
+            num_tokens -= size * victim.num_tokens
         return victims
 
     def eviction(self, victim: Request, service_class: Priority, waiting: WaitingSet, now: float) -> Busy:
-        """What the request is told that a newcomer of the class takes the place of."""
+        """Return the error of a request that a newcomer of the class takes the place of."""
         limits = self._config
         taker = "a request of a tenant with fewer waiting took the place of this one"
         if service_class < victim.service_class:
@@ -69,7 +76,7 @@ class Admission:
         )
 
     def room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
-        """What `find_room` goes by."""
+        """Return what `find_room` goes by, for front ends."""
         return WaitingRoom(
             num_requests=waiting.num_new,
             max_requests=self._config.max_waiting_requests,
@@ -80,7 +87,7 @@ class Admission:
         )
 
     def record_start(self, now: float) -> None:
-        """A waiting request was scheduled for the first time."""
+        """Note that a waiting request was scheduled for the first time."""
         if self._last_start is not None:
             interval = max(now - self._last_start, 0.0)
             smoothed = interval if self._start_interval is None else self._start_interval
@@ -88,8 +95,11 @@ class Admission:
         self._last_start = now
 
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
-        """Time until about half of the waiting set has started: later than the first free place, so that refused
-        clients do not all come back for that one. A head that waits longer than usual counts as a slower pace."""
+        """Return the time until about half of the waiting set has started.
+
+        That is later than the first free place, so that refused clients do not all come back for that one. A head
+        that waits longer than usual counts as a slower pace.
+        """
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
         silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)

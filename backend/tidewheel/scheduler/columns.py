@@ -11,13 +11,13 @@ import numpy.typing as npt
 from tidewheel.batch import BoolArray, Int32Array
 from tidewheel.kvcache.invariants import require
 from tidewheel.request import Request, RequestState
-from tidewheel.scheduler.policy import Rank
 
 Int64Array = npt.NDArray[np.int64]
 RowArray = npt.NDArray[np.intp]  # numpy gathers by intp several times faster than by int32
 
 NEVER = -np.inf
 NO_STOP = -1  # pads `stop_token_ids`; no sampled token has this id
+NUM_RECENT = 128  # newest tokens of a row, kept as columns until they fill up
 
 
 class Gaps(NamedTuple):
@@ -96,11 +96,14 @@ class Columns:
         self.arrival_times: npt.NDArray[np.float64] = np.zeros(num_rows)
         self.sequences: Int64Array = np.zeros(num_rows, dtype=np.int64)  # numbers of the arrivals
         self.num_preemptions = _int32(num_rows)
+        self.expected_num_tokens = _int32(num_rows)  # prompt and predicted output
+        self.num_entered_tokens = _int32(num_rows)  # that the request had when it entered
+        self.num_shared_slots = _int32(num_rows)  # in blocks that the row found when it entered
         self.tenant_ids = _int32(num_rows)  # of `tenants`
         self.tenants = TenantIds()
-        self.ranks: dict[int, Rank] = {}  # of running rows
+        self.num_recent = _int32(num_rows)
+        self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)  # tokens not yet in the request
         self._requests = np.full(num_rows, None, dtype=object)
-        self._outputs = np.full(num_rows, None, dtype=object)  # the requests' `output_token_ids`
         self._free_rows = list(range(num_rows))  # heap: low rows first keeps the tables of the runner compact
         self._left_rows: list[int] = []
 
@@ -118,9 +121,16 @@ class Columns:
         return self._free_rows[0]
 
     def enter(
-        self, request: Request, rank: Rank, *, service_class: int, num_cached_tokens: int, num_slots: int
+        self,
+        request: Request,
+        *,
+        service_class: int,
+        num_cached_tokens: int,
+        num_slots: int,
+        num_shared_slots: int,
+        expected_num_tokens: int,
     ) -> int:
-        """The request takes `next_free_row()`; the row."""
+        """Give the request `next_free_row()`; return the row."""
         row = heapq.heappop(self._free_rows)
         num_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens[row] = num_prompt_tokens
@@ -136,37 +146,43 @@ class Columns:
         self.last_step[row] = -1
         self._set_stop_ids(row, request.stop_token_ids)
         self._requests[row] = request
-        self._outputs[row] = request.output_token_ids
+        self.num_recent[row] = 0
+        self.num_entered_tokens[row] = request.num_tokens
+        self.num_shared_slots[row] = num_shared_slots
+        self.expected_num_tokens[row] = expected_num_tokens
         self.classes[row] = service_class
         self.arrival_times[row] = request.arrival_time
-        self.sequences[row] = int(rank[-1])
+        self.sequences[row] = request.sequence
         self.num_preemptions[row] = request.num_preemptions
         self.tenant_ids[row] = self.tenants.acquire(request.tenant)
-        self.ranks[row] = rank
         self.running[row] = True
         self.num_running += 1
         request.row = row
         return row
 
-    def reclassify(self, request: Request, service_class: int, rank: Rank) -> None:
-        self.classes[request.row] = service_class
-        self.ranks[request.row] = rank
-
-    def leave(self, row: int) -> Rank:
-        """The row is free and the request has what the row kept for it. What is in flight is of a past epoch."""
+    def write_back(self, row: int) -> Request:
+        """Bring the request's `output_token_ids` up to date; return the request."""
         request = self.request(row)
+        count = int(self.num_recent[row])
+        if count:
+            request.output_token_ids += self._recent[row, :count].tolist()
+            self.num_recent[row] = 0
+        return request
+
+    def leave(self, row: int) -> None:
+        """Free the row; the request gets what the row kept for it. Results in flight are of a past epoch then."""
+        request = self.write_back(row)
         request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
             request.last_token_time = float(self.last_token_times[row])
         request.row = -1
-        self._requests[row] = self._outputs[row] = None
+        self._requests[row] = None
         self.running[row] = False
         self.num_running -= 1
         self.epochs[row] += 1
         heapq.heappush(self._free_rows, row)
         self._left_rows.append(row)
         self.tenants.release(request.tenant)
-        return self.ranks.pop(row)
 
     def take_left_rows(self) -> Int32Array:
         """Rows that requests left since the last call."""
@@ -214,14 +230,15 @@ class Columns:
         self.num_inflight_samples[rows] += samples
         self.last_step[rows] = step_id
 
-    def append_tokens(self, rows: RowArray, token_ids: list[int], now: float) -> list[Request]:
-        """One sampled token for each row; their requests."""
+    def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
+        """Append one sampled token to each row; return their requests. No row may be full of recent ones."""
         num_tokens = self.num_tokens.take(rows) + 1
         self.num_tokens[rows] = num_tokens
         self.num_inflight_samples[rows] -= 1
         self.last_token_times[rows] = now
-        for _ in map(list.append, self._outputs.take(rows).tolist(), token_ids):  # half the time of a loop over pairs
-            pass
+        num_recent = self.num_recent.take(rows)
+        self._recent[rows, num_recent] = tokens
+        self.num_recent[rows] = num_recent + 1
         requests = self.requests(rows)
         for index in (num_tokens == self.num_prompt_tokens.take(rows) + 1).nonzero()[0].tolist():
             requests[index].first_token_time = now
@@ -229,13 +246,15 @@ class Columns:
 
     def check_invariants(self) -> None:
         rows = np.flatnonzero(self.running)
-        require(len(rows) == self.num_running == len(self.ranks), "running rows are miscounted")
+        require(len(rows) == self.num_running, "running rows are miscounted")
         require(len(self._free_rows) + self.num_running == self.num_rows, "rows are lost")
         require(not self.running[self._free_rows].any(), "a free row is running")
         for row in rows.tolist():
             request = self.request(row)
             require(request.row == row and request.state is RequestState.RUNNING, f"{request} is not in row {row}")
-            require(int(self.num_tokens[row]) == request.num_tokens, f"{request} has {self.num_tokens[row]} tokens")
+            num_tokens = request.num_tokens + int(self.num_recent[row])
+            require(int(self.num_tokens[row]) == num_tokens, f"{request} has {self.num_tokens[row]} tokens")
+            require(int(self.num_recent[row]) < NUM_RECENT, f"{request} has no room for the next token")
         start = self.num_computed_tokens + self.num_inflight_tokens
         known = self.num_tokens + self.num_inflight_samples
         for name, holds in (

@@ -9,13 +9,9 @@ import numpy as np
 from tidewheel.batch import BoolArray, Int32Array, SampledTokens, ScheduledBatch, StepOutputs, TopLogprobs
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.columns import Columns, Int64Array, RowArray
+from tidewheel.scheduler.columns import NUM_RECENT, Columns, Int64Array, RowArray
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.state import State
-
-# The blocks of a prompt can be found as soon as they are computed. Nobody waits for those that decoding fills: they
-# are hashed several at a time, at half the cost of one by one, and the rest when the request leaves its row.
-BLOCKS_PER_COMMIT = 8
 
 
 class InFlight(NamedTuple):
@@ -51,7 +47,8 @@ def commit_step(
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     token_ids: list[int] = tokens.tolist()
-    requests = state.columns.append_tokens(rows, token_ids, now)
+    requests = state.columns.append_tokens(rows, tokens, now)
+    _write_back_full(state, rows)
     if state.virtual_counters is not None:
         _charge_outputs(state.virtual_counters, state.columns, rows)
     for index, reason in find_endings(state.columns, rows, tokens):
@@ -69,7 +66,7 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
         row = int(step.rows[index])
         if state.columns.epochs[row] != step.epochs[index]:
             continue
-        request = state.columns.request(row)
+        request = state.columns.write_back(row)
         request.error = NumericError(
             f"the model's logits were not finite after {request.num_tokens} tokens; only this request is affected"
         )
@@ -79,16 +76,26 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
 
 
 def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    columns, block_size = state.columns, state.kv.block_size
+    """Note what the batch has computed. Blocks of tokens that a row entered with can be found from then on."""
+    columns = state.columns
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
     ends = starts + counts
     columns.num_computed_tokens[rows] = ends
     columns.num_inflight_tokens[rows] -= counts
-    num_full = ends // block_size
-    due = (num_full > starts // block_size) & ((counts > 1) | (num_full % BLOCKS_PER_COMMIT == 0))
-    rows, ends = rows[due], ends[due]
-    for row, request, end in zip(rows.tolist(), columns.requests(rows), ends.tolist(), strict=True):
-        state.kv.commit(row, request, end)
+    for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
+        row = int(rows[index])
+        state.kv.commit(row, columns.request(row), int(ends[index]))
+
+
+def _write_back_full(state: State, rows: RowArray) -> None:
+    """Move recent tokens to requests whose rows are full of them, and hash the blocks that they fill.
+
+    No request waits for blocks that decoding fills, so hashing many at once, at half the cost of one by one, is early
+    enough; the rest is hashed when the request leaves its row.
+    """
+    columns = state.columns
+    for row in rows[columns.num_recent.take(rows) == NUM_RECENT].tolist():
+        state.kv.commit(row, columns.write_back(row), int(columns.num_computed_tokens[row]))
 
 
 def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray) -> None:

@@ -30,6 +30,7 @@ class SchedulerConfig:
     policy: str = "priority"
     ageing_s: float = 10.0  # a waiting request is lifted one class each time this passes, to HIGH at most
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
+    cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
     predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
 
     # the breaker opens above these; None: never

@@ -53,7 +53,7 @@ class Control:
             min(budget, self._config.max_num_batched_tokens),
             self._config.max_chunk_tokens,
             self.max_num_seqs,
-            self._max_joins(waiting, num_running, now) if waiting.has_head else 0,
+            self._max_joins(waiting, num_running, now) if waiting else 0,
             self._keep_free,
         )
 
@@ -61,7 +61,7 @@ class Control:
         """A batch was applied. Of two in flight, the device had the second one from the end of the first."""
         start = step.scheduled_at if self._last_applied is None else max(step.scheduled_at, self._last_applied)
         seconds = max(now - start, 0.0)
-        self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds)
+        self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
         self.estimate.observe_step(now, step.num_started_tokens, state.waiting.num_new)
         if step.oldest_start is not None:
             self.strategy.observe_batch(max(now - step.oldest_start, 0.0))

@@ -1,4 +1,4 @@
-"""Deadlines: who is refused because it could not keep one, and who ends because it has passed."""
+"""Deadlines: which requests are refused because they could not keep one, and which end because it has passed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tidewheel.scheduler.state import State
 def check_deadline(
     state: State, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
 ) -> None:
-    """Raises `DeadlineExceeded` if the first token is not expected before the request's deadline."""
+    """Raise `DeadlineExceeded` if the deadline has passed, or comes before the first token is expected.
+
+    An idle engine lets every request try that still has time.
+    """
     if request.deadline is None:
         return
     left = request.deadline - now
@@ -19,30 +22,38 @@ def check_deadline(
         raise DeadlineExceeded(
             f"the deadline passed {_ms(-left)} ms before the request arrived: give it more time (deadline_ms)"
         )
+    if state.is_idle:
+        return
     num_ahead = num_tokens_ahead(state, service_class)
-    expected = estimate.first_token_seconds(request.num_prompt_tokens, num_ahead)
+    has_free_rows = state.num_waiting < min(state.columns.num_free_rows, state.config.max_num_seqs)
+    queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
+    if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
+        return
+    num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
+    expected = queue_seconds + estimate.prefill_seconds(num_tokens, now)
     if expected > left:
         raise DeadlineExceeded(
             f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
-            f"{num_ahead} tokens wait ahead, and the prompt has {request.num_prompt_tokens}"
+            f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
         )
 
 
 def num_tokens_ahead(state: State, service_class: Priority) -> int:
-    """Prompt tokens that are sure to be served before a newcomer of the class. Where the order inside a class is not
-    that of arrival, it may overtake its class; where tenants take turns, it may overtake everybody."""
+    """Count prompt tokens that are sure to be served before a newcomer of the class.
+
+    Where the order inside a class is not that of arrival, the newcomer may overtake its class; where tenants take
+    turns, it may overtake everything.
+    """
     policy, waiting = state.policy, state.waiting
     if policy.by_tenant:
         return 0
     if not policy.by_class:
         return waiting.num_new_tokens
-    if policy.by_arrival:
-        return waiting.num_tokens_ahead(service_class)
-    return waiting.num_tokens_ahead(Priority(service_class - 1)) if service_class > Priority.CRITICAL else 0
+    return waiting.num_tokens_ahead(service_class if policy.by_arrival else service_class - 1)
 
 
 def expire(state: State, now: float) -> list[Request]:
-    """Ends the requests whose deadline has passed."""
+    """End the requests whose deadline has passed; return them."""
     expired = []
     for _, _, request in state.deadlines.pop_due(now):
         reason = FinishReason.DEADLINE
@@ -50,7 +61,7 @@ def expire(state: State, now: float) -> list[Request]:
             reason = FinishReason.ERROR
             request.error = DeadlineExceeded(
                 f"the deadline passed after {_ms(now - request.arrival_time)} ms in the waiting set: "
-                f"{state.waiting.num_new} requests wait, {state.columns.num_running} run"
+                f"{state.num_waiting} requests wait, {state.columns.num_running} run"
             )
         state.end(request, reason, now)
         state.counters.num_expired += 1

@@ -1,4 +1,4 @@
-"""The way in: every check that a newcomer has to pass, and what is learned from those that start and end."""
+"""The way in: every check that a newcomer has to pass, and what is learned from requests that start and end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.breaker import Breaker
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.deadlines import check_deadline
-from tidewheel.scheduler.predictor import OutputPredictor
 from tidewheel.scheduler.queue_time import ServiceEstimate
 from tidewheel.scheduler.service_class import dropped, is_over_quota
 from tidewheel.scheduler.state import State
@@ -28,10 +27,10 @@ class Entrance:
         self._admission = Admission(config, state.kv.num_blocks, state.kv.block_size)
         self._tenants = TenantTable(config.tenants)
         self.breaker = Breaker(config.breaker_error_rate, config.breaker_queue_time_s)
-        self.predictor = OutputPredictor(config.predictor_prior_tokens)
+        self.predictor = state.predictor
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """All of the requests wait, or none does and an error is raised; those that lost their place to them.
+        """Let all of the requests wait, or none, and raise an error; return the requests that lost their place.
 
         They share prompt and limits. `InvalidRequest` comes first: what can never work is not told to come back.
         """
@@ -42,17 +41,15 @@ class Entrance:
         service_class = dropped(request.priority) if over_quota else request.priority
         victims = self._admission.find_room(request, count, service_class, state.waiting, now)
         self._check_load(request, count, service_class, now)
-        for victim in victims:
-            self._evict(victim, service_class, now)
+        evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
         predicted = self.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
         for newcomer in requests:
             newcomer.predicted_output_tokens = predicted
             newcomer.service_class = service_class
-            state.wait(newcomer)
-            if over_quota:
-                state.over_quota.add(newcomer.request_id)
-                state.counters.num_downgraded_quota += service_class is not newcomer.priority
-        return victims
+            newcomer.was_over_quota = over_quota
+            state.counters.num_downgraded_quota += over_quota and service_class is not newcomer.priority
+        state.wait(list(requests))
+        return evicted
 
     def room(self, now: float) -> WaitingRoom:
         return self._admission.room(self._state.waiting, now)
@@ -116,9 +113,14 @@ class Entrance:
             if oldest is not None and limit is not None and seconds > limit:
                 self.breaker.observe_queue_time(seconds, oldest.priority, now)
 
-    def _evict(self, victim: Request, service_class: Priority, now: float) -> None:
+    def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
+        """End a waiting request and its followers; return them."""
         state = self._state
-        victim.error = self._admission.eviction(victim, service_class, state.waiting, now)
-        state.end(victim, FinishReason.ERROR, now)
-        state.counters.num_evicted += 1
-        state.counters.evicted_by_class[victim.priority - 1] += 1
+        error = self._admission.eviction(victim, service_class, state.waiting, now)
+        members = [*victim.followers, victim]
+        for member in members:
+            member.error = error
+            state.end(member, FinishReason.ERROR, now)
+            state.counters.num_evicted += 1
+            state.counters.evicted_by_class[member.priority - 1] += 1
+        return members

@@ -50,8 +50,11 @@ class StepPlan:
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
         self.token_budget = limits.token_budget  # what is left of it
+        self.num_joined = 0  # requests that joined, followers of a leader included
         self.started: list[Request] = []  # for the first time
-        self.is_scarce = False  # blocks ran out for running rows: nobody is admitted in this step
+        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decoding rows that need a block
+        self.num_sitting_out = 0  # rows that need a block and get none
+        self.is_scarce = False  # blocks ran out for running rows: only CRITICAL requests enter in this step
         self._decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
@@ -63,15 +66,36 @@ class StepPlan:
 
     @property
     def joins_left(self) -> int:
-        return self.limits.max_joins - len(self.started)
+        return self.limits.max_joins - self.num_joined
 
     @property
     def is_empty(self) -> bool:
         return not len(self._decode_rows) and not self._chunks
 
-    def set_decodes(self, rows: RowArray, starts: Int32Array) -> None:
+    def set_decodes(self, rows: RowArray, starts: Int32Array, growing_rows: RowArray) -> None:
+        """Schedule one token for each of `rows`, of which the growing ones need a block first."""
         self._decode_rows, self._decode_starts = rows, starts
+        self.growing_rows = growing_rows
         self.token_budget -= len(rows)
+
+    def num_blocks_kept(self, num_running: int) -> int:
+        """Return how many blocks an admission must leave free: for rows that grow, and the watermark."""
+        num_growing = len(self.growing_rows) + self.num_sitting_out
+        return num_growing + (self.limits.keep_free if num_running else 0)
+
+    def drop_decodes(self, victims: list[int]) -> None:
+        """Take rows out that have left since `set_decodes`."""
+        if not victims:
+            return
+        stays = ~np.isin(self._decode_rows, victims)
+        self.token_budget += len(stays) - int(np.count_nonzero(stays))
+        self._decode_rows, self._decode_starts = self._decode_rows[stays], self._decode_starts[stays]
+        self.growing_rows = self.growing_rows[~np.isin(self.growing_rows, victims)]
+
+    @property
+    def chunk_ends(self) -> dict[int, int]:
+        """Position at which each row's chunk ends, of rows that have one."""
+        return {chunk.row: chunk.start + chunk.num_tokens for chunk in self._chunks}
 
     def may_share(self, level: Rank) -> bool:
         """May a request of this level have tokens that a long prompt ahead of it leaves?"""

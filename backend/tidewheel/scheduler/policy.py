@@ -1,7 +1,7 @@
 """Orders of service. A policy is a pure function from a request's present state to a key; the smallest is first.
 
 The key is taken when a request begins to wait and whenever its service class changes, not at every step. One order
-decides who enters, who gets the rest of the token budget, and whose blocks are found first when they run out.
+decides which request enters next, which gets the rest of the token budget, and which keeps its blocks.
 
     fifo        arrival
     priority    service class, arrival
@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.request import Request
-from tidewheel.scheduler.density import density as compute_density
 
 OrderKey = tuple[float, ...]
 Rank = tuple[float, ...]  # an order key, the arrival and its number: total, no two requests compare equal
@@ -30,7 +29,8 @@ class Policy(NamedTuple):
     level_parts: int = 1  # of the key: what makes up the level of a request
     by_class: bool = True  # classes count: for victims too, and a waiting CRITICAL makes room for itself
     by_tenant: bool = False  # tenants take turns, and the key orders the requests of one
-    by_arrival: bool = False  # inside a class
+    by_arrival: bool = False  # inside a class: a cached prefix may go ahead there
+    by_cache: bool = False  # the key reads `num_cached_tokens`: it is looked up when a request arrives
 
 
 def fifo(request: Request) -> OrderKey:  # noqa: ARG001
@@ -54,7 +54,24 @@ def deadline(request: Request) -> OrderKey:
 
 
 def density(request: Request) -> OrderKey:
-    return (request.service_class, -compute_density(request.num_prompt_tokens, request.predicted_output_tokens))
+    """Most compute per byte of KV first."""
+    output, cached = request.predicted_output_tokens, request.num_cached_tokens
+    return (request.service_class, -compute_density(request.num_prompt_tokens, output, cached))
+
+
+def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached_tokens: int = 0) -> float:
+    """Return the tokens computed per token of KV held for one step.
+
+        compute    prompt - cached + output
+        memory     prompt · output + output² / 2        tokens held, summed over the steps of decoding
+
+    After the idea of BlendServe (Zhao et al., 2024, arXiv:2411.16102) to tell requests apart by compute over memory;
+    the formula counts our own steps. One model's FLOPs per token and bytes per token of KV are the same for all
+    requests, so the order needs neither of them. `num_output_tokens` is the predicted length, at least 1.
+    """
+    output = max(num_output_tokens, 1.0)
+    compute = num_prompt_tokens - num_cached_tokens + output
+    return compute / (num_prompt_tokens * output + output * output / 2.0)
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
@@ -64,21 +81,25 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "sjf": Policy(sjf),
         "deadline": Policy(deadline, level_parts=2),
         "fair": Policy(priority, by_tenant=True, by_arrival=True),
-        "density": Policy(density),
+        "density": Policy(density, by_cache=True),
     }
 )
 
 
-def rank(policy: Policy, request: Request, sequence: int, *, is_overdue: bool = False) -> Rank:
-    """A preempted request keeps arrival and number, so it returns ahead of its class. One that is overdue goes by
-    arrival, before those of its class that go by the policy's own order."""
+def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Rank:
+    """Return the request's place. A preempted one keeps its arrival, so it returns ahead of its class.
+
+    An overdue one goes by arrival, before those of its class that go by the policy's own order.
+    """
     key = policy.key(request)
     if is_overdue and len(key) > 1:
         key = (key[0], -math.inf)
-    return (*key, request.arrival_time, sequence)
+    return (*key, request.arrival_time, request.sequence)
 
 
-def level_of(policy: Policy, rank: Rank) -> Rank:
-    """Where it compares as less or equal, a short request may have some of the tokens of a long prompt ahead of it:
-    they are of one class, and under `deadline` due at the same time."""
-    return rank[: policy.level_parts]
+def level_of(policy: Policy, request: Request) -> Rank:
+    """Return what must be less or equal in a short request that takes tokens which a long prompt ahead leaves.
+
+    Both are of one class, and under `deadline` due at the same time.
+    """
+    return request.rank[: policy.level_parts]

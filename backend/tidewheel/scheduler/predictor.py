@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
@@ -60,6 +61,16 @@ class Histogram:
         inside = (wanted - (sums[index] - weight)) / weight
         return _EDGES[index] + inside * (_EDGES[index + 1] - _EDGES[index])
 
+    def mean_above(self, length: int) -> float | None:
+        """Return the mean of the outputs that are longer, lengths in a bin taken as even; None: none was seen."""
+        weight = total = 0.0
+        for index in range(_bin_of(length + 1), _NUM_BINS):
+            low, high = max(_EDGES[index], length), _EDGES[index + 1]
+            part = self._weights[index] * (high - low) / (high - _EDGES[index])
+            weight += part
+            total += part * (low + high) / 2.0
+        return total / weight if weight > 0.0 else None
+
 
 class OutputPredictor:
     """Predicts the median output length of requests like this one.
@@ -91,6 +102,17 @@ class OutputPredictor:
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
         """Output tokens, 1 to `max_tokens`."""
         return self.quantile(QUANTILE, tenant, num_prompt_tokens, max_tokens)
+
+    def expect(self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int) -> int:
+        """Return the mean output length of requests like this one that have more than `num_output_tokens`.
+
+        Where no output was that long, another half of it is expected. The result is at most `max_tokens`.
+        """
+        histogram = self._believed(tenant, num_prompt_tokens.bit_length())
+        mean = None if histogram is None else histogram.mean_above(num_output_tokens)
+        if mean is None:
+            mean = max(self._prior if histogram is None else 0.0, 1.5 * num_output_tokens)
+        return min(max(math.ceil(mean), num_output_tokens + 1), max_tokens)
 
     def quantile(self, fraction: float, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
         """Length that a `fraction`, above 0, of outputs like this one does not exceed; 1 to `max_tokens`."""

@@ -1,56 +1,84 @@
-"""The requests that wait for a row."""
+"""The requests that wait for a row, in the order of a policy."""
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 from tidewheel.kvcache.invariants import require
-from tidewheel.request import Priority, Request, RequestState
+from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
-from tidewheel.scheduler.order import Order, SortedQueue, TenantQueues
-from tidewheel.scheduler.policy import Policy, Rank, rank
+from tidewheel.scheduler.policy import Policy, Rank, rank_of
+
+WINDOW = 16  # waiting requests whose cached prefixes are compared
+
+
+class SortedQueue:
+    """Requests by a unique key.
+
+    A sorted list: an insert or a removal is a binary search and one `memmove` of pointers. For the thousands of
+    entries that admission allows, that is cheaper than a heap with lazy deletion.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Rank, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._entries)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return (request for _, request in reversed(self._entries))
+
+    def push(self, key: Rank, request: Request) -> None:
+        insort(self._entries, (key, request))
+
+    def remove(self, key: Rank, request: Request) -> None:
+        index = bisect_left(self._entries, (key,))
+        require(self._entries[index][1] is request, f"{request} does not wait where it should")
+        del self._entries[index]
+
+    def first_from(self, key: Rank) -> Request | None:
+        """Return the first request whose key is not smaller."""
+        index = bisect_left(self._entries, (key,))
+        return self._entries[index][1] if index < len(self._entries) else None
+
+
+class Lane(NamedTuple):
+    """Waiting requests that are ordered among themselves: one tenant's, or all of them."""
+
+    new: SortedQueue  # never started
+    returning: SortedQueue  # preempted, or forked from a leader that has started
 
 
 class WaitingSet:
-    """Waiting, preempted and parked requests.
+    """Keeps waiting requests in lanes; a policy by tenant has one for each tenant, others have one.
 
-    *Parked* are those whose leader is still to compute the prompt that they share: they have a rank and count like
-    the others, and stand in the queue only once their leader lets them.
+    A group waits as one entry, its leader, and counts as many requests as it has.
     """
 
     def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
-        """`counters`: of a policy that lets tenants take turns."""
+        """`counters` decide between the lanes of a policy by tenant."""
         self._policy = policy
         self._counters = counters
-        self._order: Order = SortedQueue() if counters is None else TenantQueues(counters)
-        self._ranks: dict[str, Rank] = {}
-        self._parked: dict[str, dict[str, Request]] = {}  # by leader
-        self._new: dict[Priority, list[tuple[float, float, Request]]] = {p: [] for p in Priority}  # by service class
-        self._new_tokens = dict.fromkeys(Priority, 0)
-        self._new_by_tenant: Counter[str] = Counter()
-        self._by_class = dict.fromkeys(Priority, 0)
-        self.num_tokens = 0  # prompt, and output of preempted requests
-        self.num_new = 0  # never started: what admission bounds
+        self._lanes: dict[str, Lane] = {}
+        self._ages = SortedQueue()  # new ones of all lanes: by class, then arrival
+        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new ones, by class
+        self._num_new: dict[str, int] = {}  # by lane
+        self._crowds: list[tuple[float, str]] = []  # (new requests over weight, lane), ascending; by tenant only
+        self.num_new = 0  # requests that never started: what admission bounds
 
-    def __len__(self) -> int:
-        return len(self._ranks)
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from self._order
-        for children in self._parked.values():
-            yield from children.values()
-
-    @property
-    def has_head(self) -> bool:
-        return len(self._order) > 0
-
-    @property
-    def by_class(self) -> tuple[int, int, int, int]:
-        """By the class that was asked for."""
-        critical, high, normal, low = self._by_class.values()
-        return critical, high, normal, low
+        """Yield every entry; the followers of a leader have none."""
+        return (request for lane in self._lanes.values() for queue in lane for request in queue)
 
     @property
     def num_new_tokens(self) -> int:
@@ -58,178 +86,205 @@ class WaitingSet:
 
     @property
     def lowest_class(self) -> int:
-        """A newcomer of this class or a lower one takes nobody's place, whoever it is; over LOW: it may."""
+        """The class from which on a newcomer takes no place; over LOW: any newcomer may take one."""
         if self._counters is not None:
             return Priority.LOW + 1
-        return max((p for p, entries in self._new.items() if entries), default=0)
+        return next((request.service_class for request in reversed(self._ages)), 0)
 
     @property
     def oldest_arrival(self) -> float | None:
-        """Of those that never started."""
-        return min((entries[0][0] for entries in self._new.values() if entries), default=None)
+        """Arrival of the new request that has waited longest."""
+        return min((r.arrival_time for p in Priority if (r := self.oldest(p)) is not None), default=None)
 
     def oldest(self, service_class: Priority) -> Request | None:
-        """First arrival of those in the class that never started."""
-        entries = self._new[service_class]
-        return entries[0][2] if entries else None
+        """Return the first arrival among the new requests of a class."""
+        request = self._ages.first_from((service_class,))
+        return request if request is not None and request.service_class is service_class else None
 
-    def push(self, request: Request, sequence: int) -> None:
-        """`sequence`: number of the arrival, the same whenever the request comes back."""
-        place = self._enlist(request, sequence)
-        self._order.push(place, request)
-
-    def park(self, request: Request, sequence: int, leader: Request) -> None:
-        self._enlist(request, sequence)
-        self._parked.setdefault(leader.request_id, {})[request.request_id] = request
-
-    def release(self, leader: Request) -> None:
-        """Who was parked behind the leader stands in the queue from now on."""
-        for request in self._parked.pop(leader.request_id, {}).values():
-            self._order.push(self._ranks[request.request_id], request)
-
-    def has_parked(self, leader: Request) -> bool:
-        return leader.request_id in self._parked
-
-    def head(self) -> Request:
-        """The next one to enter; only if `has_head`."""
-        return self._order.head()
-
-    def leading(self, service_class: Priority) -> Iterator[Request]:
-        return self._order.leading(service_class)
-
-    def rank_of(self, request: Request) -> Rank:
-        return self._ranks[request.request_id]
-
-    def head_key(self) -> Rank:
-        head = self._order.head()
-        return self.key(self._ranks[head.request_id], head.tenant)
-
-    def key(self, rank: Rank, tenant: str) -> Rank:
-        """Makes ranks of running and waiting requests comparable at this moment."""
-        return self._order.key(rank, tenant)
-
-    def remove(self, request: Request) -> Rank:
-        """Takes the request out, wherever it stands; its rank."""
-        place = self._ranks.pop(request.request_id)
-        self._by_class[request.priority] -= 1
-        self.num_tokens -= request.num_tokens
-        if request.state is RequestState.WAITING:
-            self._forget_new(place, request)
-        siblings = self._siblings(request)
-        if siblings is None:
-            self._order.remove(place, request)
-        else:
-            del siblings[request.request_id]
-            if not siblings and request.leader is not None:
-                del self._parked[request.leader.request_id]
-        return place
-
-    def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
-        """The request waits in this class from now on, as one that is overdue or in the policy's own order."""
-        old = self._ranks[request.request_id]
-        is_new = request.state is RequestState.WAITING
-        if is_new:
-            self._forget_new(old, request)
-        request.service_class = service_class
-        new = self._ranks[request.request_id] = rank(self._policy, request, int(old[-1]), is_overdue=is_overdue)
-        if is_new:
-            self._enlist_new(new, request)
-        if self._siblings(request) is None:
-            self._order.move(old, new, request)
-
-    def evictable(self, better_class: Priority) -> Iterator[Request]:
-        """Those that never started, for the sake of a class: the lowest class first, in it the newest."""
-        for service_class in sorted(Priority, reverse=True):
-            if service_class <= better_class:
-                return
-            for _, _, request in reversed(self._new[service_class]):
-                yield request
-
-    def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Those that never started, in the order in which `count` newcomers like this one take their places.
-
-        Where tenants take turns they take places of the tenant that has most of them over its weight, while that is
-        more than the newcomer's would then have; else those of lower classes among the newcomer's own, which then has
-        fewer.
-        """
-        if self._counters is None:
-            yield from self.evictable(service_class)
-            return
-        weight = self._counters.weight
-        waiting = Counter(self._new_by_tenant)
-        own = waiting.pop(newcomer.tenant, 0) + count
-        newest = {tenant: self._newest_of(tenant) for tenant in waiting}
-        lower = (request for request in self.evictable(service_class) if request.tenant == newcomer.tenant)
-        while True:
-            biggest = max(waiting, key=lambda tenant: (waiting[tenant] / weight(tenant), tenant), default=None)
-            if biggest is not None and waiting[biggest] / weight(biggest) > own / weight(newcomer.tenant):
-                yield next(newest[biggest])
-                waiting[biggest] -= 1
-                continue
-            victim = next(lower, None)
-            if victim is None:
-                return
-            yield victim
-            own -= 1
-
-    def num_tokens_ahead(self, service_class: Priority) -> int:
-        """Of requests that never started, in this class and better ones."""
+    def num_tokens_ahead(self, service_class: int) -> int:
+        """Count prompt tokens of new requests in this class and better ones."""
         return sum(count for p, count in self._new_tokens.items() if p <= service_class)
 
+    def push(self, request: Request) -> None:
+        """Add the request, with its group if it is new."""
+        request.rank = rank_of(self._policy, request)
+        name = self._lane_of(request)
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane(SortedQueue(), SortedQueue())
+            if self._counters is not None:
+                self._counters.activate(name)
+        if request.has_begun:
+            lane.returning.push(request.rank, request)
+        else:
+            lane.new.push(request.rank, request)
+            self._ages.push(_age(request), request)
+            self.count(request, 1 + len(request.followers))
+
+    def remove(self, request: Request) -> None:
+        """Take the request out, with its group if it is new."""
+        name = self._lane_of(request)
+        lane = self._lanes[name]
+        if request.has_begun:
+            lane.returning.remove(request.rank, request)
+        else:
+            lane.new.remove(request.rank, request)
+            self._ages.remove(_age(request), request)
+            self.count(request, -1 - len(request.followers))
+        if not lane.new and not lane.returning:
+            del self._lanes[name]
+            if self._counters is not None:
+                self._counters.deactivate(name)
+
+    def count(self, request: Request, change: int) -> None:
+        """Change how many new requests the entry of this one stands for."""
+        self.num_new += change
+        self._new_tokens[request.service_class] += change * request.num_tokens
+        if self._counters is None:
+            return
+        name, weight = request.tenant, self._counters.weight(request.tenant)
+        before = self._num_new.pop(name, 0)
+        if before:
+            del self._crowds[bisect_left(self._crowds, (before / weight, name))]
+        if before + change:
+            self._num_new[name] = before + change
+            insort(self._crowds, ((before + change) / weight, name))
+
+    def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
+        """Move the request, and its group, to a class; an overdue one goes by arrival there."""
+        lane = self._lanes[self._lane_of(request)]
+        queue = lane.returning if request.has_begun else lane.new
+        queue.remove(request.rank, request)
+        if not request.has_begun:
+            self._ages.remove(_age(request), request)
+            self._new_tokens[request.service_class] -= (1 + len(request.followers)) * request.num_tokens
+        request.service_class = service_class
+        request.rank = rank_of(self._policy, request, is_overdue=is_overdue)
+        queue.push(request.rank, request)
+        if not request.has_begun:
+            self._ages.push(_age(request), request)
+            self._new_tokens[service_class] += (1 + len(request.followers)) * request.num_tokens
+
+    def candidates(self, *, with_new: bool) -> Iterator[Request]:
+        """Yield those that may enter next, in order: of the tenant served next where tenants take turns.
+
+        Without `with_new`, only those that return. The set must not change meanwhile.
+        """
+        lane = self._next_lane()
+        if lane is None:
+            return iter(())
+        if not with_new:
+            return iter(lane.returning)
+        return heapq.merge(lane.returning, lane.new, key=lambda request: request.rank)
+
+    def key(self, request: Request) -> Rank:
+        """Make ranks of running and waiting requests comparable at this moment."""
+        return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
+
+    def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
+        """Yield new entries in the order in which `count` newcomers like this one take their places.
+
+        The lowest class goes first, in it the newest; never one of the newcomer's class or a better one. Where
+        tenants take turns, the tenant that has most waiting over its weight gives places, while that is more than
+        the newcomer's tenant would have; after that the newcomer's own tenant gives those of lower classes.
+        """
+        if self._counters is None:
+            yield from _lower(self._ages, service_class)
+            return
+        lane = self._lanes.get(newcomer.tenant)
+        lower = _lower(lane.new, service_class) if lane is not None else iter(())
+        own = self._num_new.get(newcomer.tenant, 0) + count
+        crowds = _Crowds(self._crowds, newcomer.tenant)
+        left: dict[str, int] = {}
+        while True:
+            share, name = crowds.biggest()
+            if share > own / self._counters.weight(newcomer.tenant):
+                victim = crowds.next_of(name, self._lanes[name].new)
+                left[name] = left.get(name, self._num_new[name]) - 1 - len(victim.followers)
+                crowds.shrink(name, left[name] / self._counters.weight(name))
+                yield victim
+                continue
+            own_victim = next(lower, None)
+            if own_victim is None:
+                return
+            yield own_victim
+            own -= 1 + len(own_victim.followers)
+
+    def _lane_of(self, request: Request) -> str:
+        return "" if self._counters is None else request.tenant
+
+    def _next_lane(self) -> Lane | None:
+        if self._counters is None:
+            return self._lanes.get("")
+        name = self._counters.least()
+        return None if name is None else self._lanes[name]
+
     def check_invariants(self) -> None:
-        self._order.check_invariants()
-        everybody = list(self)
-        require({r.request_id for r in everybody} == self._ranks.keys(), "queue and ranks disagree")
-        require(len(everybody) == len(self._ranks), "a request waits twice")
-        new = [request for request in everybody if request.state is RequestState.WAITING]
-        require(self.num_tokens == sum(request.num_tokens for request in everybody), "waiting tokens are miscounted")
-        require(self.num_new == len(new), "new requests are miscounted")
-        require(self.num_new_tokens == sum(request.num_tokens for request in new), "new tokens are miscounted")
-        require(sum(self.by_class) == len(everybody), "classes are miscounted")
-        for service_class, entries in self._new.items():
-            require(entries == sorted(entries), f"class {service_class.name} is out of order")
-            for *_, request in entries:
-                require(request.service_class is service_class, f"{request} is in another class")
-            num_tokens = sum(request.num_tokens for *_, request in entries)
+        """Raise `InternalError` naming what is broken. O(waiting requests)."""
+        new = [request for lane in self._lanes.values() for request in lane.new]
+        returning = [request for lane in self._lanes.values() for request in lane.returning]
+        require(all(lane.new or lane.returning for lane in self._lanes.values()), "an empty lane is left over")
+        require(not any(request.has_begun for request in new), "a request that has begun counts as new")
+        require(all(request.has_begun for request in returning), "a request returns that has not begun")
+        for queue in (self._ages, *(queue for lane in self._lanes.values() for queue in lane)):
+            keys = [_age(r) if queue is self._ages else r.rank for r in queue]
+            require(keys == sorted(keys), "a queue is out of order")
+        require(set(self._ages) == set(new), "new requests and their ages disagree")
+        for service_class in Priority:
+            num_tokens = sum((1 + len(r.followers)) * r.num_tokens for r in new if r.service_class is service_class)
             require(self._new_tokens[service_class] == num_tokens, f"tokens of {service_class.name} are miscounted")
-        tenants = Counter(request.tenant for request in new)
-        require(tenants == self._new_by_tenant, "new requests of tenants are miscounted")
-        listed = {request.request_id for entries in self._new.values() for *_, request in entries}
-        require(listed == {request.request_id for request in new}, "new requests and their classes disagree")
+        require(self.num_new == sum(1 + len(r.followers) for r in new), "new requests are miscounted")
+        require(len(self._crowds) == len(self._num_new), "crowds are miscounted")
+        for name, count in self._num_new.items():
+            require(count == sum(1 + len(r.followers) for r in new if r.tenant == name), f"{name!r} is miscounted")
 
-    def _siblings(self, request: Request) -> dict[str, Request] | None:
-        """Those that it is parked with; None if it stands in the queue."""
-        if request.leader is None:
-            return None
-        siblings = self._parked.get(request.leader.request_id)
-        return siblings if siblings is not None and request.request_id in siblings else None
 
-    def _enlist(self, request: Request, sequence: int) -> Rank:
-        place = self._ranks[request.request_id] = rank(self._policy, request, sequence)
-        self._by_class[request.priority] += 1
-        self.num_tokens += request.num_tokens
-        if request.state is RequestState.WAITING:
-            self._enlist_new(place, request)
-        return place
+def next_in_line(
+    waiting: Iterator[Request], num_cached_tokens: Callable[[Request], int], *, before: float
+) -> Request | None:
+    """Return the one with the longest cached prefix among the first `WINDOW` of one class.
 
-    def _enlist_new(self, place: Rank, request: Request) -> None:
-        insort(self._new[request.service_class], (request.arrival_time, place[-1], request))
-        self._new_tokens[request.service_class] += request.num_tokens
-        self._new_by_tenant[request.tenant] += 1
-        self.num_new += 1
+    The first one is not overtaken if it has begun, or arrived `before` that time.
+    """
+    first = next(waiting, None)
+    if first is None or first.has_begun or first.arrival_time <= before:
+        return first
+    peers = takewhile(lambda request: request.service_class is first.service_class, islice(waiting, WINDOW - 1))
+    return max((first, *peers), key=num_cached_tokens)
 
-    def _forget_new(self, place: Rank, request: Request) -> None:
-        entries = self._new[request.service_class]
-        del entries[bisect_left(entries, (request.arrival_time, place[-1]))]
-        self._new_tokens[request.service_class] -= request.num_tokens
-        self._new_by_tenant[request.tenant] -= 1
-        if not self._new_by_tenant[request.tenant]:
-            del self._new_by_tenant[request.tenant]
-        self.num_new -= 1
 
-    def _newest_of(self, tenant: str) -> Iterator[Request]:
-        """Those of one tenant that never started: the lowest class first, in it the newest."""
-        for service_class in sorted(Priority, reverse=True):
-            for _, _, request in reversed(self._new[service_class]):
-                if request.tenant == tenant:
-                    yield request
+class _Crowds:
+    """Finds the tenant with most waiting over its weight while some of them give places away."""
+
+    def __init__(self, crowds: list[tuple[float, str]], left_out: str) -> None:
+        self._untouched = (entry for entry in reversed(crowds) if entry[1] != left_out)
+        self._next = next(self._untouched, (0.0, ""))
+        self._touched: list[tuple[float, str]] = []  # those that gave, as they are now
+        self._entries: dict[str, Iterator[Request]] = {}
+
+    def biggest(self) -> tuple[float, str]:
+        """Return the largest share and its tenant; a share of 0 if there is none."""
+        return max([self._next, *self._touched])
+
+    def next_of(self, name: str, new: SortedQueue) -> Request:
+        """Return the entry of the tenant that goes next."""
+        return next(self._entries.setdefault(name, reversed(new)))
+
+    def shrink(self, name: str, share: float) -> None:
+        if self._next[1] == name:
+            self._next = next(self._untouched, (0.0, ""))
+        self._touched = [entry for entry in self._touched if entry[1] != name]
+        if share > 0.0:
+            self._touched.append((share, name))
+
+
+def _lower(queue: SortedQueue, service_class: Priority) -> Iterator[Request]:
+    """Yield requests of lower classes, the last first."""
+    for request in reversed(queue):
+        if request.service_class <= service_class:
+            return
+        yield request
+
+
+def _age(request: Request) -> Rank:
+    return (request.service_class, request.arrival_time, request.sequence)

@@ -15,9 +15,9 @@ def snapshot(state: State, control: Control, entrance: Entrance) -> SchedulerSta
     kv, counters = state.kv, state.counters
     return SchedulerStats(
         num_running=state.columns.num_running,
-        num_waiting=len(state.waiting),
-        num_waiting_tokens=state.waiting.num_tokens,
-        waiting_by_class=state.waiting.by_class,
+        num_waiting=state.num_waiting,
+        num_waiting_tokens=state.num_waiting_tokens,
+        waiting_by_class=_by_class(state.waiting_by_class),
         num_blocks=kv.num_blocks,
         num_free_blocks=kv.num_free_blocks,
         num_cached_blocks=kv.num_cached_blocks,

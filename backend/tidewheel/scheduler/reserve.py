@@ -1,109 +1,216 @@
-"""The decisions of one step: who gets how many tokens and blocks, who has to leave, who may enter.
+"""The decisions of one step: which rows get how many tokens and blocks, which leave, and which requests enter.
 
-Requests enter in the order of the policy, and a head that cannot enter is not overtaken: it would starve while
-smaller ones slip past it. It waits for a row, for blocks (all that its tokens need, and the watermark), for the
-strategy, or for the budget of the next step; running requests free all of these, and what they free goes to the head
-first. Only a CRITICAL one does not wait for that: it takes row and blocks from lower classes.
+Requests enter in the order of the policy, and one that cannot enter is not overtaken: it would starve while smaller
+ones slip past it. It waits for a row, for blocks, or for the budget of the next step; running requests free all of
+these, and what they free goes to it first. Three kinds do not hold up others: new requests that the strategy lets
+not join yet, requests that wait a step for a prefix that a row is computing, and CRITICAL ones, which take row and
+blocks from lower classes.
 """
 
 from __future__ import annotations
 
+import enum
+
 import numpy as np
 
 from tidewheel.batch import Int32Array
-from tidewheel.request import Request
+from tidewheel.errors import InternalError
+from tidewheel.kvcache.hits import PrefixHit
+from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import RowArray
+from tidewheel.scheduler.growth import has_room_to_grow
 from tidewheel.scheduler.plan import StepLimits, StepPlan, new_row
 from tidewheel.scheduler.policy import Rank, level_of
-from tidewheel.scheduler.room import make_room_to_grow, make_way_for_critical, may_enter, service_key
+from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
+from tidewheel.scheduler.victims import make_room_to_grow, victims_for
+
+MAX_SKIPPED = 16  # requests that wait for a prefix and are passed over in one step
+
+
+class Entry(enum.Enum):
+    """What came of a request whose turn it was."""
+
+    ENTERED = enum.auto()
+    SKIPPED = enum.auto()  # it waits for a prefix: those behind it may enter
+    MOVED = enum.auto()  # it has another place in the order now
+    BLOCKED = enum.auto()  # nothing enters behind it
 
 
 def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
-    """Rows that miss one token come first, so that a long prompt never holds up a decode. What is left of the budget
-    goes to prompts in the order of the policy, those that are under way and those that wait alike; one that does not
-    fit shares it with short ones behind it, as `StepPlan` says."""
-    make_way_for_critical(state, limits, now)
+    """Give tokens first to rows that miss one, so that a long prompt never holds up a decode.
+
+    What is left of the budget goes to prompts in the order of the policy, those that are under way and those that
+    wait alike; one that does not fit shares it with short ones behind it, as `StepPlan` says.
+    """
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts, now)
     _plan_prompts(state, plan, chunk_rows, now)
+    _grow(state, plan)
     return plan
 
 
 def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Array, now: float) -> None:
-    full = starts >= state.columns.num_slots.take(rows)
-    if np.count_nonzero(full):
-        needy = rows[full]
-        if not _grow(state, plan, needy):
-            plan.is_scarce = True
-            sitting_out = make_room_to_grow(state, needy.tolist(), now)
-            keep = state.columns.running[rows] & ~np.isin(rows, sitting_out)
-            rows, starts, full = rows[keep], starts[keep], full[keep]
-            if np.count_nonzero(full):
-                _grow(state, plan, rows[full])
-    plan.set_decodes(rows, starts)
+    columns = state.columns
+    full = starts >= columns.num_slots.take(rows)
+    if np.count_nonzero(full) > state.kv.num_free_blocks:
+        plan.is_scarce = True
+        sitting_out = make_room_to_grow(state, rows[full], now)
+        plan.num_sitting_out = len(sitting_out)
+        stays = columns.running[rows] & ~np.isin(rows, sitting_out)
+        rows, starts, full = rows[stays], starts[stays], full[stays]
+    plan.set_decodes(rows, starts, rows[full])
 
 
-def _grow(state: State, plan: StepPlan, rows: RowArray) -> bool:
-    """One more block for each row, or nothing."""
-    row_list = rows.tolist()
-    new_blocks = state.kv.grow(row_list)
-    if new_blocks is None:
-        return False
+def _grow(state: State, plan: StepPlan) -> None:
+    """Give a block to each row that needs one; admission has left enough."""
+    rows = plan.growing_rows
+    if not len(rows):
+        return
     columns, block_size = state.columns, state.kv.block_size
     num_slots = columns.num_slots.take(rows)
-    plan.add_blocks(row_list, (num_slots // block_size).tolist(), new_blocks)
+    blocks = state.kv.grow(rows.tolist())
+    if blocks is None:
+        raise InternalError(f"admission left no blocks for {len(rows)} rows that grow")
+    plan.add_blocks(rows.tolist(), (num_slots // block_size).tolist(), blocks)
     columns.num_slots[rows] = num_slots + block_size
     columns.num_grown_blocks[rows] += 1
-    return True
 
 
 def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> None:
     columns = state.columns
-    is_open = not plan.is_scarce
-    running = rows[columns.running[rows]].tolist()
-    for key, row in sorted((service_key(state, row), row) for row in running):
-        is_open = is_open and _admit(state, plan, now, before=key)
+    admission = _Admission(state, plan, now)
+    running = columns.requests(rows[columns.running[rows]])
+    for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
+        admission.run(before=key)
         if plan.token_budget < 1:
             return
-        level = level_of(state.policy, columns.ranks[row])
+        row = request.row
+        if row < 0:
+            continue  # a CRITICAL request took its place
+        level = level_of(state.policy, request)
         start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
         end = int(columns.num_tokens[row])
         if plan.may_share(level) and plan.is_short(end - start):
             plan.add_chunk(row, start, end, level)
-    if is_open:
-        _admit(state, plan, now)
+    admission.run()
     plan.give_back()
 
 
-def _admit(state: State, plan: StepPlan, now: float, before: Rank | None = None) -> bool:
-    """Lets waiting requests enter, in order, while rows, budget and blocks last; those that are served `before` this
-    key. False once the head cannot enter.
+class _Admission:
+    """Lets waiting requests enter, in order, while rows, budget and blocks last."""
 
-    A request takes the blocks of all its tokens when it enters, so a prompt that is under way never runs out of them.
-    """
-    while state.waiting.has_head and (before is None or state.waiting.head_key() < before):
-        request = state.waiting.head()
-        level = level_of(state.policy, state.waiting.rank_of(request))
-        may_go_on = plan.token_budget > 0 and plan.may_share(level)
-        if not may_go_on or not may_enter(state, plan.limits, request, plan.joins_left):
-            return False
-        if drop_over_quota(state, request, now):
-            continue
+    def __init__(self, state: State, plan: StepPlan, now: float) -> None:
+        self._state = state
+        self._plan = plan
+        self._now = now
+        self._is_open = True
+        self._by_cache = state.is_cache_aware
+        self._skipped: set[str] = set()  # ids of requests that wait for a prefix
+        self._cached: dict[str, int] = {}  # tokens of cached prefixes, by request id
+
+    def run(self, before: Rank | None = None) -> None:
+        """Let those enter that are served `before` this key, until one cannot."""
+        while self._is_open and self._state.waiting:
+            request = self._next()
+            if request is None or (before is not None and self._state.waiting.key(request) >= before):
+                return
+            outcome = self._try(request)
+            if outcome is Entry.SKIPPED:
+                self._skipped.add(request.request_id)
+            self._is_open = len(self._skipped) < MAX_SKIPPED and (outcome is not Entry.BLOCKED or self._by_cache)
+            if outcome is Entry.BLOCKED:
+                self._by_cache = False  # one that came earlier may fit
+
+    def _next(self) -> Request | None:
+        state = self._state
+        candidates = state.waiting.candidates(with_new=self._plan.joins_left > 0)
+        waiting = (request for request in candidates if request.request_id not in self._skipped)
+        if self._by_cache:
+            return next_in_line(waiting, self._num_cached_tokens, before=self._now - state.config.ageing_s)
+        return next(waiting, None)
+
+    def _num_cached_tokens(self, request: Request) -> int:
+        count = self._cached.get(request.request_id)
+        if count is None:
+            count = self._cached[request.request_id] = self._state.kv.num_cached_tokens(request)
+        return count
+
+    def _try(self, request: Request) -> Entry:
+        """Let the request enter if it can; a request takes blocks for all its tokens when it enters.
+
+        So a prompt that is under way never runs out of blocks.
+        """
+        state, plan = self._state, self._plan
+        level = level_of(state.policy, request)
+        if plan.token_budget < 1 or not plan.may_share(level):
+            return Entry.BLOCKED
+        if drop_over_quota(state, request, self._now):
+            return Entry.MOVED
         hit = state.find_hit(request)
+        if self._awaits_prefix(request, hit):
+            return Entry.SKIPPED
         if not plan.is_short(request.num_tokens - hit.num_tokens):
-            return False
-        blocks = state.enter(request, hit, keep_free=plan.limits.keep_free if state.columns.num_running else 0)
+            return Entry.BLOCKED
+        was_begun = request.has_begun
+        if self._make_way(request, hit):
+            hit = state.find_hit(request)  # victims may have been written over what the host tier had of it
+        elif not self._has_room(request, hit):
+            return Entry.BLOCKED
+        blocks = state.enter(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
         if blocks is None:
-            return False
+            return Entry.BLOCKED
+        if not was_begun:
+            plan.num_joined += 1 + len(request.followers)
         if request.first_scheduled_time is None:
-            _start(state, plan, request, hit.num_tokens, now)
+            _start(state, plan, request, hit.num_tokens, self._now)
         plan.add_row(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, level)
-    return True
+        return Entry.ENTERED
+
+    def _has_room(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a row is free for the request, and blocks that running requests are not expected to need."""
+        state, plan = self._state, self._plan
+        if self._needs_row() or (plan.is_scarce and not self._may_make_way(request)):
+            return False
+        keep_free = plan.num_blocks_kept(state.columns.num_running)
+        return self._may_make_way(request) or has_room_to_grow(state, request, hit, keep_free=keep_free)
+
+    def _make_way(self, request: Request, hit: PrefixHit) -> bool:
+        """Preempt lower classes for a CRITICAL request that would not enter otherwise; whether rows have left."""
+        state, plan = self._state, self._plan
+        if not self._may_make_way(request):
+            return False
+        victims = victims_for(state, plan, request, hit, needs_row=self._needs_row()) or []
+        for row in victims:
+            state.preempt(row, self._now)
+        plan.drop_decodes(victims)
+        return bool(victims)
+
+    def _may_make_way(self, request: Request) -> bool:
+        return self._state.policy.by_class and request.service_class is Priority.CRITICAL
+
+    def _needs_row(self) -> bool:
+        columns = self._state.columns
+        return not columns.num_free_rows or columns.num_running >= self._plan.limits.max_running
+
+    def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a row is computing what the request would compute too: at the end of this step, or most of it."""
+        state = self._state
+        num_blocks, row = state.kv.find_computing(request, hit)
+        if not num_blocks:
+            return False
+        num_shared = num_blocks * state.kv.block_size
+        columns = state.columns
+        begins = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
+        reached = self._plan.chunk_ends.get(row, begins)
+        if reached >= hit.num_blocks * state.kv.block_size + num_shared:
+            return True
+        is_behind = state.policy.by_class and int(columns.classes[row]) > request.service_class
+        return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
 
 
 def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: int, now: float) -> None:
@@ -111,7 +218,7 @@ def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: in
     request.num_cached_tokens = num_cached_tokens
     plan.started.append(request)
     if state.virtual_counters is not None:
-        state.virtual_counters.charge(request.tenant, request.num_prompt_tokens, 0)
+        state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - num_cached_tokens, 0)
     if state.kv.enable_prefix_caching:
         state.counters.num_prefix_queries += request.num_prompt_tokens
         state.counters.num_prefix_hits += num_cached_tokens

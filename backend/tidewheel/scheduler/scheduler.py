@@ -60,7 +60,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Never started, and preempted."""
-        return len(self._state.waiting)
+        return self._state.num_waiting
 
     def add(self, request: Request, now: float) -> list[Request]:
         """Accepts the request; the waiting requests that it took the place of, which have ended.
@@ -121,10 +121,10 @@ class Scheduler:
         self._now = now
         state = self._state
         reclassify_due(state, now)
-        state.release_parked()
+        state.release_followers(now)
         plan = plan_step(state, self._control.limits(state.waiting, self.num_running, now), now)
         if plan.started:
-            self._control.strategy.joined(len(plan.started))
+            self._control.strategy.joined(plan.num_joined)
             self._entrance.observe_starts(plan.started, now)
         return None if plan.is_empty else self._reserve(plan, now)
 

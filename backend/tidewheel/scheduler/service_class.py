@@ -12,7 +12,7 @@ A class that was dropped can be aged back, except CRITICAL.
 
 from __future__ import annotations
 
-from tidewheel.request import Priority, Request, RequestState
+from tidewheel.request import Priority, Request
 from tidewheel.scheduler.state import State
 
 
@@ -25,7 +25,7 @@ def dropped(service_class: Priority) -> Priority:
 
 
 def reclassify_due(state: State, now: float) -> None:
-    """Lifts and drops whose time has come."""
+    """Carry out the lifts and drops whose time has come. Followers go with their leader while they wait for it."""
     for time, _, request in state.lifts.pop_due(now):
         if request.service_class <= Priority.HIGH:
             state.set_overdue(request)
@@ -33,26 +33,28 @@ def reclassify_due(state: State, now: float) -> None:
         state.reclassify(request, lifted(request.service_class), since=time)
         state.counters.num_aged += 1
     for _, _, request in state.soft_deadlines.pop_due(now):
-        if request.service_class < Priority.LOW:
+        follows = request.leader is not None and request in request.leader.followers
+        if request.service_class < Priority.LOW and not follows:
             state.reclassify(request, dropped(request.service_class), since=now)
             state.counters.num_downgraded_deadline += 1
 
 
 def is_over_quota(state: State, request: Request) -> bool:
-    """Would the request take its tenant over its quota? The blocks of running requests and of sessions count."""
-    limit = state.limits_of(request.tenant).max_blocks
-    if limit is None or request.request_id in state.over_quota:
+    """Whether the request would take its tenant over its quota, with its running requests and sessions."""
+    limit = state.config.limits_of(request.tenant).max_blocks
+    if limit is None or request.was_over_quota:
         return False
     return state.num_blocks_of(request.tenant) + state.kv.num_blocks_for(request.num_tokens) > limit
 
 
 def drop_over_quota(state: State, request: Request, now: float) -> bool:
-    """A waiting request whose tenant is over its quota drops a class; whether its place changed."""
+    """Drop a waiting request, and its followers, a class if its tenant is over its quota; whether it has moved."""
     if not is_over_quota(state, request):
         return False
-    state.over_quota.add(request.request_id)
+    for member in (request, *request.followers):
+        member.was_over_quota = True
     if request.service_class is Priority.LOW:
         return False
     state.counters.num_downgraded_quota += 1
     state.reclassify(request, dropped(request.service_class), since=now)
-    return request.state is not RequestState.RUNNING
+    return True

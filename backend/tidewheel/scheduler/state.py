@@ -10,11 +10,11 @@ from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.events import Event, EventHeap
 from tidewheel.scheduler.fairness import VirtualCounters
-from tidewheel.scheduler.policy import POLICIES, Rank, rank
+from tidewheel.scheduler.policy import POLICIES, Rank, rank_of
+from tidewheel.scheduler.predictor import OutputPredictor
 from tidewheel.scheduler.preemption_cost import PreemptionCost
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.stats import Counters
-from tidewheel.tenants import TenantLimits
 
 
 class State:
@@ -25,8 +25,9 @@ class State:
         preempt       RUNNING → PREEMPTED
         end           any → FINISHED
 
-    Whoever leaves a row while a batch in flight names it leaves two things behind: its blocks, which are held until
-    that batch is applied, and a result that nobody wants, told by the row's epoch.
+    The followers of a group wait with their leader, outside of the waiting set, until it has computed their prompt.
+    A request that leaves its row while a batch in flight names it leaves two things behind: its blocks, which are
+    held until that batch is applied, and a result that is dropped, told by the row's epoch.
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig, preemption_cost: PreemptionCost) -> None:
@@ -37,6 +38,7 @@ class State:
         self.virtual_counters = (
             VirtualCounters(lambda tenant: config.limits_of(tenant).weight) if self.policy.by_tenant else None
         )
+        self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.waiting = WaitingSet(self.policy, self.virtual_counters)
         self.columns = Columns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, in order of arrival
@@ -44,44 +46,63 @@ class State:
         self.last_applied = -1  # newest step that is not in flight any more
         self.deadlines = EventHeap(_is_unfinished)
         self.soft_deadlines = EventHeap(_is_unfinished)
-        self.lifts = EventHeap(self._is_due_to_be_lifted)
-        self.over_quota: set[str] = set()  # ids of requests that were dropped for it
-        self._next_lifts: dict[str, float] = {}  # by id of waiting requests
-        self._leaders: dict[str, Request] = {}  # that run while others are parked behind them
+        self.lifts = EventHeap(_is_due_to_be_lifted)
+        self.num_waiting_tokens = 0  # of requests without a row: prompt, and output of preempted ones
+        self.waiting_by_class = [0, 0, 0, 0]  # requests without a row, by the class that was granted
+        self._leaders: dict[str, Request] = {}  # that run and have followers
         self._num_added = 0
 
-    def limits_of(self, tenant: str) -> TenantLimits:
-        return self.config.limits_of(tenant)
+    @property
+    def is_cache_aware(self) -> bool:
+        """Whether a long cached prefix goes ahead inside a class."""
+        return self.config.cache_aware_order and self.policy.by_arrival and self.policy.by_class
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.requests) - self.columns.num_running
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing waits: a newcomer would have the engine to itself."""
+        return not self.requests
 
     def num_blocks_of(self, tenant: str) -> int:
-        """In the block tables of its running requests and in its sessions; a block in two of them counts twice."""
+        """Count blocks of the tenant's running requests and sessions; a block in two of them counts twice."""
         return self.columns.num_slots_of(tenant) // self.kv.block_size + self.kv.session_blocks(tenant)
 
-    def wait(self, request: Request) -> None:
-        """The request begins to wait, behind its leader if it has one."""
-        self.requests[request.request_id] = request
-        if request.leader is None:
-            self.waiting.push(request, self._num_added)
-        else:
-            self.waiting.park(request, self._num_added, request.leader)
-        self._num_added += 1
-        self._schedule_lift(request, since=request.arrival_time)
-        if request.deadline is not None:
-            self.deadlines.push(request.deadline, request, len(self.requests))
-        if request.soft_deadline is not None:
-            self.soft_deadlines.push(request.soft_deadline, request, len(self.requests))
+    def wait(self, group: list[Request]) -> None:
+        """Let a leader and its followers begin to wait, as one."""
+        leader = group[0]
+        leader.followers = group[1:]
+        for request in group:
+            request.sequence = self._num_added
+            self._num_added += 1
+            self.requests[request.request_id] = request
+            self._count_waiting(request, 1)
+            for events, time in ((self.deadlines, request.deadline), (self.soft_deadlines, request.soft_deadline)):
+                if time is not None:
+                    events.push(time, request, len(self.requests))
+        if self.policy.by_cache:
+            leader.num_cached_tokens = self.kv.num_cached_tokens(leader)
+        self.waiting.push(leader)
+        self._schedule_lift(leader, since=leader.arrival_time)
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float) -> None:
-        """The request is served in another class; if it waits, it has waited in this one `since` then."""
+        """Serve the request, and what follows it, in another class, in which it has waited `since` then."""
         if request.state is RequestState.RUNNING:
             request.service_class = service_class
-            self.columns.reclassify(request, *self._class_and_rank(request))
+            self.columns.write_back(request.row)
+            request.rank = rank_of(self.policy, request)
+            self.columns.classes[request.row] = self._class_that_counts(request)
         else:
             self.waiting.reclassify(request, service_class)
             self._schedule_lift(request, since=since)
+        for follower in request.followers:
+            follower.service_class = service_class
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """What is there already: of the cache, or of the row of its leader."""
+        """Find what is there already: in the cache, or in the row of its leader."""
         hit = self.kv.find_prefix(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:
@@ -92,75 +113,102 @@ class State:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def set_overdue(self, request: Request) -> None:
-        """The request has waited so long in the best class that it may reach that it goes by arrival from now on."""
-        self._next_lifts.pop(request.request_id)
+        """Let the request go by arrival from now on: it has waited long in the best class that it may reach."""
+        request.lift_time = None
         self.waiting.reclassify(request, request.service_class, is_overdue=True)
 
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
-        """The request takes a free row and blocks for all its tokens; its block table. None if blocks are short."""
+        """Give the request a free row and blocks for all its tokens; return its block table, None if blocks are
+        short."""
         kv, columns = self.kv, self.columns
         row = columns.next_free_row()
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
             return None
+        kv.announce(row, request, hit)
         blocks = kv.block_table(row)
+        self.waiting.remove(request)
+        self._count_waiting(request, -1)
         columns.enter(
             request,
-            self.waiting.remove(request),
             service_class=self._class_that_counts(request),
             num_cached_tokens=hit.num_tokens,
             num_slots=len(blocks) * kv.block_size,
+            num_shared_slots=len(hit.block_ids) * kv.block_size,
+            expected_num_tokens=self.expect_tokens(request),
         )
-        self._next_lifts.pop(request.request_id, None)
-        if self.waiting.has_parked(request):
+        request.lift_time = None
+        if request.followers:
             self._leaders[request.request_id] = request
         request.state = RequestState.RUNNING
         request.num_reused_blocks += len(hit.block_ids)
         request.num_new_blocks += len(blocks) - len(hit.block_ids)
         return list(blocks)
 
+    def expect_tokens(self, request: Request) -> int:
+        """Predict how many tokens the request has in the end, of those that have more than it has now."""
+        output = self.predictor.expect(
+            request.tenant, request.num_prompt_tokens, request.max_tokens, request.num_output_tokens
+        )
+        return request.num_prompt_tokens + output
+
     def preempt(self, row: int, now: float) -> None:
-        """Back to the waiting set, to be computed again: its output is kept, its blocks are not."""
-        request = self.columns.request(row)
+        """Send the row's request back to the waiting set; it keeps its output, and loses its blocks."""
+        request = self.columns.write_back(row)
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         self.counters.num_preemptions += 1
         num_computed_tokens = int(self.columns.num_computed_tokens[row])
         if self._should_swap(num_computed_tokens) and self.kv.offload(row, request, num_computed_tokens):
             self.counters.num_swap_preemptions += 1
-        self.waiting.push(request, int(self._leave(row)[-1]))
+        self._leave(row)
+        self._count_waiting(request, 1)
+        self.waiting.push(request)
         self._schedule_lift(request, since=now)
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
-        """The one place where a request ends. Without `keep_cached`, nothing that it computed is used again."""
+        """End a request: the one place where that happens. Without `keep_cached`, what it computed is forgotten."""
         if request.state is RequestState.RUNNING:
             if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row
+                self.columns.write_back(row)
                 self.kv.keep_session(row, request, int(self.columns.num_computed_tokens[row]), now)
             self._leave(request.row, keep_cached=keep_cached)
         else:
-            self.waiting.remove(request)
-            self._next_lifts.pop(request.request_id, None)
-            if request.leader is not None and not self.waiting.has_parked(request.leader):
-                self._leaders.pop(request.leader.request_id, None)
-        self.waiting.release(request)
+            self._count_waiting(request, -1)
+            self._stop_waiting(request)
         del self.requests[request.request_id]
-        self.over_quota.discard(request.request_id)
+        request.lift_time = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        self._release_followers(request, now)
 
-    def release_parked(self) -> None:
-        """Lets requests into the queue whose leader has computed the prompt that they share, but for its last token.
+    def release_followers(self, now: float) -> None:
+        """Let followers wait for rows whose leader has computed their prompt, but for its last token.
 
-        Each of them computes that one for itself: it is what its first token is sampled from.
+        Each of them computes that one for itself: its first token is sampled from it.
         """
-        ready = [
-            leader
-            for leader in self._leaders.values()
-            if self.columns.num_computed_tokens[leader.row] >= leader.num_prompt_tokens - 1
-        ]
+        num_computed_tokens = self.columns.num_computed_tokens
+        ready = [r for r in self._leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:
-            del self._leaders[leader.request_id]
-            self.waiting.release(leader)
+            self._release_followers(leader, now)
+
+    def _release_followers(self, leader: Request, now: float) -> None:
+        self._leaders.pop(leader.request_id, None)
+        followers, leader.followers = leader.followers, []
+        for follower in followers:
+            self.waiting.push(follower)
+            self._schedule_lift(follower, since=now)
+
+    def _stop_waiting(self, request: Request) -> None:
+        leader = request.leader
+        if leader is None or request not in leader.followers:
+            self.waiting.remove(request)
+            return
+        leader.followers.remove(request)
+        if not leader.has_begun:
+            self.waiting.count(leader, -1)
+        if not leader.followers:
+            self._leaders.pop(leader.request_id, None)
 
     def _should_swap(self, num_computed_tokens: int) -> bool:
         if not self.kv.num_host_blocks or self.config.preemption_mode == "recompute":
@@ -170,50 +218,58 @@ class State:
             num_computed_tokens, num_blocks
         )
 
-    def _leave(self, row: int, *, keep_cached: bool = True) -> Rank:
-        """Row and blocks are given back, the blocks when no batch in flight names them any more; the rank."""
+    def _leave(self, row: int, *, keep_cached: bool = True) -> None:
+        """Give back row and blocks; the blocks when no batch in flight names them any more."""
         columns = self.columns
-        request = columns.request(row)
+        request = columns.write_back(row)
         self._leaders.pop(request.request_id, None)
         if keep_cached:
             self.kv.commit(row, request, int(columns.num_computed_tokens[row]))
         else:
             self.kv.forget(row)
-        last_step = int(columns.last_step[row])
-        self.kv.free(row, after_step=last_step if last_step > self.last_applied else None)
-        return columns.leave(row)
+        self.kv.free(row, after_step=int(columns.last_step[row]) if self.is_in_flight(row) else None)
+        columns.leave(row)
+
+    def is_in_flight(self, row: int) -> bool:
+        """Whether a batch in flight names the row: its blocks come back only when that is applied."""
+        return int(self.columns.last_step[row]) > self.last_applied
+
+    def _count_waiting(self, request: Request, change: int) -> None:
+        self.num_waiting_tokens += change * request.num_tokens
+        self.waiting_by_class[request.priority - 1] += change
 
     def _class_that_counts(self, request: Request) -> int:
         return request.service_class if self.policy.by_class else 0
 
-    def _class_and_rank(self, request: Request) -> tuple[int, Rank]:
-        sequence = int(self.columns.sequences[request.row])
-        return self._class_that_counts(request), rank(self.policy, request, sequence)
+    def service_key(self, row: int) -> Rank:
+        """Return where a running row stands among all, running and waiting."""
+        return self.waiting.key(self.columns.request(row))
 
     def _schedule_lift(self, request: Request, *, since: float) -> None:
-        if request.service_class <= Priority.HIGH and self.policy.by_arrival:
-            self._next_lifts.pop(request.request_id, None)
-            return
-        time = since + self.config.ageing_s
-        self._next_lifts[request.request_id] = time
-        self.lifts.push(time, request, len(self.requests))
-
-    def _is_due_to_be_lifted(self, event: Event) -> bool:
-        return self._next_lifts.get(event.request.request_id) == event.time
+        request.lift_time = None
+        if request.service_class > Priority.HIGH or not self.policy.by_arrival:
+            request.lift_time = since + self.config.ageing_s
+            self.lifts.push(request.lift_time, request, len(self.requests))
 
     def check_invariants(self) -> None:
-        """Raises `InternalError` naming what is broken. O(blocks + requests)."""
+        """Raise `InternalError` naming what is broken. O(blocks + requests)."""
         self.kv.check_invariants()
         self.columns.check_invariants()
         self.waiting.check_invariants()
-        waiting = list(self.waiting)
+        running = self.columns.requests(self.columns.running.nonzero()[0])
+        queued = list(self.waiting)
+        attached = [follower for leader in (*queued, *running) for follower in leader.followers]
+        waiting = [*queued, *attached]
         states = {request.state for request in waiting}
         require(states <= {RequestState.WAITING, RequestState.PREEMPTED}, f"waiting requests are {states}")
-        running = self.columns.requests(self.columns.running.nonzero()[0])
         placed = {request.request_id: request for request in (*waiting, *running)}
         require(len(placed) == len(waiting) + len(running), "a request is in two places")
         require(placed == self.requests, "requests are lost or left over")
-        self._check_events(waiting)
+        self._check_waiting(queued, attached)
+        require(
+            set(self._leaders) == {request.request_id for request in running if request.followers},
+            "running leaders are listed wrongly",
+        )
         for request in running:
             num_slots = len(self.kv.block_table(request.row)) * self.kv.block_size
             require(int(self.columns.num_slots[request.row]) == num_slots, f"{request} has {num_slots} slots")
@@ -222,17 +278,19 @@ class State:
                 f"{request} runs in another class",
             )
 
-    def _check_events(self, waiting: list[Request]) -> None:
-        due = {request.request_id for request in waiting if request.service_class > Priority.HIGH}
-        require(due <= self._next_lifts.keys(), "somebody waits to be lifted for ever")
-        places = {request.request_id for request in waiting}
-        require(self._next_lifts.keys() <= places, "lifts of requests that do not wait are left over")
-        require(self.over_quota <= self.requests.keys(), "quota marks of ended requests are left over")
-        require(self._leaders.keys() <= self.requests.keys(), "leaders that ended are left over")
-        for leader in self._leaders.values():
-            is_leading = leader.state is RequestState.RUNNING and self.waiting.has_parked(leader)
-            require(is_leading, f"{leader} leads nobody")
+    def _check_waiting(self, queued: list[Request], attached: list[Request]) -> None:
+        waiting = [*queued, *attached]
+        require(self.num_waiting_tokens == sum(r.num_tokens for r in waiting), "waiting tokens are miscounted")
+        by_class = [sum(request.priority is p for request in waiting) for p in Priority]
+        require(self.waiting_by_class == by_class, "classes are miscounted")
+        unlifted = [r for r in queued if r.service_class > Priority.HIGH and r.lift_time is None]
+        require(not unlifted, f"{unlifted} wait to be lifted for ever")
+        require(all(request.lift_time is None for request in attached), "followers are lifted without their leader")
 
 
 def _is_unfinished(event: Event) -> bool:
     return not event.request.is_finished
+
+
+def _is_due_to_be_lifted(event: Event) -> bool:
+    return event.request.lift_time == event.time

@@ -1,0 +1,104 @@
+"""Whether rows that left were needed, counted anew from what each of them held."""
+
+from __future__ import annotations
+
+from support.budget_checks import may_await_prefix
+from support.scheduler_model import Model
+from support.scheduling import Driver
+from tidewheel.request import Priority, Request
+
+
+class Blocks:
+    """Block tables before a step, by request id, and what was free then."""
+
+    def __init__(self, driver: Driver) -> None:
+        state = driver.scheduler._state
+        rows = state.columns.running.nonzero()[0].tolist()
+        self.tables = {state.columns.request(row).request_id: set(driver.kv.block_table(row)) for row in rows}
+        self.num_free = driver.kv.num_free_blocks
+        self.num_growing = state.columns.num_full_rows
+        starts = state.columns.num_computed_tokens + state.columns.num_inflight_tokens
+        self.growing = {
+            state.columns.request(row).request_id for row in rows if starts[row] >= state.columns.num_slots[row]
+        }
+        self.computed = {state.columns.request(row).request_id: int(starts[row]) for row in rows}
+        self.has_free_row = state.columns.num_free_rows > 0
+
+    def num_only_of(self, request_id: str) -> int:
+        """Blocks of the request that no other one names."""
+        others = [table for name, table in self.tables.items() if name != request_id]
+        return len(self.tables[request_id].difference(*others))
+
+    def gain(self, request_id: str) -> int:
+        """Blocks that are there for others if it leaves alone."""
+        return self.num_only_of(request_id) + (request_id in self.growing)
+
+
+def check_need(driver: Driver, blocks: Blocks, victims: list[Request], entered: list[Request], model: Model) -> None:
+    """For a driver with one step in flight: rows that leave for a CRITICAL let it enter in the same step, and none of
+    them could have stayed; a CRITICAL waits only where all lower classes together would not be enough."""
+    if len(victims) == 1 and not any(r.num_reused_blocks for r in entered):
+        _check_choice(driver, blocks, victims[0], model)
+    is_scarce = blocks.num_growing > blocks.num_free
+    criticals = [r for r in entered if r.service_class is Priority.CRITICAL and driver.config.policy != "fifo"]
+    if is_scarce:
+        return
+    assert not victims or criticals, "rows left, and no CRITICAL entered"
+    if victims and len(criticals) == 1 and len(entered) == 1 and not driver.kv.num_host_blocks:
+        _check_each(driver, blocks, victims, criticals[0])
+    if not entered:
+        _check_wait(driver, blocks, model)
+
+
+def _check_choice(driver: Driver, blocks: Blocks, victim: Request, model: Model) -> None:
+    """Of those that free as much alone, the victim loses least: no better class, no more computed, no older."""
+    limit, requests = driver.config.max_preemptions, driver.requests
+
+    def loss(request: Request, num_preemptions: int) -> tuple[float, ...]:
+        arrival = (-part for part in model.arrival(request))
+        return (num_preemptions >= limit, -model.counts(request), blocks.computed[request.request_id], *arrival)
+
+    least = loss(victim, victim.num_preemptions - 1)
+    running = [requests[name] for name in blocks.tables if not requests[name].is_finished]
+    protected = model.protected(running)
+    for other in running:
+        if other is victim or other is protected or blocks.gain(other.request_id) < blocks.gain(victim.request_id):
+            continue
+        if model.counts(other) < model.counts(victim):
+            continue  # no row leaves for one of a lower class
+        assert least < loss(other, other.num_preemptions), f"{other} would have lost less than {victim}"
+
+
+def _check_each(driver: Driver, blocks: Blocks, victims: list[Request], critical: Request) -> None:
+    """Every victim was needed for its row, or for its blocks: with it, fewer would be free than must be."""
+    columns, kv = driver.scheduler._state.columns, driver.kv
+    needs_row = not blocks.has_free_row or columns.num_running >= driver.scheduler.stats().max_num_seqs
+    if critical.num_preemptions or (needs_row and len(victims) == 1):
+        return
+    keep_free = int(driver.config.watermark * kv.num_blocks)  # while others run, as a victim that stays would
+    shared = set(kv.block_table(critical.row)[: critical.num_reused_blocks])
+    gone = {victim.request_id for victim in victims}
+    for victim in victims:
+        held = blocks.tables[victim.request_id]
+        staying = [table for name, table in blocks.tables.items() if name not in gone]
+        num_lost = len(held.difference(*staying) - (shared & held))
+        assert kv.num_free_blocks - num_lost < keep_free + 1, f"{victim} need not have left"
+
+
+def _check_wait(driver: Driver, blocks: Blocks, model: Model) -> None:
+    """A CRITICAL that waits first in line would not fit even if all lower classes left."""
+    config, state = driver.config, driver.scheduler._state
+    if config.policy in ("fifo", "fair") or config.strategy.name != "continuous":
+        return
+    waiting = [r for r in driver.requests.values() if not r.is_finished and r.row < 0 and r in set(state.waiting)]
+    head = min(waiting, key=model.key, default=None)
+    if head is None or head.service_class is not Priority.CRITICAL or may_await_prefix(driver, head):
+        return
+    batch = driver.in_flight[-1][0] if driver.in_flight else None
+    if batch is not None and batch.num_tokens >= driver.scheduler.stats().token_budget:
+        return
+    lower = {name for name in blocks.tables if model.counts(driver.requests[name]) > Priority.CRITICAL}
+    free = blocks.num_free + sum(blocks.num_only_of(name) for name in lower)
+    needed = driver.kv.num_blocks_for(head.num_tokens) + int(config.watermark * driver.kv.num_blocks)
+    has_row = lower or (blocks.has_free_row and len(blocks.tables) < driver.scheduler.stats().max_num_seqs)
+    assert not has_row or free < needed + blocks.num_growing, f"{head} waits for nothing"

@@ -88,6 +88,7 @@ class Driver:
         self.in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
         self.expired: list[Request] = []  # of the last `expire`
         self.now = 0.0
+        self.tick = 1.0  # seconds that each `schedule` and each `apply` takes
         self.runner = FakeRunner(
             num_rows=config.num_rows,
             num_blocks=num_blocks,
@@ -134,7 +135,7 @@ class Driver:
 
     def schedule(self) -> ScheduledBatch | None:
         """As the engine does: who is too late ends first."""
-        self.now += 1.0
+        self.now += self.tick
         self.expire()
         batch = self.scheduler.schedule(self.now)
         if batch is not None:
@@ -143,7 +144,7 @@ class Driver:
 
     def apply(self) -> StepOutputs:
         batch, pending = self.in_flight.popleft()
-        self.now += 1.0
+        self.now += self.tick
         sampled = pending.wait()
         outputs = self.scheduler.apply(batch, sampled, self.now)
         assert len(set(map(id, outputs.requests))) == len(outputs.requests) == len(outputs.token_ids)

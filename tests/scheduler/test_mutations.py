@@ -1,5 +1,8 @@
 """Would the state machine notice? Deliberate bugs, put in one at a time, must each make it fail.
 
+Found means that a promise was seen broken: an assertion of the tests, or an invariant of the scheduler. A mutation
+that dies of a `TypeError` or a `KeyError` of its own has shown nothing.
+
 * *blocks freed at once*: blocks of a request that leaves while a batch in flight names it go back to the pool, and
   the next batch writes them under the running one.
 * *hash before commit*: the blocks of a prompt can be found when it enters, before their content is computed.
@@ -52,7 +55,7 @@ from tidewheel.scheduler.control import Control
 from tidewheel.scheduler.events import Event, EventHeap
 from tidewheel.scheduler.order import SortedQueue
 from tidewheel.scheduler.plan import Chunk, StepPlan
-from tidewheel.scheduler.policy import POLICIES
+from tidewheel.scheduler.policy import POLICIES, Rank
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.state import State
 
@@ -128,14 +131,13 @@ def salt_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def stale_answer_taken(patch: pytest.MonkeyPatch) -> None:
-    real = Columns.leave
+    real = Columns.enter
 
-    def leave(self: Columns, row: int) -> Any:
-        rank = real(self, row)
-        self.epochs[row] -= 1
-        return rank
+    def enter(self: Columns, request: Request, *args: Any, **kwargs: Any) -> None:
+        real(self, request, *args, **kwargs)
+        self.epochs[request.row] -= 1
 
-    patch.setattr(Columns, "leave", leave)
+    patch.setattr(Columns, "enter", enter)
 
 
 def class_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,7 @@ def class_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def budget_overdrawn(patch: pytest.MonkeyPatch) -> None:
-    def add_chunk(self: StepPlan, row: int, start: int, end: int) -> None:
+    def add_chunk(self: StepPlan, row: int, start: int, end: int, level: Rank) -> None:
         self._chunks.append(Chunk(row, start, end - start, True))
         self.token_budget -= end - start
 
@@ -237,5 +239,5 @@ def test_the_state_machine_notices(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    with pytest.raises((AssertionError, InternalError, AttributeError, IndexError, KeyError, TypeError)):
+    with pytest.raises((AssertionError, InternalError)):
         run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)

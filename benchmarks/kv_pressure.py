@@ -1,11 +1,11 @@
 """Preemptions and tokens computed twice, where the KV cache holds a fraction of the requests that may run.
 
-    python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--load 5] [--seeds 3] [--json] [--save]
+    python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--json] [--save]
 
 The scheduler runs under the simulator's clock (an 8B model on an H200, by its data sheet). The pool holds `--pool`
 requests of mean size, `--rows` may run, and output lengths differ widely, so that requests outgrow the pool. They
-arrive by a Poisson process at `--load` times the rate at which they can end. Nobody tells the scheduler how long an
-output will be: every request names the same `max_tokens`.
+arrive by a Poisson process, several times as fast as they can end. The scheduler is not told how long an output will
+be: every request names the same `max_tokens`.
 
 A token is computed twice when a preempted request returns and its blocks are gone. The figures of each seed are
 preemptions per request, tokens computed over tokens needed, and output tokens per second until the last request ends.
@@ -44,16 +44,14 @@ class Load:
     rows: int
     prompt: str
     output: str
-    load: float  # arrivals over the rate at which requests end when all come at once
+    rate: float  # arrivals per second
 
     def lengths(self) -> tuple[Lengths, Lengths]:
         return Lengths.parse(self.prompt, name="--prompt"), Lengths.parse(self.output, name="--output")
 
-    def trace(self, seed: int, rate: float | None) -> Trace:
-        """Without a rate, all at once."""
+    def trace(self, seed: int) -> Trace:
         rng = np.random.default_rng(seed)
-        arrivals = np.zeros(self.requests) if rate is None else poisson_arrivals(self.requests, rate, rng)
-        return synthesise(self.requests, arrivals, *self.lengths(), np.random.default_rng(seed))
+        return synthesise(self.requests, poisson_arrivals(self.requests, self.rate, rng), *self.lengths(), rng)
 
     @property
     def num_blocks(self) -> int:
@@ -66,7 +64,6 @@ class Figures:
     output: str
     policy: str
     seed: int
-    requests_per_s: float  # that arrive
     finished: int
     preemptions: int
     preemptions_per_request: float
@@ -95,9 +92,7 @@ def simulate(load: Load, policy: str, trace: Trace) -> tuple[Outcomes, Replica]:
 
 
 def measure(load: Load, policy: str, seed: int) -> Figures:
-    at_once, _ = simulate(load, "fifo", load.trace(seed, None))
-    rate = load.load * load.requests / at_once.span
-    trace = load.trace(seed, rate)
+    trace = load.trace(seed)
     outcomes, replica = simulate(load, policy, trace)
     finished = outcomes.finished
     needed = int((trace.prompt_tokens + trace.output_tokens - 1)[finished].sum())  # the last token is never fed back
@@ -105,7 +100,6 @@ def measure(load: Load, policy: str, seed: int) -> Figures:
         output=load.output,
         policy=policy,
         seed=seed,
-        requests_per_s=round(rate, 2),
         finished=int(finished.sum()),
         preemptions=int(outcomes.preemptions.sum()),
         preemptions_per_request=round(float(outcomes.preemptions.sum()) / load.requests, 3),
@@ -136,13 +130,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="max_num_seqs")
     parser.add_argument("--prompt", default="uniform:60", metavar="SPEC")
     parser.add_argument("--output", nargs="+", default=["uniform:700", "lognormal:700:0.6:2800"], metavar="SPEC")
-    parser.add_argument("--load", type=float, default=5.0, help="arrivals over the rate of ends (default: 5)")
+    parser.add_argument("--rate", type=float, default=60.0, help="arrivals per second (default: %(default)g)")
     parser.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
     parser.add_argument("--seeds", type=int, default=3, help="runs of each policy")
     parser.add_argument("--json", action="store_true", help="machine readable, one list")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/kv_pressure.json")
     options = parser.parse_args()
-    names = ("requests", "pool", "rows", "prompt", "load")
+    names = ("requests", "pool", "rows", "prompt", "rate")
     loads = [Load(output=output, **{name: getattr(options, name) for name in names}) for output in options.output]
     environment = record.environment("numpy")
     figures = [

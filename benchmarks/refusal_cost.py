@@ -44,7 +44,7 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000
 PROMPT_TOKENS = 16
 NUM_DISPLACED = 4000
-MIN_REPEATS = 5
+MIN_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +249,8 @@ def measure(options: argparse.Namespace) -> Iterator[Cost]:
         setting = Setting(policy=policy, waiting=waiting, tenants=tenants)
         yield full(setting, patience)
         yield evicting(setting, patience)
-    for policy in options.policy:
-        crowd = Setting(policy=policy, waiting=2 * NUM_DISPLACED, tenants=16, spare_tokens=0)
+    for policy, tenants in itertools.product(options.policy, (16, 4096)):
+        crowd = Setting(policy=policy, waiting=8192, tenants=tenants, spare_tokens=0)
         yield displacing(crowd, Patience(max(MIN_REPEATS, options.repeats // 50), options.seconds))
     for number in (0, MAX_LOGIT_BIAS):
         limited = Setting(policy="priority", waiting=4096, requests_per_s=1e-6)

@@ -5,16 +5,28 @@
 Steady decoding: every row gets one token a step, the rows stand at different places in their blocks, prefix caching
 is on, so each step allocates, hashes and registers blocks for one row in `block_size`. `--finished N` lets N requests
 run to their end first: the cost must not depend on how many there were. `--save` records what was measured.
+
+    python benchmarks/scheduler_cost.py --against DIR [--rounds 5] …
+
+compares the scheduler of this checkout with that of another one, a git worktree of an older commit, say. Both run in
+processes of their own that take turns, so that a machine that becomes slower hits both alike. Each figure is the
+median of the rounds; a ratio below 1 says that this checkout is faster.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -127,16 +139,88 @@ class Bench:
         )
 
 
+MEASURED = ("median_us", "p99_us", "schedule_us", "apply_us")
+KEY = ("running", "policy", "finished")
+
+
+def run_in(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The costs of the scheduler in that checkout, measured by this program in a process of its own."""
+    command = [sys.executable, __file__, "--json", "--steps", str(options.steps)]
+    for name in ("running", "finished", "policy"):
+        command += [f"--{name}", *map(str, getattr(options, name))]
+    packages = os.pathsep.join(str(checkout / name) for name in ("backend", "kernels", "client"))
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": packages}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"the run in {checkout} failed:\n{done.stderr}")
+    costs: list[dict[str, Any]] = json.loads(done.stdout)
+    return costs
+
+
+def commit_of(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One entry for each case: samples of both checkouts, their medians, and the ratio of these."""
+    sides = {"this": record.ROOT, "against": options.against.resolve()}
+    rounds: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in sides}
+    for number in range(options.rounds):
+        for side in sorted(sides, reverse=number % 2 == 0):  # each goes first in every other round
+            rounds[side].append(run_in(sides[side], options))
+    return [
+        compare_case({side: [costs[index] for costs in rounds[side]] for side in sides})
+        for index in range(len(rounds["this"][0]))
+    ]
+
+
+def compare_case(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    case: dict[str, Any] = {name: samples["this"][0][name] for name in KEY}
+    for name in MEASURED:
+        figures = {side: record.summary([cost[name] for cost in costs]) for side, costs in samples.items()}
+        ratio = figures["this"]["median"] / figures["against"]["median"]
+        case[name] = {**figures, "ratio": round(ratio, 3)}
+    return case
+
+
+def report_comparison(options: argparse.Namespace, environment: dict[str, Any]) -> None:
+    cases = compare(options)
+    if options.save:
+        commits = {"this": commit_of(record.ROOT), "against": commit_of(options.against)}
+        result = {"unit": "us", "rounds": options.rounds, "commits": commits, "cases": cases}
+        record.save("scheduler_cost_comparison", {**environment, **result})
+    if options.json:
+        print(json.dumps(cases))
+        return
+    show(("running", "policy", "finished", "of a step", "against_us", "this_us", "ratio"))
+    for case in cases:
+        for name in MEASURED:
+            figures = case[name]
+            medians = [round(figures[side]["median"], 1) for side in ("against", "this")]
+            show((*(case[key] for key in KEY), name, *medians, figures["ratio"]))
+
+
+def show(values: Sequence[object]) -> None:
+    print(" ".join(f"{value!s:>12}" for value in values))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of schedule + apply per step, in microseconds.")
     parser.add_argument("--running", type=int, nargs="+", default=[256, 4096], help="running requests")
     parser.add_argument("--finished", type=int, nargs="+", default=[0], help="requests that end first")
     parser.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to be compared with this one")
+    parser.add_argument("--rounds", type=int, default=5, help="of a comparison (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="machine readable, one list")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/scheduler_cost.json")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/scheduler_cost.json, or …_comparison.json"
+    )
     options = parser.parse_args()
     environment = record.environment("numpy")
+    if options.against is not None:
+        report_comparison(options, environment)
+        return
     costs = [
         Bench(running, options.steps, policy).run(finished)
         for policy in options.policy
@@ -150,9 +234,9 @@ def main() -> None:
         return
     print(f"python {platform.python_version()}, numpy {np.__version__}, {platform.processor() or platform.machine()}")
     columns = ("running", "policy", "finished", "steps", "median_us", "p99_us", "schedule_us", "apply_us")
-    print(" ".join(f"{name:>12}" for name in columns))
+    show(columns)
     for cost in costs:
-        print(" ".join(f"{asdict(cost)[name]:>12}" for name in columns))
+        show([asdict(cost)[name] for name in columns])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Time is passed in: a step takes as long as the test says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import NamedTuple
@@ -284,7 +285,7 @@ def test_a_critical_whose_prefix_is_cached_enters_no_later_than_a_cold_one(
         steps_until_critical_starts(is_cached=is_cached, num_held=num_held, max_inflight_steps=max_inflight_steps)
         for is_cached in (False, True)
     )
-    assert cached <= cold
+    assert cached <= cold <= 2
 
 
 def test_nobody_is_preempted_for_blocks_that_others_keep() -> None:
@@ -325,7 +326,7 @@ def test_the_one_row_that_frees_enough_leaves_rather_than_many_that_share() -> N
     driver.run()
 
 
-def test_rows_that_share_all_their_blocks_leave_together_or_not_at_all() -> None:
+def test_rows_that_share_their_blocks_leave_together_where_each_is_needed() -> None:
     """Eight LOW rows hold thirteen blocks, five of them in common; a CRITICAL needs twelve."""
     driver = Driver(num_blocks=13, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
     driver.add(make_request("low0", [*range(20), 30], max_tokens=3, priority=LOW))
@@ -338,7 +339,7 @@ def test_rows_that_share_all_their_blocks_leave_together_or_not_at_all() -> None
     driver.apply()
     held = held_by(driver, 16)
     driver.schedule()
-    check_victims(driver, held, critical, 12)
+    assert len(check_victims(driver, held, critical, 12)) == 8
     driver.apply()
     driver.run()
 
@@ -396,11 +397,11 @@ def test_with_two_steps_in_flight_a_critical_enters_after_one_round_of_victims(p
         driver.add(make_request(f"low{n}", [n] * 5, max_tokens=40, priority=LOW, arrival_time=float(n)))
     critical = make_request("critical", [39] * prompt_tokens, max_tokens=2, priority=CRITICAL, arrival_time=20.0)
     num_preemptions = last_of_two_in_flight(driver, critical)
-    assert num_preemptions > 0
+    assert num_preemptions == math.ceil(math.ceil(prompt_tokens / 4) / 2), "each of the rows has two blocks"
     check_enters_now(driver, critical, num_preemptions)
 
 
-def test_with_two_steps_in_flight_rows_that_share_blocks_leave_in_one_round_or_not_at_all() -> None:
+def test_with_two_steps_in_flight_rows_that_share_blocks_leave_in_one_round() -> None:
     """Eight LOW rows hold thirteen blocks, five of them in common; a CRITICAL needs twelve."""
     driver = Driver(num_blocks=13, block_size=8, max_num_seqs=16, max_num_batched_tokens=128, max_inflight_steps=2)
     for n in range(8):
@@ -410,9 +411,8 @@ def test_with_two_steps_in_flight_rows_that_share_blocks_leave_in_one_round_or_n
             driver.apply()
     critical = make_request("critical", [39] * 96, max_tokens=1, priority=CRITICAL, arrival_time=20.0)
     num_preemptions = last_of_two_in_flight(driver, critical)
-    assert driver.scheduler.num_running + num_preemptions == 8
-    if num_preemptions:
-        check_enters_now(driver, critical, num_preemptions)
+    assert num_preemptions == 8
+    check_enters_now(driver, critical, num_preemptions)
 
 
 # --- groups -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,159 @@
+"""Preemptions and tokens computed twice, where the KV cache holds a fraction of the requests that may run.
+
+    python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--json] [--save]
+
+The scheduler runs under the simulator's clock (an 8B model on an H200, by its data sheet). The pool holds `--pool`
+requests of mean size, `--rows` may run, and output lengths differ widely, so that requests outgrow the pool. They
+arrive by a Poisson process, several times as fast as they can end. The scheduler is not told how long an output will
+be: every request names the same `max_tokens`.
+
+A token is computed twice when a preempted request returns and its blocks are gone. The figures of each seed are
+preemptions per request, tokens computed over tokens needed, and output tokens per second until the last request ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+import record
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.simulated import simulated_info
+from tidewheel.scheduler.policy import POLICIES
+from tidewheel.simulate.cost_model import H200_8B
+from tidewheel.simulate.lengths import Lengths
+from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.replica import Replica
+from tidewheel.simulate.router import make_router
+from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
+
+BLOCK_SIZE = 16
+MAX_PREEMPTIONS, MAX_TOKENS_RATIO = 0.10, 1.05  # goals: per request, and computed over needed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    requests: int
+    pool: int  # requests of mean size that the pool holds
+    rows: int
+    prompt: str
+    output: str
+    rate: float  # arrivals per second
+
+    def lengths(self) -> tuple[Lengths, Lengths]:
+        return Lengths.parse(self.prompt, name="--prompt"), Lengths.parse(self.output, name="--output")
+
+    def trace(self, seed: int) -> Trace:
+        rng = np.random.default_rng(seed)
+        return synthesise(self.requests, poisson_arrivals(self.requests, self.rate, rng), *self.lengths(), rng)
+
+    @property
+    def num_blocks(self) -> int:
+        prompt, output = self.lengths()
+        return round(self.pool * (prompt.mean + output.mean) / BLOCK_SIZE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    output: str
+    policy: str
+    seed: int
+    finished: int
+    preemptions: int
+    preemptions_per_request: float
+    tokens_over_needed: float
+    mean_rows: float
+    output_tokens_per_s: float
+    mean_latency_s: float
+    p99_ttft_s: float
+
+
+def simulate(load: Load, policy: str, trace: Trace) -> tuple[Outcomes, Replica]:
+    config = EngineConfig(
+        model="simulated", max_num_seqs=load.rows, num_blocks=load.num_blocks, block_size=BLOCK_SIZE,
+        scheduling_policy=policy,
+    )  # fmt: skip
+    info = simulated_info(config, H200_8B, max_model_len=trace.max_num_tokens)
+    simulator = Simulator(
+        trace,
+        lambda _: build_scheduler(config, info),
+        H200_8B,
+        ReplicaSettings(num_rows=info.max_num_seqs, max_model_len=info.max_model_len),
+        num_replicas=1,
+        router=make_router("round-robin", 1),
+    )
+    return simulator.run(), simulator.replicas[0]
+
+
+def measure(load: Load, policy: str, seed: int) -> Figures:
+    trace = load.trace(seed)
+    outcomes, replica = simulate(load, policy, trace)
+    finished = outcomes.finished
+    needed = int((trace.prompt_tokens + trace.output_tokens - 1)[finished].sum())  # the last token is never fed back
+    return Figures(
+        output=load.output,
+        policy=policy,
+        seed=seed,
+        finished=int(finished.sum()),
+        preemptions=int(outcomes.preemptions.sum()),
+        preemptions_per_request=round(float(outcomes.preemptions.sum()) / load.requests, 3),
+        tokens_over_needed=round(replica.num_tokens / needed, 3),
+        mean_rows=round(float(outcomes.output_tokens.sum()) / replica.num_steps, 1),
+        output_tokens_per_s=round(float(outcomes.output_tokens.sum()) / outcomes.span, 1),
+        mean_latency_s=round(float(np.nanmean(outcomes.latency)), 3),
+        p99_ttft_s=round(float(np.nanquantile(outcomes.ttft, 0.99)), 3),
+    )
+
+
+def summary(runs: list[Figures]) -> str:
+    """Means over the seeds of one load and policy."""
+    preemptions, ratio, tokens = (
+        statistics.mean(getattr(run, name) for run in runs)
+        for name in ("preemptions_per_request", "tokens_over_needed", "output_tokens_per_s")
+    )
+    return (
+        f"{runs[0].output}, {runs[0].policy}: {preemptions:.2f} preemptions a request (goal {MAX_PREEMPTIONS}), "
+        f"{ratio:.2f} times the tokens needed (goal {MAX_TOKENS_RATIO}), {tokens:.0f} output tokens a second"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--pool", type=int, default=50, help="requests of mean size that the pool holds")
+    parser.add_argument("--rows", type=int, default=256, help="max_num_seqs")
+    parser.add_argument("--prompt", default="uniform:60", metavar="SPEC")
+    parser.add_argument("--output", nargs="+", default=["uniform:700", "lognormal:700:0.6:2800"], metavar="SPEC")
+    parser.add_argument("--rate", type=float, default=60.0, help="arrivals per second (default: %(default)g)")
+    parser.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each policy")
+    parser.add_argument("--json", action="store_true", help="machine readable, one list")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/kv_pressure.json")
+    options = parser.parse_args()
+    names = ("requests", "pool", "rows", "prompt", "rate")
+    loads = [Load(output=output, **{name: getattr(options, name) for name in names}) for output in options.output]
+    environment = record.environment("numpy")
+    figures = [
+        measure(load, policy, seed) for load in loads for policy in options.policy for seed in range(options.seeds)
+    ]
+    if options.save:
+        result = {"loads": [asdict(load) for load in loads], "runs": [asdict(run) for run in figures]}
+        record.save("kv_pressure", {**environment, **result})
+    if options.json:
+        print(json.dumps([asdict(run) for run in figures]))
+        return
+    for run in figures:
+        print("  ".join(f"{name} {value}" for name, value in asdict(run).items()))
+    for load in loads:
+        for policy in options.policy:
+            print(summary([run for run in figures if (run.output, run.policy) == (load.output, policy)]))
+
+
+if __name__ == "__main__":
+    main()

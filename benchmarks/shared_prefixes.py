@@ -1,0 +1,370 @@
+"""What the prefix cache saves where prompts share their beginnings: cache-aware order, and bursts.
+
+    python benchmarks/shared_prefixes.py [--order arrival cache] [--engine] [--seeds 3] [--json] [--save]
+
+*Conversations*: 64 of them, each with one of 8 system prompts and several turns. A turn repeats all that was said
+before, and the next one comes a little after the answer. More conversations wait than can run, and the KV cache holds
+little more than those that run, so what is cached is soon gone. The hit rate is the share of the prompt tokens that
+were in the cache when their request started; with `arrival` they are served in the order of arrival (`fifo`), with
+`cache` those with the longest cached prefix go first (`cache_aware_order`).
+
+*Bursts*: 32 requests with a common prefix and tails of their own arrive at one moment, while others decode. The
+figure is prompt tokens computed over distinct prompt tokens; 1 says that nothing was computed twice.
+
+Distinct are the prefix and the tails of a burst, and the questions of a conversation; its answers are in the cache
+when they are repeated. Everything runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on
+an H200, by its data sheet), and with `--engine` also on a small random model on this CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import heapq
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import record
+from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.core import EngineCore
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.runner import Runner
+from tidewheel.engine.simulated import simulated_info
+from tidewheel.request import FinishReason, Request
+from tidewheel.sampling import SamplingParams
+from tidewheel.simulate.cost_model import H200_8B, step_features
+
+GOAL_HIT_RATIO = 1.3  # of the hit rate by arrival
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK_SIZE = 16
+FIRST_ID, VOCAB_SIZE = 4, 512
+ORDERS: dict[str, dict[str, object]] = {
+    "arrival": {"scheduling_policy": "fifo"},
+    "cache": {"scheduling_policy": "priority", "cache_aware_order": True},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chats:
+    conversations: int = 64
+    prefixes: int = 8
+    prefix_tokens: int = 512
+    turns: int = 5
+    turn_tokens: int = 96  # of a question
+    answer_tokens: int = 32
+    think_s: float = 0.5  # from an answer to the next question
+    rows: int = 4
+
+    @property
+    def max_tokens(self) -> int:
+        return self.prefix_tokens + self.turns * (self.turn_tokens + self.answer_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """One and a half times what the longest turns in every row take."""
+        return round(1.5 * self.rows * self.max_tokens / BLOCK_SIZE)
+
+
+CHATS = Chats()
+QUICK_CHATS = Chats(think_s=0.1)  # of the small model, which answers five times as fast
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bursts:
+    bursts: int = 8
+    requests: int = 32  # of a burst
+    prefix_tokens: int = 512
+    longest_tail: int = 96
+    decoding: int = 16  # requests that run throughout
+    gap_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    load: str
+    where: str  # modelled, engine
+    order: str
+    seed: int
+    prompt_tokens: int
+    hit_tokens: int
+    hit_rate: float
+    computed_over_distinct: float
+    preemptions: int
+    seconds: float  # from the first arrival to the last end
+    mean_ttft_s: float
+    max_queue_s: float
+
+
+# --- where it runs ------------------------------------------------------------------------------------------------
+
+
+class WallClock:
+    def __call__(self) -> float:
+        return time.monotonic()
+
+    def wait_until(self, moment: float) -> None:
+        time.sleep(max(moment - time.monotonic(), 0.0))
+
+
+class ModelledClock:
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait_until(self, moment: float) -> None:
+        self.now = max(self.now, moment)
+
+
+Clock = WallClock | ModelledClock
+
+
+class ModelledStep(NamedTuple):
+    clock: ModelledClock
+    sampled: SampledTokens
+    end: float
+
+    def wait(self) -> SampledTokens:
+        self.clock.wait_until(self.end)
+        return self.sampled
+
+
+class ModelledRunner:
+    """A device that is a formula, and random tokens."""
+
+    def __init__(self, clock: ModelledClock, seed: int) -> None:
+        self._clock = clock
+        self._rng = np.random.default_rng(seed)
+        self._free_at = 0.0
+
+    def launch(self, batch: ScheduledBatch) -> ModelledStep:
+        self._free_at = max(self._free_at, self._clock()) + H200_8B.step_seconds(step_features(batch))
+        tokens = self._rng.integers(FIRST_ID, VOCAB_SIZE, len(batch.rows), dtype=np.int32)
+        sampled = np.where(batch.samples, tokens, np.int32(SampledTokens.NOT_SAMPLED))
+        return ModelledStep(self._clock, SampledTokens(batch.step_id, sampled), self._free_at)
+
+
+class Place(NamedTuple):
+    name: str
+    runner: Runner
+    info: EngineInfo
+    clock: Clock
+
+
+MakePlace = Callable[[EngineConfig, int], Place]
+
+
+def modelled(config: EngineConfig, seed: int) -> Place:
+    clock = ModelledClock()
+    info = simulated_info(config, H200_8B, max_model_len=2048)
+    return Place("modelled", ModelledRunner(clock, seed), info, clock)
+
+
+@contextmanager
+def small_model() -> Iterator[MakePlace]:
+    """The real engine on a random model, which is loaded for each run with the settings of that."""
+    import torch
+
+    from random_model import SHAPES, make_model
+
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        make_model(Path(folder), SHAPES["tiny"], torch.float32)
+
+        def make(config: EngineConfig, _seed: int) -> Place:
+            config = dataclasses.replace(config, model=folder, dtype="float32", max_model_len=2048)
+            runner = load_model_runner(config)
+            return Place("engine", runner, engine_info(runner.info, config), WallClock())
+
+        yield make
+
+
+# --- what comes when ----------------------------------------------------------------------------------------------
+
+
+class Player:
+    """Adds requests when they are due, and says what became of them."""
+
+    def __init__(self, place: Place, config: EngineConfig) -> None:
+        self.place = place
+        self.clock = place.clock
+        self.requests: list[Request] = []
+        self.num_ended = 0
+        self._due: list[tuple[float, int, Request]] = []  # heap
+        self._scheduler = build_scheduler(config, place.info)
+        self._core = EngineCore(
+            self._scheduler, place.runner, self._deliver, receive=self._receive, clock=place.clock
+        )
+        self.on_end: Callable[[Request], None] = lambda _request: None
+
+    def ask(self, prompt: list[int], max_tokens: int, moment: float) -> Request:
+        """The request arrives at the moment."""
+        number = len(self.requests)
+        request = Request(
+            str(number), np.array(prompt, dtype=np.int32), GREEDY, max_tokens=max_tokens, arrival_time=moment
+        )
+        self.requests.append(request)
+        heapq.heappush(self._due, (moment, number, request))
+        return request
+
+    def run(self) -> None:
+        while self.num_ended < len(self.requests):
+            if not self._core.step() and self._due:
+                self.clock.wait_until(self._due[0][0])
+
+    def figures(self, load: str, order: str, seed: int, num_distinct: int) -> Figures:
+        stats = self._scheduler.stats()
+        queries, hits = stats.num_prefix_queries, stats.num_prefix_hits
+        begin = min(request.arrival_time for request in self.requests)
+        starts = [(request.first_scheduled_time or 0.0) - request.arrival_time for request in self.requests]
+        ttfts = [(request.first_token_time or 0.0) - request.arrival_time for request in self.requests]
+        return Figures(
+            load=load,
+            where=self.place.name,
+            order=order,
+            seed=seed,
+            prompt_tokens=queries,
+            hit_tokens=hits,
+            hit_rate=round(hits / queries, 4),
+            computed_over_distinct=round((queries - hits) / num_distinct, 3),
+            preemptions=stats.num_preemptions,
+            seconds=round(max(request.last_token_time or 0.0 for request in self.requests) - begin, 2),
+            mean_ttft_s=round(statistics.mean(ttfts), 3),
+            max_queue_s=round(max(starts), 3),
+        )
+
+    def _receive(self) -> None:
+        now = self.clock()
+        while self._due and self._due[0][0] <= now:
+            self._core.add(heapq.heappop(self._due)[-1])
+
+    def _deliver(self, outputs: StepOutputs) -> None:
+        for request in outputs.finished:
+            if request.finish_reason is not FinishReason.LENGTH:
+                raise RuntimeError(f"{request} ended with {request.finish_reason}: {request.error}")
+            self.num_ended += 1
+            self.on_end(request)
+
+
+def words(chance: random.Random, number: int) -> list[int]:
+    return chance.choices(range(FIRST_ID, VOCAB_SIZE), k=number)
+
+
+def converse(make_place: MakePlace, order: str, seed: int, chats: Chats) -> Figures:
+    config = EngineConfig(
+        model="none", max_num_seqs=chats.rows, num_blocks=chats.num_blocks, block_size=BLOCK_SIZE, ageing_s=60.0,
+        **ORDERS[order],
+    )  # fmt: skip
+    chance = random.Random(seed)
+    player = Player(make_place(config, seed), config)
+    prefixes = [words(chance, chats.prefix_tokens) for _ in range(chats.prefixes)]
+    left: dict[str, int] = {}  # turns of the conversation, by its latest request
+
+    def ask(prompt: list[int], turns: int, moment: float) -> None:
+        request = player.ask(prompt + words(chance, chats.turn_tokens), chats.answer_tokens, moment)
+        left[request.request_id] = turns - 1
+
+    def go_on(request: Request) -> None:
+        turns = left.pop(request.request_id)
+        if turns:
+            said = [*request.prompt_token_ids.tolist(), *request.output_token_ids]
+            ask(said, turns, player.clock() + chats.think_s)
+
+    player.on_end = go_on
+    begin = player.clock()
+    places = chance.sample(range(chats.conversations), chats.conversations)
+    for number, place in enumerate(places):
+        ask(prefixes[place % chats.prefixes], chats.turns, begin + 1e-3 * number)
+    player.run()
+    asked = chats.conversations * chats.turns * chats.turn_tokens  # answers are in the cache when they are repeated
+    num_distinct = chats.prefixes * chats.prefix_tokens + asked
+    return player.figures("conversations", order, seed, num_distinct)
+
+
+def burst(make_place: MakePlace, order: str, seed: int, bursts: Bursts) -> Figures:
+    config = EngineConfig(model="none", max_num_seqs=64, num_blocks=4096, block_size=BLOCK_SIZE, **ORDERS[order])
+    chance = random.Random(seed)
+    player = Player(make_place(config, seed), config)
+    begin, num_distinct = player.clock(), 0
+    for _ in range(bursts.decoding):
+        player.ask(words(chance, 32), 512, begin)
+        num_distinct += 32
+    for number in range(bursts.bursts):
+        prefix = words(chance, bursts.prefix_tokens)
+        num_distinct += len(prefix)
+        for _ in range(bursts.requests):
+            tail = words(chance, chance.randint(1, bursts.longest_tail))
+            num_distinct += len(tail)
+            player.ask(prefix + tail, 4, begin + bursts.gap_s * (number + 1))
+    player.run()
+    return player.figures("bursts", order, seed, num_distinct)
+
+
+# --- the program --------------------------------------------------------------------------------------------------
+
+
+def measure(make_place: MakePlace, chats: Chats, options: argparse.Namespace) -> Iterator[Figures]:
+    for seed in range(options.seeds):
+        for order in options.order:
+            yield converse(make_place, order, seed, chats)
+        yield burst(make_place, options.order[-1], seed, Bursts())
+
+
+def mean(runs: list[Figures], name: str) -> float:
+    return statistics.mean(getattr(run, name) for run in runs)
+
+
+def summary(runs: list[Figures]) -> Iterator[str]:
+    """Means over the seeds, at one place."""
+    where = runs[0].where
+    chats = {order: [run for run in runs if (run.load, run.order) == ("conversations", order)] for order in ORDERS}
+    for order, found in chats.items():
+        if found:
+            yield f"{where}, {order} order: hit rate {mean(found, 'hit_rate'):.3f}"
+    if all(chats.values()):
+        ratio = mean(chats["cache"], "hit_rate") / mean(chats["arrival"], "hit_rate")
+        yield f"{where}: {ratio:.2f} times the hit rate of arrival order (goal {GOAL_HIT_RATIO})"
+    computed = mean([run for run in runs if run.load == "bursts"], "computed_over_distinct")
+    yield f"{where}, bursts: {computed:.3f} prompt tokens computed for each distinct one"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--order", nargs="+", default=list(ORDERS), choices=list(ORDERS))
+    parser.add_argument("--engine", action="store_true", help="also on a real model on this CPU")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each")
+    parser.add_argument("--json", action="store_true", help="machine readable, one list")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/shared_prefixes.json")
+    options = parser.parse_args()
+    environment = record.environment("numpy", "torch")
+    places = [list(measure(modelled, CHATS, options))]
+    if options.engine:
+        with small_model() as make_place:
+            places.append(list(measure(make_place, QUICK_CHATS, options)))
+    runs = [asdict(run) for found in places for run in found]
+    if options.save:
+        loads = {"modelled": asdict(CHATS), "engine": asdict(QUICK_CHATS), "bursts": asdict(Bursts())}
+        record.save("shared_prefixes", {**environment, "loads": loads, "runs": runs})
+    if options.json:
+        print(json.dumps(runs))
+        return
+    for run in runs:
+        print("  ".join(f"{name} {value}" for name, value in run.items()))
+    for found in places:
+        print(*summary(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -82,9 +82,7 @@ def ended(request: Request, num_output_tokens: int | None) -> Request:
 
 
 def tokens_left(tenants: TenantTable, now: float, tenant: str = "t") -> float:
-    _, bucket = tenants._named[tenant]
-    assert bucket is not None
-    return bucket.level(now)
+    return tenants._named[tenant]["tokens_per_s"].level(now)
 
 
 # Seconds before it is asked for and until it ends, prompt, prediction, output; no output: it never started.

@@ -13,6 +13,7 @@ from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 BURST_S = 1.0  # a bucket holds what this time brings, and never less than one
 MAX_BUCKETS = 8192  # unknown tenants with buckets of their own that are remembered
 _NAME_CHARS = 40  # of a tenant in a message
+_REQUESTS = "requests_per_s"
 
 
 class TokenBucket:
@@ -48,7 +49,7 @@ class TokenBucket:
         return self.level(now) >= self.burst
 
 
-_Buckets = tuple[TokenBucket | None, TokenBucket | None]  # of requests and of tokens
+_Buckets = dict[str, TokenBucket]  # by the rate that they hold a tenant to; no rate, no bucket
 
 
 class TenantTable:
@@ -71,14 +72,11 @@ class TenantTable:
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
         """Raise `Busy`, with the time until the buckets have enough. Changes nothing."""
         account = account_of(self._tenants, tenant)
-        buckets = self._named.get(account) or self._unnamed.get(account)
-        if buckets is None:  # full ones let everything pass
-            return
-        for name, cost, bucket in zip(
-            ("requests_per_s", "tokens_per_s"), (num_requests, num_tokens), buckets, strict=True
-        ):
-            seconds = 0.0 if bucket is None else bucket.wait_seconds(cost, now)
-            if bucket is not None and seconds > 0.0:
+        buckets = self._named.get(account) or self._unnamed.get(account) or {}  # an unknown bucket is full
+        for name, bucket in buckets.items():
+            cost = num_requests if name == _REQUESTS else num_tokens
+            seconds = bucket.wait_seconds(cost, now)
+            if seconds > 0.0:
                 raise Busy(
                     f"{_describe(tenant, account)} {name} of {bucket.rate:g}: "
                     f"{max(bucket.level(now), 0.0):.0f} of {bucket.burst:g} are left, and this takes {cost}",
@@ -101,21 +99,19 @@ class TenantTable:
         self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)
 
     def _take(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        account = account_of(self._tenants, tenant)
-        buckets = self._named.get(account) or self._find_unnamed(account, now)
-        for bucket, cost in zip(buckets, (num_requests, num_tokens), strict=True):
-            if bucket is not None:
-                bucket.take(cost, now)
+        for name, bucket in self._find(account_of(self._tenants, tenant), now).items():
+            bucket.take(num_requests if name == _REQUESTS else num_tokens, now)
 
-    def _find_unnamed(self, account: str, now: float) -> _Buckets:
-        buckets = self._unnamed.get(account)
-        if buckets is None:
-            buckets = _make_buckets(limits_of(self._tenants, account))
-            if buckets == (None, None):
-                return buckets
-            self._forget(now)
+    def _find(self, account: str, now: float) -> _Buckets:
+        buckets = self._named.get(account)
+        if buckets is not None:
+            return buckets
+        buckets = self._unnamed.get(account) or _make_buckets(limits_of(self._tenants, account))
+        if buckets:
+            if account not in self._unnamed:
+                self._forget(now)
             self._unnamed[account] = buckets
-        self._unnamed.move_to_end(account)
+            self._unnamed.move_to_end(account)
         return buckets
 
     def _forget(self, now: float) -> None:
@@ -124,16 +120,14 @@ class TenantTable:
             if not self._unnamed:
                 return
             account, buckets = next(iter(self._unnamed.items()))
-            if len(self._unnamed) < MAX_BUCKETS and not all(b is None or b.is_full(now) for b in buckets):
+            if len(self._unnamed) < MAX_BUCKETS and not all(bucket.is_full(now) for bucket in buckets.values()):
                 return
             del self._unnamed[account]
 
 
 def _make_buckets(limits: TenantLimits) -> _Buckets:
-    requests, tokens = (
-        None if rate is None else TokenBucket(rate) for rate in (limits.requests_per_s, limits.tokens_per_s)
-    )
-    return requests, tokens
+    rates = {_REQUESTS: limits.requests_per_s, "tokens_per_s": limits.tokens_per_s}
+    return {name: TokenBucket(rate) for name, rate in rates.items() if rate is not None}
 
 
 def _describe(tenant: str, account: str) -> str:

@@ -53,8 +53,8 @@ class Request:
         "arrival_time", "bad_words_ids", "block_hashes", "cache_salt", "deadline", "error", "finish_reason",
         "first_scheduled_time", "first_token_time", "followers", "last_token_time", "leader", "lift_time",
         "max_tokens", "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks",
-        "output_token_ids", "predicted_output_tokens", "priority", "prompt_token_ids", "rank", "request_id", "row",
-        "sampling", "seed", "sequence", "service_class", "session_id", "session_ttl", "soft_deadline", "state",
+        "output_token_ids", "predicted_output_tokens", "priority", "prompt_token_ids", "rank", "request_id",
+        "reserved_tokens", "row", "sampling", "seed", "sequence", "service_class", "session_id", "session_ttl", "soft_deadline", "state",
         "stop_reason", "stop_token_ids", "tenant", "was_over_quota",
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ class Request:
         self.max_tokens = max_tokens  # resolved: prompt + max_tokens fits max_model_len
         self.arrival_time = arrival_time  # seconds, monotonic clock of the caller
         self.seed = seed
-        self.priority = priority
+        self.priority = priority  # asked for; from its admission on, granted
         self.stop_token_ids = stop_token_ids  # end-of-sequence ids unless ignore_eos, and the request's own
         self.bad_words_ids = bad_words_ids
         self.cache_salt = cache_salt
@@ -97,6 +97,7 @@ class Request:
 
         self.service_class = priority  # the class it is served in: `priority`, lifted by age or dropped
         self.predicted_output_tokens = float(max_tokens)
+        self.reserved_tokens = 0  # taken from the rate of its tenant, until its end settles what it used
         self.state = RequestState.WAITING
         self.sequence = -1  # number of the arrival; breaks ties
         self.rank: tuple[float, ...] = ()  # place in the order of the policy

@@ -1,17 +1,31 @@
-"""Limits and weights by tenant, from the `tenants` setting."""
+"""Weights, limits and rights by tenant, from the `tenants` setting."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from tidewheel.errors import ConfigError
+from tidewheel.request import Priority
 from tidewheel.settings import unknown_setting
 
 EVERYBODY = "*"  # the entry of tenants that have none of their own
 MAX_NAMED_TENANTS = 4096
 MAX_TENANT_CHARS = 128
+
+_INTEGERS = ("max_blocks", "max_sessions", "max_priority")
+_ALWAYS_SET = ("weight", "max_priority")
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}: it must be a number")
+    if value <= 0:
+        raise ConfigError(f"{name} is {value}: it must be above 0")
+    if name in _INTEGERS and not isinstance(value, int):
+        raise ConfigError(f"{name} is {value}: it must be an integer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,23 +34,40 @@ class TenantLimits:
 
     weight: float = 1.0  # share of the engine under the `fair` policy, relative to the other tenants
     requests_per_s: float | None = None
-    tokens_per_s: float | None = None  # prompt and asked-for output tokens, when a request is admitted
+    tokens_per_s: float | None = None  # prompt and output tokens: predicted at first, then settled
     max_blocks: int | None = None  # KV blocks of its running requests and sessions, before it drops a class
+    max_sessions: int | None = None
+    max_priority: int = Priority.CRITICAL.value  # the best class that it may ask for, 1 to 4
+    each: bool = False  # in `*` alone: each unknown tenant has rates and sessions of its own
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None and field.name != "weight":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"{field.name} is {value!r}: it must be a number")
-            if value <= 0:
-                raise ConfigError(f"{field.name} is {value}: it must be above 0")
-        if self.max_blocks is not None and not isinstance(self.max_blocks, int):
-            raise ConfigError(f"max_blocks is {self.max_blocks}: it must be an integer")
+            if field.name != "each" and (value is not None or field.name in _ALWAYS_SET):
+                _check_number(field.name, value)
+        if self.max_priority > Priority.LOW:
+            raise ConfigError(f"max_priority is {self.max_priority}: it must be 1 (CRITICAL) to 4 (LOW)")
+        if not isinstance(self.each, bool):
+            raise ConfigError(f"each is {self.each!r}: it must be true or false")
+
+    def granted(self, asked: Priority) -> Priority:
+        """Return the class that was asked for, lowered to the best one allowed."""
+        return max(asked, Priority(self.max_priority))
 
 
 NO_LIMITS = TenantLimits()
+
+
+def limits_of(tenants: Mapping[str, TenantLimits], tenant: str) -> TenantLimits:
+    """Return the tenant's own limits, or those of `*`."""
+    limits = tenants.get(tenant)
+    return tenants.get(EVERYBODY, NO_LIMITS) if limits is None else limits
+
+
+def account_of(tenants: Mapping[str, TenantLimits], tenant: str) -> str:
+    """Return the name under which rates and sessions are counted: unknown tenants share `*` unless it says `each`."""
+    has_own = tenant in tenants or tenants.get(EVERYBODY, NO_LIMITS).each
+    return tenant if has_own else EVERYBODY
 
 
 def parse_tenants(text: str) -> dict[str, TenantLimits]:
@@ -63,6 +94,8 @@ def _parse_limits(name: str, entry: object) -> TenantLimits:
     for key in entry:
         if key not in known:
             raise ConfigError(f"tenants.{name}: {unknown_setting(key, known)}")
+    if "each" in entry and name != EVERYBODY:
+        raise ConfigError(f"tenants.{name}: each belongs to the entry '*' alone; remove it")
     try:
         return TenantLimits(**entry)
     except ConfigError as error:

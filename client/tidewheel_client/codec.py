@@ -32,6 +32,7 @@ _PERF = (
     "last_token_time_ns",
     "kv_cache_reused_blocks",
     "kv_cache_alloc_new_blocks",
+    "priority",
 )
 _MAX_TIMEOUT_MS = 1e12
 _FORMATS = {"INT32": "i", "UINT32": "I", "INT64": "q", "UINT64": "Q", "FP32": "f", "FP64": "d", "BOOL": "?"}

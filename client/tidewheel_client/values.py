@@ -15,7 +15,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerfMetrics:
-    """Times in ns of the server's monotonic clock, and KV blocks of the prompt."""
+    """Times in ns of the server's monotonic clock, KV blocks of the prompt, and the class that was granted."""
 
     arrival_time_ns: int
     first_scheduled_time_ns: int
@@ -23,6 +23,7 @@ class PerfMetrics:
     last_token_time_ns: int
     kv_cache_reused_blocks: int
     kv_cache_alloc_new_blocks: int
+    priority: int  # 1 CRITICAL to 4 LOW: what was asked for, or the best that the tenant may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -199,7 +199,13 @@ CHUNK = Chunk(
     num_input_tokens=4,
     finish_reason="length",
     perf=PerfMetrics(
-        arrival_ns=1, first_scheduled_ns=2, first_token_ns=3, last_token_ns=4, num_reused_blocks=5, num_new_blocks=6
+        arrival_ns=1,
+        first_scheduled_ns=2,
+        first_token_ns=3,
+        last_token_ns=4,
+        num_reused_blocks=5,
+        num_new_blocks=6,
+        priority=2,
     ),
 )
 EVERYTHING = ResponseFormat(**{flag.removeprefix("return_"): True for flag in RETURN_FLAGS})
@@ -229,7 +235,7 @@ def test_every_output() -> None:
         "text_output": ["né".encode()], "finish_reason": [b"length"], "cumulative_logprob": [-2.0],
         "num_input_tokens": [4], "num_output_tokens": [2], "token_ids": [5, 6],
         "arrival_time_ns": [1], "first_scheduled_time_ns": [2], "first_token_time_ns": [3], "last_token_time_ns": [4],
-        "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6],
+        "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6], "priority": [2],
     }  # fmt: skip
     assert logprobs == [
         {
@@ -257,7 +263,7 @@ def test_an_element_for_each_sequence() -> None:
         "cumulative_logprob": [-2.0, -3.0], "num_input_tokens": [4], "num_output_tokens": [2, 1],
         "token_ids": [5, 6, 9], "arrival_time_ns": [1, 0], "first_scheduled_time_ns": [2, 0],
         "first_token_time_ns": [3, 0], "last_token_time_ns": [4, 0], "kv_cache_reused_blocks": [5, 0],
-        "kv_cache_alloc_new_blocks": [6, 0],
+        "kv_cache_alloc_new_blocks": [6, 0], "priority": [2, 0],
     }  # fmt: skip
 
 

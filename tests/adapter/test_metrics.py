@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import msgspec
@@ -15,6 +16,7 @@ from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend.stats import StatsRecorder, TokenTiming
 from tidewheel.frontend.values import PerfMetrics
 from tidewheel.scheduler.breaker import BreakerState
+from tidewheel.scheduler.stats import TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value
@@ -84,19 +86,57 @@ def test_figures_of_scheduling() -> None:
 
 # Sums of others that are published, by class or by tier.
 TOTALS = {"num_evicted"}
+TENANTS = {
+    "acme": TenantFigures(
+        num_requests=9, num_rejected=2, num_started=6, queue_seconds=1.5, num_prompt_tokens=70, num_output_tokens=80
+    ),
+    "other": TenantFigures(num_requests=1),
+}
 
 
 def test_every_figure_of_the_engine_is_published() -> None:
     before = EngineStats(num_blocks=40, num_used_slots=3, num_taken_slots=32)
     for field in set(EngineStats.__struct_fields__) - TOTALS:
         old = getattr(before, field)
-        new = {str: "open", tuple: (1, 1, 1, 1)}.get(type(old), 7)
+        new = {str: "open", tuple: (1, 1, 1, 1), dict: TENANTS}.get(type(old), 7)
         MetricFamily.values.clear()
         EngineMetrics(make_info(), LABELS).publish(before)
         published = dict(MetricFamily.values)
         MetricFamily.values.clear()
         EngineMetrics(make_info(), LABELS).publish(msgspec.structs.replace(before, **{field: new}))
         assert dict(MetricFamily.values) != published, field
+
+
+def test_figures_by_tenant() -> None:
+    EngineMetrics(make_info(), LABELS).publish(EngineStats(tenants=TENANTS))
+    for name, expected in {
+        "requests_total": 9, "requests_rejected_total": 2, "requests_started_total": 6, "queue_seconds_total": 1.5,
+        "prompt_tokens_total": 70, "generation_tokens_total": 80,
+    }.items():  # fmt: skip
+        assert value(f"tidewheel_tenant_{name}", tenant="acme", **LABELS) == expected, name
+    assert value("tidewheel_tenant_requests_total", tenant="other", **LABELS) == 1
+
+
+def test_every_figure_of_a_tenant_is_published() -> None:
+    for field in dataclasses.fields(TenantFigures):
+        MetricFamily.values.clear()
+        tenants = {"t": TenantFigures(**{field.name: 7})}
+        EngineMetrics(make_info(), LABELS).publish(EngineStats(tenants=tenants))
+        assert [number for key, number in MetricFamily.values.items() if number and "_tenant_" in key[0]] == [7]
+
+
+def test_figures_of_tenants_go_on_where_another_front_end_stopped() -> None:
+    owner, other = EngineMetrics(make_info(), LABELS), EngineMetrics(make_info(), LABELS)
+    owner.publish(EngineStats(tenants=TENANTS))
+    other.follow(EngineStats(tenants=TENANTS))
+    other.publish(EngineStats(tenants=TENANTS | {"other": TenantFigures(num_requests=4)}))
+    assert value("tidewheel_tenant_requests_total", tenant="acme", **LABELS) == 9
+    assert value("tidewheel_tenant_requests_total", tenant="other", **LABELS) == 4
+
+
+def test_figures_of_tenants_survive_the_wire() -> None:
+    sent = msgspec.msgpack.encode(EngineStats(tenants=TENANTS))
+    assert msgspec.msgpack.decode(sent, type=EngineStats).tenants == TENANTS
 
 
 def test_the_states_of_the_breaker_are_known() -> None:
@@ -138,7 +178,7 @@ def make_stats(recorder: StatsRecorder) -> StatsRecorder:
     recorder.tokens([TokenTiming(0.05, 1, 7), TokenTiming(0.07, 1, 5), TokenTiming(0.04, 2, 0)])
     perf = PerfMetrics(
         arrival_ns=0, first_scheduled_ns=400_000_000, first_token_ns=1, last_token_ns=2, num_reused_blocks=0,
-        num_new_blocks=1,
+        num_new_blocks=1, priority=3,
     )  # fmt: skip
     recorder.finished("stop", 0.9, perf)
     recorder.finished("length", 7.0, perf)

@@ -19,6 +19,7 @@ PERF = {
     "last_token_time_ns": 2**40,
     "kv_cache_reused_blocks": 5,
     "kv_cache_alloc_new_blocks": 6,
+    "priority": 3,
 }
 
 

@@ -114,6 +114,29 @@ def test_a_full_waiting_set_is_told_from_other_refusals(connect: Connect) -> Non
     client.recorder.wait_ended(4)
 
 
+def test_a_class_that_was_lowered_is_said_and_figures_by_tenant_come(connect: Connect) -> None:
+    tenants = '{"capped": {"max_priority": 3}}'
+    client = connect(config=EngineConfig(model="ok", tenants=tenants))
+    granted: dict[int, int] = {}
+    on_deltas = client.recorder.on_deltas
+
+    def watch(deltas: list[Delta]) -> None:
+        granted.update({delta.key: delta.stats.priority for delta in deltas if delta.stats is not None})
+        on_deltas(deltas)
+
+    client.recorder.on_deltas = watch  # type: ignore[method-assign]
+    client.add(request(1, 5, tenant="capped", priority=1))
+    client.add(request(2, 5, tenant="invented", priority=1))
+    client.recorder.wait_ended(1, 2)
+    assert granted == {1: 3, 2: 1}
+
+    def labels_with_tokens() -> set[str]:
+        tenants = client.recorder.stats[-1].tenants
+        return {label for label, figures in tenants.items() if figures.num_output_tokens}
+
+    client.recorder.wait(lambda: labels_with_tokens() == {"capped", "other"}, "figures")
+
+
 def test_a_better_class_takes_the_place_of_a_lower_one(connect: Connect) -> None:
     client = connect(config=EngineConfig(model="ok", max_num_seqs=1, max_waiting_requests=2))
     client.add(endless(1, priority=1))

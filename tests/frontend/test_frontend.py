@@ -139,6 +139,7 @@ def test_without_streaming_there_is_one_response(harness: Harness) -> None:
     assert chunk.finish_reason == "stop"
     assert chunk.perf is not None
     assert (chunk.perf.first_scheduled_ns, chunk.perf.first_token_ns, chunk.perf.num_reused_blocks) == (5, 7, 3)
+    assert chunk.perf.priority == 2
 
 
 def test_echo_is_not_for_streams(harness: Harness) -> None:

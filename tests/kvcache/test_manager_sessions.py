@@ -10,6 +10,7 @@ from tidewheel.kvcache.hits import NO_HIT
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import Request
+from tidewheel.tenants import TenantLimits
 
 BLOCK_SIZE = 4
 
@@ -175,7 +176,7 @@ def test_sessions_end_when_their_time_is_over() -> None:
 
 
 def test_quotas_cut_one_session_and_drop_others() -> None:
-    turns = Turns(make_manager(16, max_session_blocks=2, max_tenant_blocks={"t": 3}.get, max_sessions=3))
+    turns = Turns(make_manager(16, max_session_blocks=2, tenants={"t": TenantLimits(max_blocks=3)}, max_sessions=3))
     turns.run(turn(14))
     assert turns.kv.session_blocks("") == 2
     turns.run(kv_request("a", [1] * 8, tenant="t", session_id="one"))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.sessions import Session, SessionLimits, SessionTable
+from tidewheel.kvcache.tally import Tally
+from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 TENANTS = ("", "acme", "initech")
 IDS = ("one", "two", "three", "four")
@@ -31,8 +33,7 @@ def test_what_goes_first_is_what_was_used_longest_ago() -> None:
 
 
 def test_a_tenant_over_its_quota_pays_with_its_own_sessions() -> None:
-    quotas = {"acme": 4}
-    table = SessionTable(SessionLimits(max_tenant_blocks=quotas.get))
+    table = SessionTable(SessionLimits(tenants={"acme": TenantLimits(max_blocks=4)}))
     other = session("initech", "one", 100)
     mine = [session("acme", session_id, 2) for session_id in IDS[:3]]
     assert [table.put(each) for each in (other, *mine)] == [[], [], [], [mine[0]]]
@@ -40,9 +41,73 @@ def test_a_tenant_over_its_quota_pays_with_its_own_sessions() -> None:
 
 
 def test_one_session_may_take_what_the_tighter_quota_allows() -> None:
-    table = SessionTable(SessionLimits(max_session_blocks=5, max_tenant_blocks={"acme": 3}.get))
+    table = SessionTable(SessionLimits(max_session_blocks=5, tenants={"acme": TenantLimits(max_blocks=3)}))
     assert (table.max_blocks("acme"), table.max_blocks("")) == (3, 5)
     assert SessionTable(SessionLimits()).max_blocks("") is None
+
+
+def filled(limits: SessionLimits, *tenants: str) -> SessionTable:
+    """One session after the other, each of the tenant that is named."""
+    table = SessionTable(limits)
+    for number, tenant in enumerate(tenants):
+        table.put(session(tenant, str(number)))
+    return table
+
+
+def kept(table: SessionTable, tenant: str, count: int) -> list[int]:
+    return [number for number in range(count) if table.get(tenant, str(number)) is not None]
+
+
+def test_tiny_sessions_of_one_tenant_push_out_its_own_and_no_others() -> None:
+    tenants = ["acme", "acme", "acme", "", *["crowd"] * 5000]
+    table = filled(SessionLimits(), *tenants)
+    assert len(table) == 4096
+    assert kept(table, "acme", 3) == [0, 1, 2] and kept(table, "", 4) == [3]
+    assert kept(table, "crowd", 5004)[:2] == [5004 - 4092, 5004 - 4091]
+    table.check_invariants()
+
+
+def test_a_crowd_of_invented_names_counts_as_one_tenant_against_those_with_an_entry() -> None:
+    limits = SessionLimits(max_sessions=10, tenants={"acme": TenantLimits()})
+    table = filled(limits, *["acme"] * 4, *(f"name-{number}" for number in range(100)))
+    assert kept(table, "acme", 4) == [0, 1, 2, 3]
+
+
+def test_a_tenant_over_its_number_of_sessions_loses_the_least_recently_used() -> None:
+    limits = SessionLimits(tenants={"acme": TenantLimits(max_sessions=2), "*": TenantLimits(max_sessions=3)})
+    table = filled(limits, "acme", "other", "acme", "acme", "third")
+    assert kept(table, "acme", 5) == [2, 3]
+    assert (kept(table, "other", 5), kept(table, "third", 5)) == ([1], [4])
+    table.put(session("", "5"))
+    table.put(session("", "6"))  # unknown tenants share three: the one that has two gives one up
+    assert (kept(table, "", 7), kept(table, "other", 7), kept(table, "third", 7)) == ([6], [1], [4])
+
+
+def test_each_unknown_tenant_may_have_sessions_of_its_own() -> None:
+    table = filled(SessionLimits(tenants={"*": TenantLimits(max_sessions=1, each=True)}), "a", "b", "a", "c")
+    assert [kept(table, tenant, 4) for tenant in "abc"] == [[2], [1], [3]]
+
+
+def test_of_tenants_with_as_many_sessions_the_one_idle_for_longest_gives_way() -> None:
+    table = filled(SessionLimits(max_sessions=3), "a", "b", "c")
+    table.put(session("a", "0"))  # used again
+    assert [gone.name for gone in table.put(session("d", "3"))] == [("b", "1")]
+
+
+@given(changes=st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=80))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_a_tally_knows_the_highest_count(changes: list[tuple[str, bool]]) -> None:
+    tally, counts = Tally(), dict.fromkeys("abcd", 0)
+    for name, is_more in changes:
+        if not is_more and not counts[name]:
+            continue
+        counts[name] += 1 if is_more else -1
+        tally.add(name, 1 if is_more else -1)
+        moved = counts.pop(name)
+        counts[name] = moved  # the last that changed
+        assert {name: tally.count(name) for name in counts} == counts
+        if any(counts.values()):
+            assert tally.leader() == max(counts, key=counts.__getitem__)
 
 
 def test_a_session_that_is_used_all_the_time_leaves_no_trail() -> None:
@@ -57,20 +122,63 @@ def test_a_session_that_is_used_all_the_time_leaves_no_trail() -> None:
 def test_check_invariants_sees_damage() -> None:
     table = SessionTable(SessionLimits())
     table.put(session("acme", "one", 2))
-    table._tenant_blocks["acme"] = 3
+    table._tenants["acme"].num_blocks = 3
     with pytest.raises(InternalError, match="blocks of tenant 'acme' are miscounted"):
+        table.check_invariants()
+    table._tenants["acme"].num_blocks = 2
+    table._accounts.add("*", 1)
+    with pytest.raises(InternalError, match=r"sessions of account '\*' are miscounted"):
         table.check_invariants()
 
 
 class SessionMachine(RuleBasedStateMachine):
     """The model is a list of sessions, the one used last at its end."""
 
-    @initialize(max_sessions=st.integers(1, 6), max_tenant_blocks=st.one_of(st.none(), st.integers(3, 8)))
-    def start(self, max_sessions: int, max_tenant_blocks: int | None) -> None:
+    @initialize(
+        max_sessions=st.integers(1, 6), max_tenant_blocks=st.one_of(st.none(), st.integers(3, 8)),
+        max_own=st.one_of(st.none(), st.integers(1, 3)), max_shared=st.one_of(st.none(), st.integers(1, 4)),
+        each=st.booleans(),
+    )  # fmt: skip
+    def start(
+        self,
+        max_sessions: int,
+        max_tenant_blocks: int | None,
+        max_own: int | None,
+        max_shared: int | None,
+        each: bool,
+    ) -> None:
         self.max_sessions, self.max_tenant_blocks = max_sessions, max_tenant_blocks
-        self.table = SessionTable(SessionLimits(max_sessions, None, lambda tenant: max_tenant_blocks))
+        self.tenants = {
+            "acme": TenantLimits(max_blocks=max_tenant_blocks, max_sessions=max_own),
+            "*": TenantLimits(max_blocks=max_tenant_blocks, max_sessions=max_shared, each=each),
+        }
+        self.table = SessionTable(SessionLimits(max_sessions, None, self.tenants))
         self.sessions: list[Session] = []
+        # Tenants and accounts, the one whose sessions changed last at the end.
+        self.changes: list[str] = []
+        self.account_changes: list[str] = []
         self.now = 0.0
+
+    def account(self, tenant: str) -> str:
+        return account_of(self.tenants, tenant)
+
+    def note(self, tenant: str) -> None:
+        account = self.account(tenant)
+        self.changes = [name for name in self.changes if name != tenant] + [tenant]
+        self.account_changes = [name for name in self.account_changes if name != account] + [account]
+
+    def drop(self, gone: Session) -> Session:
+        self.sessions.remove(gone)
+        self.note(gone.tenant)
+        return gone
+
+    def first_to_go(self, account: str) -> Session:
+        """Of the tenant of the account with most sessions, the one used longest ago."""
+        tenants = [name for name in self.changes if self.account(name) == account]
+        return self.of(max(tenants, key=lambda tenant: len(self.of(tenant))))[0]
+
+    def num_of_account(self, account: str) -> int:
+        return sum(self.account(each.tenant) == account for each in self.sessions)
 
     def of(self, tenant: str) -> list[Session]:
         return [each for each in self.sessions if each.tenant == tenant]
@@ -84,13 +192,17 @@ class SessionMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def put(self, tenant: str, session_id: str, num_blocks: int, seconds: float) -> None:
         new = session(tenant, session_id, num_blocks, self.now + seconds)
-        expected = [each for each in self.sessions if each.name == new.name]
-        self.sessions = [each for each in self.sessions if each.name != new.name] + [new]
+        expected = [self.drop(each) for each in self.sessions if each.name == new.name]
+        self.sessions.append(new)
+        self.note(tenant)
         while self.max_tenant_blocks is not None and self.num_blocks(tenant) > self.max_tenant_blocks:
-            expected.append(next(each for each in self.of(tenant) if each.blocks))
-            self.sessions.remove(expected[-1])
+            expected.append(self.drop(next(each for each in self.of(tenant) if each.blocks)))
+        account, limit = self.account(tenant), limits_of(self.tenants, tenant).max_sessions
+        while limit is not None and self.num_of_account(account) > limit:
+            expected.append(self.drop(self.first_to_go(account)))
         while len(self.sessions) > self.max_sessions:
-            expected.append(self.sessions.pop(0))
+            most = max(self.account_changes, key=self.num_of_account)
+            expected.append(self.drop(self.first_to_go(most)))
         assert self.table.put(new) == expected
 
     @rule(tenant=st.sampled_from(TENANTS), session_id=st.sampled_from(IDS))
@@ -98,14 +210,16 @@ class SessionMachine(RuleBasedStateMachine):
         known = next((each for each in self.sessions if each.name == (tenant, session_id)), None)
         assert self.table.get(tenant, session_id) is known
         assert self.table.remove(tenant, session_id) is known
-        self.sessions = [each for each in self.sessions if each is not known]
+        if known is not None:
+            self.drop(known)
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 30.0]))
     def expire(self, seconds: float) -> None:
         self.now += seconds
         gone = self.table.expire(self.now)
         assert set(gone) == {each for each in self.sessions if each.expires_at <= self.now}
-        self.sessions = [each for each in self.sessions if each.expires_at > self.now]
+        for each in gone:
+            self.drop(each)
 
     @rule(num_kept=st.integers(0, 2))
     def give_up(self, num_kept: int) -> None:

@@ -160,7 +160,11 @@ CASES = [
     *({"policy": policy} for policy in ("fifo", "sjf", "deadline", "fair", "density")),
     *({"strategy": StrategyConfig(name=name)} for name in ("static", "dynamic", "predictive", "hybrid")),
     {"target_tpot_s": 0.02, "enable_seqs_governor": True, "num_blocks": 32},
-    {"breaker_queue_time_s": 0.2, "breaker_error_rate": 0.2, "tenants": {"zed": TenantLimits(requests_per_s=5)}},
+    {
+        "breaker_queue_time_s": 0.2,
+        "breaker_error_rate": 0.2,
+        "tenants": {"zed": TenantLimits(requests_per_s=5, tokens_per_s=500, max_priority=3)},
+    },
 ]
 
 

@@ -106,7 +106,7 @@ def error_info(tag: str = "TW-NUMERIC", message: str = "logits are not finite") 
 def stats(first_scheduled_ns: int = 5) -> RequestStats:
     return RequestStats(
         first_scheduled_ns=first_scheduled_ns, first_token_ns=7, last_token_ns=9, num_cached_tokens=0,
-        num_reused_blocks=3, num_new_blocks=4, num_preemptions=0,
+        num_reused_blocks=3, num_new_blocks=4, num_preemptions=0, priority=2,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
+from tidewheel.tenants import TenantLimits
 
 MAX_ROWS = 6
 MAX_SESSIONS = 4
@@ -118,7 +119,9 @@ class KVMachine(RuleBasedStateMachine):
             block_size,
             enable_prefix_caching=True,
             num_host_blocks=num_host_blocks,
-            session_limits=SessionLimits(MAX_SESSIONS, max_session_blocks, lambda tenant: max_tenant_blocks),
+            session_limits=SessionLimits(
+                MAX_SESSIONS, max_session_blocks, {"*": TenantLimits(max_blocks=max_tenant_blocks)}
+            ),
         )
         self.base = self.random.choices(range(4), k=min(block_size * 4, 24))
         self.memory: Memory = {block_id: [None] * block_size for block_id in range(num_blocks)}

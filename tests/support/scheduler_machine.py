@@ -375,5 +375,5 @@ def has_begun(request: Request) -> bool:
 
 def unchanged(after: SchedulerStats, before: SchedulerStats) -> bool:
     """But for the counts of refusals."""
-    counts = {"num_hopeless": 0, "num_rate_limited": 0}
+    counts = {"num_hopeless": 0, "num_rate_limited": 0, "tenants": {}}
     return after._replace(**counts) == before._replace(**counts)

@@ -9,6 +9,13 @@ from typing import NamedTuple
 from tidewheel.adapter.series import Labels
 from tidewheel.engine.messages import EngineStats
 from tidewheel.request import Priority
+from tidewheel.scheduler.stats import TenantFigures
+
+
+class TenantFigure(NamedTuple):
+    name: str
+    description: str
+    of: Callable[[TenantFigures], float]
 
 
 class EngineFigure(NamedTuple):
@@ -122,5 +129,23 @@ ENGINE_COUNTERS = (
         "tidewheel_session_hit_tokens_total",
         "Tokens found in the cache as part of the request's session",
         lambda s: s.num_session_hits,
+    ),
+)
+TENANT_COUNTERS = (
+    TenantFigure("tidewheel_tenant_requests_total", "Requests that reached the scheduler", lambda t: t.num_requests),
+    TenantFigure(
+        "tidewheel_tenant_requests_rejected_total",
+        "Requests refused, evicted or late before they started",
+        lambda t: t.num_rejected,
+    ),
+    TenantFigure("tidewheel_tenant_requests_started_total", "Requests that started", lambda t: t.num_started),
+    TenantFigure("tidewheel_tenant_queue_seconds_total", "Time from arrival to start", lambda t: t.queue_seconds),
+    TenantFigure(
+        "tidewheel_tenant_prompt_tokens_total", "Prompt tokens of ended requests", lambda t: t.num_prompt_tokens
+    ),
+    TenantFigure(
+        "tidewheel_tenant_generation_tokens_total",
+        "Generated tokens of ended requests",
+        lambda t: t.num_output_tokens,
     ),
 )

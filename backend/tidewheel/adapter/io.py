@@ -196,7 +196,13 @@ def logprobs_json(logprobs: list[TokenLogprob]) -> str:
 
 
 _NO_PERF = PerfMetrics(
-    arrival_ns=0, first_scheduled_ns=0, first_token_ns=0, last_token_ns=0, num_reused_blocks=0, num_new_blocks=0
+    arrival_ns=0,
+    first_scheduled_ns=0,
+    first_token_ns=0,
+    last_token_ns=0,
+    num_reused_blocks=0,
+    num_new_blocks=0,
+    priority=0,
 )  # of a sequence that a stop string ended: nobody waits for the engine's last word on it
 
 
@@ -211,6 +217,7 @@ def _perf_tensors(perf: Sequence[PerfMetrics]) -> list[Any]:
         column("last_token_time_ns", np.int64, lambda p: p.last_token_ns),
         column("kv_cache_reused_blocks", np.int32, lambda p: p.num_reused_blocks),
         column("kv_cache_alloc_new_blocks", np.int32, lambda p: p.num_new_blocks),
+        column("priority", np.int32, lambda p: p.priority),
     ]
 
 

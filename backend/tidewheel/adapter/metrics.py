@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.adapter.engine_figures import ENGINE_COUNTERS, ENGINE_GAUGES
+from tidewheel.adapter.engine_figures import ENGINE_COUNTERS, ENGINE_GAUGES, TENANT_COUNTERS
 from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, Labels, counter_family, gauge_family
 from tidewheel.engine.messages import EngineInfo, EngineStats
 from tidewheel.frontend.stats import (
@@ -62,6 +62,9 @@ class EngineMetrics:
         counters = {f.name: counter_family(f.name, f.description) for f in ENGINE_COUNTERS}
         self._gauges = [(f.of, Gauge(gauges[f.name], {**labels, **f.labels})) for f in ENGINE_GAUGES]
         self._counters = [(f.of, Counter(counters[f.name], {**labels, **f.labels})) for f in ENGINE_COUNTERS]
+        self._by_tenant = [
+            (f.of, CounterByLabel(counter_family(f.name, f.description), labels, "tenant")) for f in TENANT_COUNTERS
+        ]
         # Triton makes its ORCA load headers of this family.
         blocks = gauge_family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")
         names = {"model": labels["model"], "version": labels["version"]}
@@ -74,6 +77,8 @@ class EngineMetrics:
             gauge.set(of(stats))
         for of, counter in self._counters:
             counter.advance(of(stats))
+        for of_tenant, by_tenant in self._by_tenant:
+            by_tenant.advance({label: of_tenant(figures) for label, figures in stats.tenants.items()})
         self._max.set(stats.num_blocks)
         self._used.set(stats.num_blocks - stats.num_free_blocks)
         self._tokens_per.set(self._block_size)
@@ -82,6 +87,8 @@ class EngineMetrics:
         """Another front end publishes; should this one take over, it goes on from here."""
         for of, counter in self._counters:
             counter.follow(of(stats))
+        for of_tenant, by_tenant in self._by_tenant:
+            by_tenant.follow({label: of_tenant(figures) for label, figures in stats.tenants.items()})
         for gauge in (*(gauge for _, gauge in self._gauges), self._max, self._used, self._tokens_per):
             gauge.forget()
 

@@ -70,6 +70,10 @@ class CounterByLabel:
         for value, total in totals.items():
             self._counter(value).advance(total)
 
+    def follow(self, totals: Mapping[str, float]) -> None:
+        for value, total in totals.items():
+            self._counter(value).follow(total)
+
     def _counter(self, value: str) -> Counter:
         if value not in self._counters:
             self._counters[value] = Counter(self._family, {**self._labels, self._label: value})

@@ -73,4 +73,5 @@ OUTPUTS = (
     TensorSpec("last_token_time_ns", "TYPE_INT64", (-1,)),
     TensorSpec("kv_cache_reused_blocks", "TYPE_INT32", (-1,)),
     TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32", (-1,)),
+    TensorSpec("priority", "TYPE_INT32", (-1,)),
 )

@@ -93,9 +93,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
         info.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=info.num_host_blocks,
-        session_limits=SessionLimits(
-            config.max_sessions, config.session_max_blocks, lambda tenant: settings.limits_of(tenant).max_blocks
-        ),
+        session_limits=SessionLimits(config.max_sessions, config.session_max_blocks, tenants),
     )
     scheduler = Scheduler(settings, kv)
     return record_decisions(scheduler, config, info) if config.record else scheduler

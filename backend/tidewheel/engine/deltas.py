@@ -49,6 +49,7 @@ def request_stats(request: Request) -> RequestStats:
         num_reused_blocks=request.num_reused_blocks,
         num_new_blocks=request.num_new_blocks,
         num_preemptions=request.num_preemptions,
+        priority=int(request.priority),
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.stats import TenantFigures
 
 PROTOCOL = 2
 WHOLE_REQUEST = -1  # as the index of a delta: the answer to a request of which no sequence came to be
@@ -159,6 +160,7 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_reused_blocks: int
     num_new_blocks: int
     num_preemptions: int
+    priority: int = 0  # the class that was granted, 1 to 4
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -228,6 +230,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_used_slots: int = 0  # of running rows, that hold a computed token
     num_taken_slots: int = 0  # of their blocks; 1 - used / taken is the fragmentation
     num_wasted_slots: int = 0  # of these, behind the last token of a row
+    tenants: dict[str, TenantFigures] = {}  # by label, of which there is a bounded number
 
 
 class Stats(Message, frozen=True):

@@ -62,4 +62,5 @@ class Outputs:
             last_token_ns=stats.last_token_ns,
             num_reused_blocks=stats.num_reused_blocks,
             num_new_blocks=stats.num_new_blocks,
+            priority=stats.priority,
         )

@@ -51,7 +51,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerfMetrics:
-    """Times of one sequence, in ns of the monotonic clock; 0: never happened."""
+    """Figures of one sequence: times in ns of the monotonic clock, 0 for what never happened; blocks; its class."""
 
     arrival_ns: int
     first_scheduled_ns: int
@@ -59,6 +59,7 @@ class PerfMetrics:
     last_token_ns: int
     num_reused_blocks: int
     num_new_blocks: int
+    priority: int  # the class that was granted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

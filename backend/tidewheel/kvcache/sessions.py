@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.kvcache.invariants import require
+from tidewheel.kvcache.tally import Tally
+from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 SessionName = tuple[str, str]  # tenant, session_id
-
-
-def no_limit(_tenant: str) -> None:
-    return None
 
 
 class SessionLimits(NamedTuple):
     """Blocks are those of the pool; what lies in the host tier has that tier's limit. None: no limit."""
 
-    max_sessions: int = 4096
+    max_sessions: int = 4096  # of all tenants
     max_session_blocks: int | None = None
-    max_tenant_blocks: Callable[[str], int | None] = no_limit
+    tenants: Mapping[str, TenantLimits] = MappingProxyType({})
 
 
 @dataclass(eq=False, slots=True)
@@ -48,18 +47,31 @@ class Session:
         return self.blocks[-1] if self.tail_tokens and self.blocks else -1
 
 
-class SessionTable:
-    """Sessions by name, in the order of their last use, and how many blocks each tenant's take.
+@dataclass(eq=False, slots=True)
+class _TenantSessions:
+    """Sessions of one tenant, least recently used first."""
 
-    Knows nothing of the pool: whoever is handed a session back by `put`, `remove` or `expire` releases its blocks.
+    sessions: OrderedDict[SessionName, Session] = field(default_factory=OrderedDict)
+    resident: OrderedDict[SessionName, Session] = field(default_factory=OrderedDict)  # with blocks
+    num_blocks: int = 0
+
+
+class SessionTable:
+    """Sessions by name, and those of each tenant in the order of their last use. Every call is O(1), amortised.
+
+    Over `max_sessions`, the account with most sessions gives one up: of its tenant with most, the one used longest
+    ago. Unknown tenants share an account unless `*` says `each`; a tenant with an entry has its own.
+
+    Knows nothing of the pool: the caller releases the blocks of sessions that `put`, `remove` and `expire` return.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
         self.limits = limits
-        self._sessions: OrderedDict[SessionName, Session] = OrderedDict()  # least recently used first
-        self._resident: OrderedDict[SessionName, Session] = OrderedDict()  # those with blocks, in the same order
-        self._tenants: dict[str, OrderedDict[SessionName, Session]] = {}  # `_resident` by tenant
-        self._tenant_blocks: dict[str, int] = {}
+        self._sessions: dict[SessionName, Session] = {}
+        self._resident: OrderedDict[SessionName, Session] = OrderedDict()  # with blocks, least recently used first
+        self._tenants: dict[str, _TenantSessions] = {}
+        self._accounts = Tally()  # sessions by account
+        self._members: dict[str, Tally] = {}  # sessions by tenant, for each account
         self._expiries: list[tuple[float, int, Session]] = []  # heap; has also sessions that are gone
         self._num_put = 0
 
@@ -70,29 +82,34 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        """Blocks in the pool that the tenant's sessions keep; one that two of them share counts twice."""
-        return self._tenant_blocks.get(tenant, 0)
+        """Return the blocks in the pool that the tenant's sessions keep; one that two of them share counts twice."""
+        return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def max_blocks(self, tenant: str) -> int | None:
-        """Blocks that one session of this tenant may keep."""
-        limits = [self.limits.max_session_blocks, self.limits.max_tenant_blocks(tenant)]
+        """Return the number of blocks that one session of this tenant may keep."""
+        limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def put(self, session: Session) -> list[Session]:
-        """The session as it was used last. Returns those that go for it: the one that had its name, then, the one
-        whose last use is longest ago first, as many as are over the tenant's quota and over `max_sessions`."""
+        """Add the session, used just now, and return the sessions that go for it.
+
+        First goes an older session of the same name. Then go sessions of the tenant while it is over its quota of
+        blocks, of its account while that has too many sessions, and of the largest account over `max_sessions`.
+        """
         former = self.remove(*session.name)
-        self._sessions[session.name] = session
         self._count_in(session)
         self._num_put += 1
         heapq.heappush(self._expiries, (session.expires_at, self._num_put, session))
         self._compact_expiries()
         gone = [] if former is None else [former]
-        max_blocks = self.limits.max_tenant_blocks(session.tenant)
-        while max_blocks is not None and self.num_blocks(session.tenant) > max_blocks:
-            gone.append(self._drop(next(iter(self._tenants[session.tenant].values()))))
+        limits = limits_of(self.limits.tenants, session.tenant)
+        while limits.max_blocks is not None and self.num_blocks(session.tenant) > limits.max_blocks:
+            gone.append(self._drop(next(iter(self._tenants[session.tenant].resident.values()))))
+        account = self._account(session)
+        while limits.max_sessions is not None and self._accounts.count(account) > limits.max_sessions:
+            gone.append(self._drop(self._first_to_go(account)))
         while len(self._sessions) > self.limits.max_sessions:
-            gone.append(self._drop(next(iter(self._sessions.values()))))
+            gone.append(self._drop(self._first_to_go(self._accounts.leader())))
         return gone
 
     def remove(self, tenant: str, session_id: str) -> Session | None:
@@ -100,7 +117,7 @@ class SessionTable:
         return None if session is None else self._drop(session)
 
     def expire(self, now: float) -> list[Session]:
-        """Sessions whose time is over."""
+        """Remove and return the sessions whose time is over."""
         gone = []
         while self._expiries and self._expiries[0][0] <= now:
             _, _, session = heapq.heappop(self._expiries)
@@ -109,57 +126,75 @@ class SessionTable:
         return gone
 
     def oldest_resident(self) -> Session | None:
-        """Of those with blocks in the pool, the one whose last use is longest ago."""
+        """Return the session with blocks in the pool that was used longest ago."""
         return next(iter(self._resident.values()), None)
 
     def give_up_blocks(self, session: Session, num_kept: int = 0) -> tuple[int, ...]:
-        """All but the first `num_kept` blocks leave the session, which goes on without them; those blocks."""
-        kept, given = session.blocks[:num_kept], session.blocks[num_kept:]
-        self._count_out(session, len(given))
-        session.blocks = kept
-        if not kept:
-            self._forget_resident(session)
+        """Take all but the first `num_kept` blocks from the session, which goes on without them, and return them."""
+        given = session.blocks[num_kept:]
+        self._take_blocks(session, len(given))
+        session.blocks = session.blocks[:num_kept]
         return given
 
     def check_invariants(self) -> None:
-        """Raises `InternalError` naming what is broken. O(blocks of sessions)."""
-        resident = [name for name, session in self._sessions.items() if session.blocks]
-        require(resident == list(self._resident), "sessions with blocks are listed wrongly")
-        for tenant in {tenant for tenant, _ in resident} | self._tenants.keys() | self._tenant_blocks.keys():
-            names = [name for name in resident if name[0] == tenant]
-            require(names == list(self._tenants.get(tenant, ())), f"sessions of tenant {tenant!r} are listed wrongly")
-            count = sum(len(self._sessions[name].blocks) for name in names)
-            require(count == self.num_blocks(tenant), f"blocks of tenant {tenant!r} are miscounted")
+        """Raise `InternalError` naming what is broken. O(blocks of sessions)."""
+        resident = {name: session for name, session in self._sessions.items() if session.blocks}
+        require(list(resident) == list(self._resident), "sessions with blocks are listed wrongly")
+        require({tenant for tenant, _ in self._sessions} == self._tenants.keys(), "tenants are listed wrongly")
+        for tenant, of_tenant in self._tenants.items():
+            for actual, names in ((of_tenant.sessions, self._sessions), (of_tenant.resident, resident)):
+                own = [name for name in names if name[0] == tenant]
+                require(own == list(actual), f"sessions of tenant {tenant!r} are listed wrongly")
+            count = sum(len(session.blocks) for session in of_tenant.sessions.values())
+            require(count == of_tenant.num_blocks, f"blocks of tenant {tenant!r} are miscounted")
+            tally = self._members[account_of(self.limits.tenants, tenant)]
+            require(tally.count(tenant) == len(of_tenant.sessions), f"sessions of {tenant!r} are miscounted")
+        accounts = Counter(self._account(session) for session in self._sessions.values())
+        require(accounts.keys() == self._members.keys(), "accounts are listed wrongly")
+        for account, count in accounts.items():
+            require(self._accounts.count(account) == count, f"sessions of account {account!r} are miscounted")
         waiting = {id(session) for _, _, session in self._expiries}
         require(all(id(session) in waiting for session in self._sessions.values()), "a session never expires")
         require(len(self._sessions) <= self.limits.max_sessions, "there are too many sessions")
 
+    def _account(self, session: Session) -> str:
+        return account_of(self.limits.tenants, session.tenant)
+
+    def _first_to_go(self, account: str) -> Session:
+        return next(iter(self._tenants[self._members[account].leader()].sessions.values()))
+
     def _drop(self, session: Session) -> Session:
         del self._sessions[session.name]
-        if session.blocks:
-            self._count_out(session, len(session.blocks))
-            self._forget_resident(session)
+        of_tenant = self._tenants[session.tenant]
+        self._take_blocks(session, len(session.blocks))
+        del of_tenant.sessions[session.name]
+        if not of_tenant.sessions:
+            del self._tenants[session.tenant]
+        self._tally(session, -1)
         return session
 
     def _count_in(self, session: Session) -> None:
+        self._sessions[session.name] = session
+        of_tenant = self._tenants.setdefault(session.tenant, _TenantSessions())
+        of_tenant.sessions[session.name] = session
         if session.blocks:
-            self._resident[session.name] = session
-            self._tenants.setdefault(session.tenant, OrderedDict())[session.name] = session
-            self._tenant_blocks[session.tenant] = self.num_blocks(session.tenant) + len(session.blocks)
+            self._resident[session.name] = of_tenant.resident[session.name] = session
+            of_tenant.num_blocks += len(session.blocks)
+        self._tally(session, 1)
 
-    def _count_out(self, session: Session, num_blocks: int) -> None:
-        left = self.num_blocks(session.tenant) - num_blocks
-        if left:
-            self._tenant_blocks[session.tenant] = left
-        else:
-            self._tenant_blocks.pop(session.tenant, None)
+    def _tally(self, session: Session, change: int) -> None:
+        account = self._account(session)
+        self._accounts.add(account, change)
+        self._members.setdefault(account, Tally()).add(session.tenant, change)
+        if not self._accounts.count(account):
+            del self._members[account]
 
-    def _forget_resident(self, session: Session) -> None:
-        del self._resident[session.name]
+    def _take_blocks(self, session: Session, num_blocks: int) -> None:
         of_tenant = self._tenants[session.tenant]
-        del of_tenant[session.name]
-        if not of_tenant:
-            del self._tenants[session.tenant]
+        of_tenant.num_blocks -= num_blocks
+        if num_blocks == len(session.blocks):
+            self._resident.pop(session.name, None)
+            of_tenant.resident.pop(session.name, None)
 
     def _compact_expiries(self) -> None:
         """A session in steady use leaves an entry each time; most of them stand for what is gone."""

@@ -9,7 +9,7 @@ from typing import Literal
 from tidewheel.errors import ConfigError
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.tenants import EVERYBODY, NO_LIMITS, TenantLimits
+from tidewheel.tenants import TenantLimits, limits_of
 
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
@@ -88,5 +88,4 @@ class SchedulerConfig:
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        limits = self.tenants.get(tenant)
-        return self.tenants.get(EVERYBODY, NO_LIMITS) if limits is None else limits
+        return limits_of(self.tenants, tenant)

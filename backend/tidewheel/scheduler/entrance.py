@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest
+from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.breaker import Breaker
@@ -15,6 +16,7 @@ from tidewheel.scheduler.service_class import dropped, is_over_quota
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.stats import WaitingRoom
 from tidewheel.scheduler.tenancy import TenantTable
+from tidewheel.scheduler.tenant_counts import TenantCounts
 
 
 class Entrance:
@@ -26,23 +28,35 @@ class Entrance:
         self._estimate = estimate
         self._admission = Admission(config, state.kv.num_blocks, state.kv.block_size)
         self._tenants = TenantTable(config.tenants)
+        self.tenant_counts = TenantCounts(config.tenants)
         self.breaker = Breaker(config.breaker_error_rate, config.breaker_queue_time_s)
         self.predictor = state.predictor
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Let all of the requests wait, or none, and raise an error; return the requests that lost their place.
 
-        They share prompt and limits. `InvalidRequest` comes first: what can never work is not told to come back.
+        They share prompt and limits. `InvalidRequest` comes first: what can never work is not told to come back. A
+        class above what their tenant may ask for is lowered.
         """
+        self.tenant_counts.observe_arrival(requests)
+        for request in requests:
+            request.priority = self._config.limits_of(request.tenant).granted(request.priority)
+        try:
+            return self._admit(requests, now)
+        except TidewheelError:
+            self.tenant_counts.observe_refusal(requests)
+            raise
+
+    def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)
         self._check_ids(requests)
         self._admission.check_limits(request, count)
         over_quota = is_over_quota(state, request)
         service_class = dropped(request.priority) if over_quota else request.priority
         victims = self._admission.find_room(request, count, service_class, state.waiting, now)
-        self._check_load(request, count, service_class, now)
-        evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
         predicted = self.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
+        self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
+        evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
         for newcomer in requests:
             newcomer.predicted_output_tokens = predicted
             newcomer.service_class = service_class
@@ -62,6 +76,7 @@ class Entrance:
             index = request.priority - 1
             counters.started_by_class[index] += 1
             counters.max_wait_by_class[index] = max(counters.max_wait_by_class[index], seconds)
+            self.tenant_counts.observe_start(request, seconds)
             self._admission.record_start(now)
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
@@ -69,6 +84,8 @@ class Entrance:
         """Whatever the reason. Only outputs that ended by themselves teach how long outputs are; who was refused
         after all, or cancelled, says nothing about the health of the engine."""
         for request in requests:
+            self._tenants.settle(request, now)
+            self.tenant_counts.observe_end(request)
             reason = request.finish_reason
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.predictor.observe(
@@ -88,21 +105,22 @@ class Entrance:
                 raise InvalidRequest(f"request id {request.request_id!r} is in use by a request that has not ended")
             seen.add(request.request_id)
 
-    def _check_load(self, request: Request, count: int, service_class: Priority, now: float) -> None:
+    def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
+        """`num_tokens`: what each of them is expected to use."""
+        request, count = requests[0], len(requests)
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)
         except DeadlineExceeded:
             self._state.counters.num_hopeless += 1
             raise
-        num_tokens = count * request.max_num_tokens
         try:
-            self._tenants.check(request.tenant, count, num_tokens, now)
+            self._tenants.check(request.tenant, count, count * num_tokens, now)
         except Busy:
             self._state.counters.num_rate_limited += 1
             raise
         self._observe_oldest(now)
         self.breaker.check(service_class, now)
-        self._tenants.charge(request.tenant, count, num_tokens, now)
+        self._tenants.reserve(requests, num_tokens, now)
 
     def _observe_oldest(self, now: float) -> None:
         """Who waits longer than the breaker allows is told to it before it starts: it may never start."""

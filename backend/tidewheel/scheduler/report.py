@@ -56,6 +56,7 @@ def snapshot(state: State, control: Control, entrance: Entrance) -> SchedulerSta
         num_used_slots=state.columns.num_used_slots,
         num_taken_slots=state.columns.num_taken_slots,
         num_wasted_slots=state.columns.num_wasted_slots,
+        tenants=entrance.tenant_counts.snapshot(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +33,18 @@ class Counters:
     started_by_class: list[int] = field(default_factory=_zeros)
     evicted_by_class: list[int] = field(default_factory=_zeros)
     max_wait_by_class: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0])
+
+
+@dataclass(slots=True)
+class TenantFigures:
+    """Sums since the start over the requests of one tenant; each of `n` sequences counts."""
+
+    num_requests: int = 0
+    num_rejected: int = 0  # of these
+    num_started: int = 0  # of these
+    queue_seconds: float = 0.0  # from arrival to start, of those that started
+    num_prompt_tokens: int = 0  # of requests that started and have ended
+    num_output_tokens: int = 0
 
 
 class WaitingRoom(NamedTuple):
@@ -90,3 +103,4 @@ class SchedulerStats(NamedTuple):
     num_used_slots: int  # of running rows, that hold a computed token
     num_taken_slots: int  # of their blocks; 1 - used / taken is the fragmentation
     num_wasted_slots: int  # of these, behind the last token of a row
+    tenants: Mapping[str, TenantFigures]  # by label

@@ -1,21 +1,23 @@
-"""What each tenant may have: its limits, and the token buckets that hold it to its rates."""
+"""Token buckets that hold tenants to their rates: reserved by prediction at admission, settled at the end."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tidewheel.errors import Busy
-from tidewheel.tenants import EVERYBODY, NO_LIMITS, TenantLimits
+from tidewheel.request import Request
+from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
 BURST_S = 1.0  # a bucket holds what this time brings, and never less than one
-MAX_BUCKETS = 8192  # tenants whose buckets are remembered
+MAX_BUCKETS = 8192  # unknown tenants with buckets of their own that are remembered
 _NAME_CHARS = 40  # of a tenant in a message
+_REQUESTS = "requests_per_s"
 
 
 class TokenBucket:
-    """Fills at `rate` a second up to `burst`; who takes more than is there has to wait.
+    """Fills at `rate` a second up to `burst`, and is full at first.
 
     In any time t it lets through at most ``rate · t + burst``. What is larger than the burst passes only when the
     bucket is full, and leaves a debt that is filled up first: then the bound is ``rate · t`` and the largest one.
@@ -24,95 +26,112 @@ class TokenBucket:
 
     __slots__ = ("_filled_at", "_level", "burst", "rate")
 
-    def __init__(self, rate: float, now: float) -> None:
+    def __init__(self, rate: float) -> None:
         self.rate = rate
         self.burst = max(rate * BURST_S, 1.0)
         self._level = self.burst
-        self._filled_at = now
+        self._filled_at = -math.inf
 
     def level(self, now: float) -> float:
-        """What is there; negative: owed."""
+        """Return what is there; a negative level is a debt."""
         return min(self._level + self.rate * max(now - self._filled_at, 0.0), self.burst)
 
     def wait_seconds(self, cost: float, now: float) -> float:
-        """Until `cost` can be taken; 0: now."""
+        """Return the time until `cost` can be taken; 0: now."""
         return max(min(cost, self.burst) - self.level(now), 0.0) / self.rate
 
     def take(self, cost: float, now: float) -> None:
-        self._level = self.level(now) - cost
+        """Take `cost`, into debt if need be. A negative cost is given back, and what overflows is lost."""
+        self._level = min(self.level(now) - cost, self.burst)
         self._filled_at = max(now, self._filled_at)
 
     def is_full(self, now: float) -> bool:
         return self.level(now) >= self.burst
 
 
-_Buckets = tuple[TokenBucket | None, TokenBucket | None]  # of requests and of tokens
+_Buckets = dict[str, TokenBucket]  # by the rate that they hold a tenant to; no rate, no bucket
 
 
 class TenantTable:
-    """Limits by tenant, and what is left of them. Every call is O(1).
+    """Buckets by tenant. Every call is O(1).
 
-    Clients name tenants as they like, so memory is bounded: tenants without rates have no buckets, full buckets are
-    forgotten (a new one is full too), and beyond `MAX_BUCKETS` those that were used longest ago go.
+    A tenant with an entry keeps its buckets for ever, and unknown tenants share those of `*`. Where `*` gives each
+    its own, memory is bounded: full buckets are forgotten (a new one is full too), and beyond `MAX_BUCKETS` the
+    least recently used.
     """
 
-    def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
-        self._limits = dict(limits)
-        self._default = self._limits.pop(EVERYBODY, NO_LIMITS)
-        self._buckets: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
+    def __init__(self, tenants: Mapping[str, TenantLimits]) -> None:
+        self._tenants = tenants
+        self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
+        self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """Tenants whose buckets are remembered."""
-        return len(self._buckets)
-
-    def limits(self, tenant: str) -> TenantLimits:
-        return self._limits.get(tenant, self._default)
+        """Return the number of unknown tenants whose buckets are remembered."""
+        return len(self._unnamed)
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        """Raises `Busy`, with the time until the buckets have enough. Changes nothing."""
-        buckets = self._buckets.get(tenant)
-        if buckets is None:  # full ones let everything pass
-            return
-        for name, cost, bucket in zip(
-            ("requests_per_s", "tokens_per_s"), (num_requests, num_tokens), buckets, strict=True
-        ):
-            seconds = 0.0 if bucket is None else bucket.wait_seconds(cost, now)
-            if bucket is not None and seconds > 0.0:
-                shown = tenant if len(tenant) <= _NAME_CHARS else tenant[:_NAME_CHARS] + "…"
+        """Raise `Busy`, with the time until the buckets have enough. Changes nothing."""
+        account = account_of(self._tenants, tenant)
+        buckets = self._named.get(account) or self._unnamed.get(account) or {}  # an unknown bucket is full
+        for name, bucket in buckets.items():
+            cost = num_requests if name == _REQUESTS else num_tokens
+            seconds = bucket.wait_seconds(cost, now)
+            if seconds > 0.0:
                 raise Busy(
-                    f"tenant {shown!r} is over its {name} of {bucket.rate:g}: "
+                    f"{_describe(tenant, account)} {name} of {bucket.rate:g}: "
                     f"{max(bucket.level(now), 0.0):.0f} of {bucket.burst:g} are left, and this takes {cost}",
                     retry_after_ms=math.ceil(1e3 * seconds),
                 )
 
-    def charge(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        """What was admitted, after `check`."""
-        buckets = self._buckets.get(tenant)
-        if buckets is None:
-            buckets = self._make(tenant, now)
-            if buckets is None:
-                return
-        self._buckets.move_to_end(tenant)
-        for bucket, cost in zip(buckets, (num_requests, num_tokens), strict=True):
-            if bucket is not None:
-                bucket.take(cost, now)
+    def reserve(self, requests: Sequence[Request], num_tokens: int, now: float) -> None:
+        """Take `num_tokens` for each of the requests, after `check`. Each is settled when it ends."""
+        for request in requests:
+            request.reserved_tokens = num_tokens
+        self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
-    def _make(self, tenant: str, now: float) -> _Buckets | None:
-        limits = self.limits(tenant)
-        if limits.requests_per_s is None and limits.tokens_per_s is None:
-            return None
-        self._forget(now)
-        rates = (limits.requests_per_s, limits.tokens_per_s)
-        requests, tokens = (None if rate is None else TokenBucket(rate, now) for rate in rates)
-        self._buckets[tenant] = (requests, tokens)
-        return requests, tokens
+    def settle(self, request: Request, now: float) -> None:
+        """Take or give back what an ended request used more or less than it had reserved.
+
+        One that never started used nothing, and does not count as a request either.
+        """
+        has_started = request.first_scheduled_time is not None
+        used = request.num_tokens if has_started else 0
+        self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)
+
+    def _take(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
+        for name, bucket in self._find(account_of(self._tenants, tenant), now).items():
+            bucket.take(num_requests if name == _REQUESTS else num_tokens, now)
+
+    def _find(self, account: str, now: float) -> _Buckets:
+        buckets = self._named.get(account)
+        if buckets is not None:
+            return buckets
+        buckets = self._unnamed.get(account) or _make_buckets(limits_of(self._tenants, account))
+        if buckets:
+            if account not in self._unnamed:
+                self._forget(now)
+            self._unnamed[account] = buckets
+            self._unnamed.move_to_end(account)
+        return buckets
 
     def _forget(self, now: float) -> None:
-        """Before one comes, up to two go: the table shrinks again after a crowd has passed."""
+        """Drop up to two before one comes, so the table shrinks again after a crowd has passed."""
         for _ in range(2):
-            if not self._buckets:
+            if not self._unnamed:
                 return
-            tenant, buckets = next(iter(self._buckets.items()))
-            if len(self._buckets) < MAX_BUCKETS and not all(b is None or b.is_full(now) for b in buckets):
+            account, buckets = next(iter(self._unnamed.items()))
+            if len(self._unnamed) < MAX_BUCKETS and not all(bucket.is_full(now) for bucket in buckets.values()):
                 return
-            del self._buckets[tenant]
+            del self._unnamed[account]
+
+
+def _make_buckets(limits: TenantLimits) -> _Buckets:
+    rates = {_REQUESTS: limits.requests_per_s, "tokens_per_s": limits.tokens_per_s}
+    return {name: TokenBucket(rate) for name, rate in rates.items() if rate is not None}
+
+
+def _describe(tenant: str, account: str) -> str:
+    if account == EVERYBODY:
+        return "tenants without an entry are over their"
+    shown = tenant if len(tenant) <= _NAME_CHARS else tenant[:_NAME_CHARS] + "…"
+    return f"tenant {shown!r} is over its"

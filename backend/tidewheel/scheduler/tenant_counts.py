@@ -1,0 +1,59 @@
+"""What each tenant asked for and got, under a bounded number of labels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from tidewheel.errors import Busy, DeadlineExceeded
+from tidewheel.request import Request
+from tidewheel.scheduler.stats import TenantFigures
+from tidewheel.tenants import EVERYBODY
+
+MAX_LABELS = 64  # tenants with a label of their own
+OTHERS = "other"
+_LABEL_CHARS = 64
+
+
+class TenantCounts:
+    """Figures by label: the first `MAX_LABELS` configured tenants by name, all other tenants as `other`.
+
+    A request counts as rejected when it is refused, and when it loses its place or its deadline before it started.
+    Tokens count when the request ends.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
+        self._labels = {name: _label(name) for name in named}
+        self._figures = {label: TenantFigures() for label in (*self._labels.values(), OTHERS)}
+
+    def snapshot(self) -> Mapping[str, TenantFigures]:
+        return {label: replace(figures) for label, figures in self._figures.items()}
+
+    def observe_arrival(self, requests: Sequence[Request]) -> None:
+        self._of(requests[0]).num_requests += len(requests)
+
+    def observe_refusal(self, requests: Sequence[Request]) -> None:
+        self._of(requests[0]).num_rejected += len(requests)
+
+    def observe_start(self, request: Request, queue_seconds: float) -> None:
+        figures = self._of(request)
+        figures.num_started += 1
+        figures.queue_seconds += queue_seconds
+
+    def observe_end(self, request: Request) -> None:
+        figures = self._of(request)
+        if request.first_scheduled_time is not None:
+            figures.num_prompt_tokens += request.num_prompt_tokens
+            figures.num_output_tokens += request.num_output_tokens
+        elif isinstance(request.error, Busy | DeadlineExceeded):
+            figures.num_rejected += 1
+
+    def _of(self, request: Request) -> TenantFigures:
+        return self._figures[self._labels.get(request.tenant, OTHERS)]
+
+
+def _label(name: str) -> str:
+    """Return the name with anything but letters, digits, dot, hyphen and underscore replaced, and cut."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS]

@@ -128,17 +128,14 @@ class StatsRecorder:
             if perf is not None and perf.first_scheduled_ns:
                 self._queue_time.observe(max(perf.first_scheduled_ns - perf.arrival_ns, 0) / 1e9)
 
-    def ended_by(self, error: TidewheelError, *, began: bool) -> None:
-        """`began`: it has got tokens."""
+    def ended_by(self, error: TidewheelError, seconds: float, *, began: bool, was_accepted: bool) -> None:
+        """`seconds` after its arrival. `began`: it has got tokens."""
         with self._lock:
             self._num_ended += 1
             is_rejection = error.tag in REJECTION_TAGS and not began
             (self._rejected if is_rejection else self._failed)[error.tag] += 1
-
-    def refused(self, seconds: float) -> None:
-        """So long after its arrival."""
-        with self._lock:
-            self._refusal_time.observe(seconds)
+            if not was_accepted:
+                self._refusal_time.observe(seconds)
 
     def snapshot(self) -> FrontendStats:
         with self._lock:

@@ -427,8 +427,8 @@ def test_requests_are_held_while_the_engine_loads(connect: Connect) -> None:
 
 
 def test_held_requests_are_bounded_in_number_and_time(folder: Path) -> None:
-    config = EngineConfig(model="ok", max_num_seqs=1, max_waiting_requests=2)
-    client = Client(folder, config=config, hold_s=0.2)
+    client = Client(folder, hold_s=0.2)
+    client._outbox._max_held = 3
     for key in range(3):
         client.add(request(key, 1))
     with pytest.raises(Busy, match="3 requests wait"):

@@ -1,7 +1,7 @@
 """The front end's mirror of the bound on the engine's waiting set: one credit counter, and two ways to act on it.
 
-The engine holds the bound. It says in `Room` how full its waiting set is, and which requests it has heard of. Requests
-that were sent since are added here, so that a full set shows before the engine's step ends. Front ends that share an
+The engine holds the bound. It says in `Room` how full its waiting set is, and which requests it has heard of. The
+requests sent since are added here, so that a full set shows before the engine's step ends. Front ends that share an
 engine do not know of each other's newest requests, so the engine has the last word on every request.
 """
 
@@ -22,11 +22,14 @@ class _Claim(NamedTuple):
 
     num_requests: int
     num_tokens: int
-    priority: int = Priority.CRITICAL
+    priority: int = 0  # 0: not known
 
     @classmethod
     def of(cls, message: AddRequest) -> _Claim:
         return cls(message.n, message.n * (len(message.prompt) // 4), message.priority)
+
+
+_NOTHING = _Claim(0, 0)
 
 
 class Door:
@@ -38,7 +41,7 @@ class Door:
         self._unheard: dict[int, _Claim] = {}  # by key; not part of that word
         self._num_requests = 0  # of these
         self._num_tokens = 0
-        self._num_by_class = [0] * (max(Priority) + 1)
+        self._num_by_class = [0] * (max(Priority) + 1)  # those of no class in front, which mean nothing
         self._held: dict[int, _Claim] = {}  # refused by the engine, in that order
 
     def enter(self, key: int) -> None:
@@ -95,14 +98,13 @@ class Door:
 
     def _count(self, key: int, claim: _Claim | None) -> None:
         """Replace what is counted for a request. None: the engine has heard of it, or never will."""
-        before = self._unheard.pop(key, None)
+        before, after = self._unheard.pop(key, _NOTHING), claim or _NOTHING
         if claim is not None:
             self._unheard[key] = claim
-        for sign, one in ((-1, before), (1, claim)):
-            if one is not None:
-                self._num_requests += sign * one.num_requests
-                self._num_tokens += sign * one.num_tokens
-                self._num_by_class[one.priority] += sign
+        self._num_requests += after.num_requests - before.num_requests
+        self._num_tokens += after.num_tokens - before.num_tokens
+        self._num_by_class[before.priority] -= 1
+        self._num_by_class[after.priority] += 1
 
     def _fits(self, claim: _Claim) -> bool:
         room = self._room

@@ -67,7 +67,7 @@ class Frontend:
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
-        self._prompts = PromptQueue(max_prompt_bytes=max_prompt_bytes, num_threads=_NUM_TOKENIZERS)
+        self._prompts = PromptQueue(max_prompt_bytes, _NUM_TOKENIZERS)
         self._turns: SimpleQueue[LiveRequest | None] = SimpleQueue()
         self._num_senders = num_senders
         self._senders = Workers("sender", num_senders, self._turns.get, self._turn)
@@ -161,10 +161,8 @@ class Frontend:
         timings = []
         for delta in deltas:
             request = self._live.get(delta.key)
-            if request is None:
-                continue  # answered already: cancelled, or ended by a stop string
-            if self._is_held(request, delta):
-                continue
+            if request is None or self._is_held(request, delta):
+                continue  # answered already, or to be sent again
             if delta.token_ids:
                 timings.append(_timing(request, delta, now_ns))
             if request.post(delta):
@@ -248,7 +246,7 @@ class Frontend:
             for index in stopped:
                 self._engine.cancel_sequence(request.key, index)
         if ending is None:
-            return outputs.take() if outputs is not None and request.is_streamed and outputs.has_news else None
+            return outputs.take() if outputs is not None and request.asked.stream and outputs.has_news else None
         if ending.error is not None:
             return ending.error
         if outputs is None:  # cancelled before it was tokenised, or nothing was to be generated
@@ -272,8 +270,8 @@ class Frontend:
 
     def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
         self._close(request)
-        seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
-        self._recorder.ended_by(error, seconds, began=request.has_begun, was_accepted=request.was_accepted)
+        seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
+        self._recorder.ended_by(error, began=request.has_begun, refused_after=seconds)
         with contextlib.suppress(Exception):  # nobody is left to tell
             request.sink.fail(error)
 

@@ -15,7 +15,7 @@ import threading
 from typing import NamedTuple
 
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, CloseSession, Delta
-from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, from_wire
+from tidewheel.errors import DeadlineExceeded, TidewheelError, from_wire
 from tidewheel.frontend.outputs import Outputs
 from tidewheel.frontend.parameters import Urgency
 from tidewheel.frontend.preparation import Prepared
@@ -30,18 +30,12 @@ class Ending(NamedTuple):
     error: TidewheelError | None = None
 
 
-class News(NamedTuple):
-    deltas: list[Delta]
-    ending: Ending | None
-
-
 class LiveRequest:
     def __init__(
         self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int, urgency: Urgency | None = None
     ) -> None:
         self.key = key
         self.asked = asked
-        self.is_streamed = asked.stream
         self.sink = sink
         self.arrival_ns = arrival_ns
         self.urgency = urgency or Urgency()
@@ -50,7 +44,7 @@ class LiveRequest:
         self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread alone
         self.outputs: Outputs | None = None  # from `begin` on; used in turns alone
         self.message: AddRequest | CloseSession | None = None  # what the engine gets
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
         self._num_open = 1  # sequences that the engine has not ended
@@ -80,7 +74,7 @@ class LiveRequest:
             self.message = prepared.message
             if isinstance(prepared.message, AddRequest):
                 self._num_open = prepared.message.n
-            self._needs_every_delta = self.is_streamed or prepared.has_stop_strings
+            self._needs_every_delta = self.asked.stream or prepared.has_stop_strings
 
     def begun(self) -> bool:
         """Just after the engine got it; False: it ended meanwhile, and the engine has to be told."""
@@ -105,7 +99,7 @@ class LiveRequest:
             self._ending = ending
             if ending is None and not self._needs_every_delta:
                 return False
-            return self._claim_turn()
+            return self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
         """The first ending counts. True, once: the engine still works on it and has to be told."""
@@ -119,21 +113,23 @@ class LiveRequest:
     def claim_turn(self) -> bool:
         """True: it needs a turn, and the caller has to see to it."""
         with self._lock:
-            return self._claim_turn()
+            if self._has_turn or self._is_answered:
+                return False
+            self._has_turn = True
+            return True
 
-    def take(self) -> News:
-        """At the beginning of a turn."""
+    def take(self) -> tuple[list[Delta], Ending | None]:
+        """At the beginning of a turn: what is new, and how it ended if it did."""
         with self._lock:
             deltas, self._deltas = self._deltas, []
-            return News(deltas, self._ending)
+            return deltas, self._ending
 
     def close(self) -> bool:
         """Its last response is being sent. True: the engine still works on it and has to be told."""
-        must_tell = self.end(Ending())
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
-        return must_tell
+            return self.end(Ending())
 
     def end_turn(self) -> bool:
         """True: something came in during the turn, and it needs another."""
@@ -144,7 +140,8 @@ class LiveRequest:
 
     def _count_end(self, delta: Delta) -> Ending | None:
         """Of one sequence, or of all; how the request ends with it, None if others go on."""
-        error = _error_of(delta)
+        info = delta.error
+        error = None if info is None else from_wire(info.tag, info.message, info.retry_after_ms)
         if delta.index == WHOLE_REQUEST:
             self._num_open = 0
             return Ending(delta.finish_reason, error)
@@ -160,17 +157,3 @@ class LiveRequest:
         if self._expired is None:
             return Ending(delta.finish_reason)
         return Ending(FinishReason.DEADLINE) if self._has_outlived else Ending(error=self._expired)
-
-    def _claim_turn(self) -> bool:
-        if self._has_turn or self._is_answered:
-            return False
-        self._has_turn = True
-        return True
-
-
-def _error_of(delta: Delta) -> TidewheelError | None:
-    if delta.error is not None:
-        return from_wire(delta.error.tag, delta.error.message, delta.error.retry_after_ms)
-    if delta.finish_reason == FinishReason.ERROR:
-        return InternalError("the engine ended the request without saying why")
-    return None

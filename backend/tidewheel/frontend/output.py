@@ -28,6 +28,7 @@ class OutputStream:
         self.num_input_tokens = len(prompt.token_ids)
         self.finish_reason: str | None = None
         self._num_tokens = 0
+        self._wants_logprobs = sampling.logprobs is not None
         self._cumulative_logprob = 0.0
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -70,10 +71,6 @@ class OutputStream:
         )
         self._text, self._token_ids, self._logprobs = [], [], []
         return chunk
-
-    @property
-    def _wants_logprobs(self) -> bool:
-        return self._sampling.logprobs is not None
 
     def _push_text(self, token_ids: list[int]) -> int:
         """Returns how many tokens it took until a stop string was found."""

@@ -8,17 +8,7 @@ from typing import NamedTuple
 
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.absent import ABSENT
-from tidewheel.frontend.coercion import (
-    Coercion,
-    show,
-    to_bias,
-    to_bool,
-    to_float,
-    to_int,
-    to_ints,
-    to_text,
-    to_texts,
-)  # fmt: skip
+from tidewheel.frontend.coercion import Coercion, show, to_bias, to_bool, to_float, to_int, to_ints, to_text, to_texts
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 from tidewheel.request import Priority
@@ -117,9 +107,7 @@ def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
     A malformed value counts as not given: `parse_parameters` refuses it later.
     """
     sources = (
-        ParameterSource(
-            origin=source.origin, values={key: source.values[key] for key in _OF_URGENCY if key in source.values}
-        )
+        ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _OF_URGENCY})
         for source in request.parameters
     )
     try:

@@ -82,7 +82,7 @@ class Watcher:
         while not self._is_closed:
             self._sleep(next_poll)
             try:
-                for request in self._take_due(time.monotonic_ns()):
+                while (request := self._pop_due(time.monotonic_ns())) is not None:
                     self._expire(request)
                 if time.monotonic() >= next_poll:
                     self.poll(self._interval_s * _MAX_SHARE)
@@ -97,9 +97,10 @@ class Watcher:
             if not self._is_closed:
                 self._changed.wait(max(0.0, until - time.monotonic()))
 
-    def _take_due(self, now_ns: int) -> list[LiveRequest]:
-        due = []
+    def _pop_due(self, now_ns: int) -> LiveRequest | None:
         with self._changed:
             while self._deadlines and self._deadlines[0][0] <= now_ns:
-                due.append(self._live.get(heapq.heappop(self._deadlines)[1]))
-        return [request for request in due if request is not None]
+                request = self._live.get(heapq.heappop(self._deadlines)[1])
+                if request is not None:
+                    return request
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.fake_engine import RecordingSink
 from support.front_ends import Harness, delta, error_info, stats
 from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo, Room
 from tidewheel.errors import EngineDead
+from tidewheel.frontend import output, preparation
 
 EXPIRED = ErrorInfo("TW-DEADLINE", "deadline_ms is 5: it passed before the request could start")
 
@@ -227,3 +229,52 @@ def test_a_session_that_is_not_there(harness: Harness) -> None:
 def test_closing_takes_no_prompt(harness: Harness) -> None:
     parameters = {"close_session": True, "session_id": "s"}
     assert "takes none" in harness.refuse(text="Hello", parameters=parameters)
+
+
+# --- what is built for a request, and when ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what is built for the output of requests, by class."""
+    counts: Counter[str] = Counter()
+    for module, name in ((preparation, "StopStrings"), (preparation, "OutputStream"), (output, "Detokenizer")):
+        real = getattr(module, name)
+
+        def count(*arguments: object, real: type = real, **options: object) -> object:
+            counts[real.__name__] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, count)
+    return counts
+
+
+LARGEST = {"n": 16, "stop": ["a" * 255 + chr(ord("b") + index) for index in range(16)]}
+
+
+def test_stop_strings_are_prepared_once_for_all_sequences(harness: Harness, built: Counter[str]) -> None:
+    key, sink = harness.submit(stream=True, parameters=LARGEST)
+    assert not built  # the engine may still refuse it
+    for index in range(16):
+        harness.deliver(key, harness.encode("xy"), "length", index=index)
+    sink.wait_end()
+    assert sink.texts() == ["xy"] * 16
+    assert built == {"StopStrings": 1, "OutputStream": 16, "Detokenizer": 16}
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_a_request_that_the_engine_refuses_costs_no_output(harness: Harness, built: Counter[str], n: int) -> None:
+    key, sink = harness.submit(stream=True, parameters={**LARGEST, "n": n})
+    harness.deliver(key, [], "error", error=error_info("TW-BUSY", "full"), index=WHOLE_REQUEST)
+    sink.wait_end()
+    key, sink = harness.submit(stream=True, parameters={**LARGEST, "n": n})
+    for index in range(n):
+        harness.deliver(key, [], "error", error=EXPIRED, index=index)
+    sink.wait_end()
+    assert not built
+
+
+def test_a_request_that_is_refused_at_the_door_costs_no_output(harness: Harness, built: Counter[str]) -> None:
+    harness.frontend.on_room(Room(4, 4, 0, 100, 1, 250, []))
+    assert "TW-BUSY" in harness.refuse(text="x", parameters=LARGEST)
+    assert not built

@@ -5,8 +5,8 @@
         │                   └─ hold ─┘                │
         └── end (error, cancel) ─┴── end ─────────────┘
 
-Whoever ends it first decides how: the last delta of its last sequence, a cancel, an error, a deadline. All responses
-are sent from its turns, of which there is one at a time, so it is answered once and in order.
+The first end decides how: the last delta of its last sequence, a cancel, an error, a deadline. All responses are sent
+from its turns, of which there is one at a time, so it is answered once and in order.
 """
 
 from __future__ import annotations

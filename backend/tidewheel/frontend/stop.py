@@ -19,6 +19,7 @@ class StopStrings:
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._sorted = sorted(set(strings))
+        self.first_chars = frozenset(string[0] for string in self._sorted)
         self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
 
     def extend(self, held: str, char: str) -> str:
@@ -55,6 +56,8 @@ class StopChecker:
         """
         if self.is_hit:
             return ""
+        if not self._held and self._strings.first_chars.isdisjoint(text):
+            return text
         buffer = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             self._held = self._strings.extend(self._held, char)

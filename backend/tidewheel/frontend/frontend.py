@@ -172,7 +172,6 @@ class Frontend:
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._door.hear(None)
         for key in keys:
-            self._door.forget(key)
             request = self._live.get(key)
             if request is not None:
                 self._end(request, Ending(error=error), is_at_engine=False)

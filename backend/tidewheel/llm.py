@@ -228,7 +228,7 @@ class _Output:
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, index: int) -> None:
         from tidewheel.frontend.detokenizer import Detokenizer
-        from tidewheel.frontend.stop import StopChecker
+        from tidewheel.frontend.stop import StopChecker, StopStrings
 
         self.request = request
         self.error: TidewheelError | None = None  # why it was never accepted
@@ -237,11 +237,12 @@ class _Output:
         self._text = ""
         self._num_tokens = 0
         self._logprobs: list[TopLogprobs] = []
-        self._stop = StopChecker(sampling.stop, include_in_output=sampling.include_stop_str_in_output)
+        stop = StopStrings(sampling.stop)
+        self._stop = StopChecker(stop, include_in_output=sampling.include_stop_str_in_output)
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(
-                tokenizer, request.prompt_token_ids.tolist(), skip_special_tokens=sampling.skip_special_tokens
+                tokenizer, request.prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
             )
 
     @property

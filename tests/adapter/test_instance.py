@@ -16,6 +16,7 @@ from tidewheel import model
 from tidewheel.adapter import instance
 from tidewheel.engine.messages import EngineInfo, EngineStats, Room
 from tidewheel.errors import Busy, ConfigError, Draining
+from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.stats import FrontendStats, StatsRecorder
 from tidewheel.frontend.values import Chunk, GenerateRequest, Sink
 
@@ -68,9 +69,6 @@ class FakeFrontend:
 
     def wait_for_room(self) -> None:
         self.num_waits += 1
-
-    def on_stats(self, stats: EngineStats) -> None:
-        pass
 
     def on_room(self, room: Room) -> None:
         pass
@@ -161,7 +159,8 @@ def test_live_requests_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
 
 def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
-    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "gate": None}
+    assert isinstance(frontend.options.pop("door"), RefusingDoor)
+    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
     assert frontend.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])
@@ -176,14 +175,19 @@ def test_room_is_waited_for_behind_every_request(tmp_path: Path) -> None:
     started.finalize()
 
 
-def test_a_native_queue_has_a_gate_of_the_engines_size(tmp_path: Path) -> None:
-    args = make_args(tmp_path, config={"dynamic_batching": {}}, max_waiting_requests="1")
-    started, frontend = start(args)
-    gate = frontend.options["gate"]
-    gate.wait()  # open
-    gate.enter(1)
-    assert not gate._is_open
+def test_a_native_queue_has_a_door_that_holds_back(tmp_path: Path) -> None:
+    started, frontend = start(make_args(tmp_path, config={"dynamic_batching": {}}))
+    assert isinstance(frontend.options["door"], HoldingDoor)
     started.finalize()
+
+
+def test_the_door_hears_what_the_engine_says_before_the_front_end_is_there() -> None:
+    door = RefusingDoor()
+    relay = instance.EngineRelay(door)
+    relay.on_room(room := Room(1, 2, 3, 4, 0, 250, []))
+    assert door._room == room
+    relay.on_lost([], Draining("gone"))
+    assert door._room == Room(0, 2, 0, 4, 0, 250, [])
 
 
 def test_the_log_says_what_fits(tmp_path: Path) -> None:

@@ -426,9 +426,17 @@ def test_requests_are_held_while_the_engine_loads(connect: Connect) -> None:
     assert client.recorder.tokens[2] == expected(1, 2, 3)
 
 
+def test_a_client_with_nothing_in_flight_hears_of_the_end_too(connect: Connect) -> None:
+    """What it knows of the engine's waiting set is void."""
+    client = connect()
+    os.kill(client.info.pid, signal.SIGKILL)
+    client.recorder.wait(lambda: client.recorder.num_losses, "the end of the engine")
+    assert not client.recorder.endings
+
+
 def test_held_requests_are_bounded_in_number_and_time(folder: Path) -> None:
-    config = EngineConfig(model="ok", max_num_seqs=1, max_waiting_requests=2)
-    client = Client(folder, config=config, hold_s=0.2)
+    client = Client(folder, hold_s=0.2)
+    client._outbox._max_held = 3
     for key in range(3):
         client.add(request(key, 1))
     with pytest.raises(Busy, match="3 requests wait"):

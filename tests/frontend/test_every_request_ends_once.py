@@ -167,7 +167,7 @@ def test_all_ends_at_once(tmp_path: Path, seed: int) -> None:
         thread.join()
     assert [sink.num_ends for _, sink in running] == [1] * len(running)
     figures = harness.frontend.stats()
-    assert figures.num_live == harness.frontend.num_live == 0
+    assert figures.num_live == len(harness.frontend._live) == 0
     assert sum(figures.finished.values()) + sum(figures.failed.values()) + sum(figures.rejected.values()) == 60
     for _, sink in running:
         assert sink.error is not None or sink.finish_reason in ("stop", "cancelled")
@@ -179,5 +179,5 @@ def test_nothing_is_left_behind(harness: Harness) -> None:
     for _ in range(300):
         harness.finish(harness.submit(stream=True), "ab")
     assert threading.active_count() == before
-    assert harness.frontend.num_live == 0
-    assert not harness.frontend._preparing_bytes
+    assert not harness.frontend._live
+    assert not harness.frontend._prompts._num_bytes

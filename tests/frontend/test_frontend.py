@@ -13,7 +13,8 @@ import pytest
 from support.fake_engine import RecordingSink
 from support.front_ends import Harness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.errors import Busy, ConfigError, EngineDead
-from tidewheel.frontend import frontend as frontend_module
+from tidewheel.frontend import prompt_queue
+from tidewheel.frontend.door import RefusingDoor
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.values import GenerateRequest, Response
 
@@ -31,7 +32,7 @@ def ledger(harness: Harness) -> tuple[int, int]:
     """Received, and accounted for."""
     stats = harness.frontend.stats()
     ended = sum(sum(counts.values()) for counts in (stats.finished, stats.rejected, stats.failed))
-    assert stats.num_live == harness.frontend.num_live
+    assert stats.num_live == len(harness.frontend._live)
     return stats.num_received, ended + stats.num_live
 
 
@@ -282,7 +283,7 @@ def test_the_longest_prompt_that_fits(harness: Harness) -> None:
 
 def test_a_wrong_tokenizer_stops_the_load(tmp_path: Path, harness: Harness) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        Frontend(harness.info, tmp_path / "nowhere", harness.engine, max_prompt_bytes=100)
+        Frontend(harness.info, tmp_path / "nowhere", harness.engine, max_prompt_bytes=100, door=RefusingDoor())
 
 
 @pytest.mark.parametrize("error", [Busy("full", retry_after_ms=5), EngineDead("gone")], ids=["busy", "dead"])
@@ -293,10 +294,10 @@ def test_an_engine_that_refuses(harness: Harness, error: Busy | EngineDead) -> N
 
 
 def test_too_much_waits_for_the_tokenizer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend_module, "_MAX_PREPARING", 0)
+    monkeypatch.setattr(prompt_queue, "_MAX_REQUESTS", 0)
     assert harness.refuse(text="x").startswith("[TW-BUSY retry_after_ms=250] ")
     monkeypatch.undo()
-    harness.frontend._max_preparing_bytes = 10
+    harness.frontend._prompts._max_bytes = 10
     assert "10 prompt bytes" in harness.refuse(text="x" * 11)
     harness.submit("x")
 

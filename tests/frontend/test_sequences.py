@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from support.fake_engine import RecordingSink
 from support.front_ends import Harness, delta, error_info, stats
-from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo
+from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo, Room
 from tidewheel.errors import EngineDead
+from tidewheel.frontend import output, preparation
 
 EXPIRED = ErrorInfo("TW-DEADLINE", "deadline_ms is 5: it passed before the request could start")
 
@@ -29,12 +31,12 @@ def reasons(sink: RecordingSink) -> list[list[str | None]]:
 
 def test_what_the_engine_gets(harness: Harness) -> None:
     parameters = {
-        "n": 3, "tenant": "acme", "deadline_ms": 2000, "soft_deadline_ms": 1000, "seed": 4,
+        "n": 3, "tenant": "acme", "deadline_ms": 2_000_000, "soft_deadline_ms": 1_000_000, "seed": 4,
     }  # fmt: skip
     message = harness.message(harness.submit(parameters=parameters).key)
     assert (message.n, message.tenant, message.sampling.seed) == (3, "acme", 4)
-    assert message.deadline_ns == message.arrival_ns + 2_000_000_000
-    assert message.soft_deadline_ns == message.arrival_ns + 1_000_000_000
+    assert message.deadline_ns == message.arrival_ns + 2_000_000_000_000
+    assert message.soft_deadline_ns == message.arrival_ns + 1_000_000_000_000
     message = harness.message(harness.submit(parameters={"session_id": "s", "session_ttl_s": 9}).key)
     assert (message.n, message.session_id, message.session_ttl_s, message.deadline_ns) == (1, "s", 9.0, 0)
 
@@ -161,12 +163,17 @@ def test_a_deadline_before_anything_started_is_an_error(harness: Harness, n: int
 
 
 def test_an_engine_that_forgets_a_deadline(harness: Harness) -> None:
-    """Arrivals of this test are in the distant past: the deadline has passed long ago."""
-    key, sink = harness.submit(stream=True, parameters={"deadline_ms": 60_000})
+    """It is left a little time to end what it has heard of, and no more."""
+    key, sink = harness.submit(stream=True, parameters={"deadline_ms": 1e9})
+    harness.frontend.on_room(Room(1, 4, 0, 100, 4, 250, received=[key]))
     harness.deliver(key, harness.encode("x"))
+    request = harness.frontend._live[key]
+    harness.frontend._expire(request)
+    assert not request.is_over
+    harness.frontend._expire(request)
     sink.wait_end()
     harness.engine.wait_cancelled(key)
-    assert sink.error is not None or sink.finish_reason == "deadline"
+    assert (sink.text, sink.finish_reason) == ("x", "deadline")
 
 
 def test_lost_sequences(harness: Harness) -> None:
@@ -222,3 +229,52 @@ def test_a_session_that_is_not_there(harness: Harness) -> None:
 def test_closing_takes_no_prompt(harness: Harness) -> None:
     parameters = {"close_session": True, "session_id": "s"}
     assert "takes none" in harness.refuse(text="Hello", parameters=parameters)
+
+
+# --- what is built for a request, and when ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Counts what is built for the output of requests, by class."""
+    counts: Counter[str] = Counter()
+    for module, name in ((preparation, "StopStrings"), (preparation, "OutputStream"), (output, "Detokenizer")):
+        real = getattr(module, name)
+
+        def count(*arguments: object, real: type = real, **options: object) -> object:
+            counts[real.__name__] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(module, name, count)
+    return counts
+
+
+LARGEST = {"n": 16, "stop": ["a" * 255 + chr(ord("b") + index) for index in range(16)]}
+
+
+def test_stop_strings_are_prepared_once_for_all_sequences(harness: Harness, built: Counter[str]) -> None:
+    key, sink = harness.submit(stream=True, parameters=LARGEST)
+    assert not built  # the engine may still refuse it
+    for index in range(16):
+        harness.deliver(key, harness.encode("xy"), "length", index=index)
+    sink.wait_end()
+    assert sink.texts() == ["xy"] * 16
+    assert built == {"StopStrings": 1, "OutputStream": 16, "Detokenizer": 16}
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_a_request_that_the_engine_refuses_costs_no_output(harness: Harness, built: Counter[str], n: int) -> None:
+    key, sink = harness.submit(stream=True, parameters={**LARGEST, "n": n})
+    harness.deliver(key, [], "error", error=error_info("TW-BUSY", "full"), index=WHOLE_REQUEST)
+    sink.wait_end()
+    key, sink = harness.submit(stream=True, parameters={**LARGEST, "n": n})
+    for index in range(n):
+        harness.deliver(key, [], "error", error=EXPIRED, index=index)
+    sink.wait_end()
+    assert not built
+
+
+def test_a_request_that_is_refused_at_the_door_costs_no_output(harness: Harness, built: Counter[str]) -> None:
+    harness.frontend.on_room(Room(4, 4, 0, 100, 1, 250, []))
+    assert "TW-BUSY" in harness.refuse(text="x", parameters=LARGEST)
+    assert not built

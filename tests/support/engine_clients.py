@@ -38,6 +38,7 @@ class Recorder:
         self.num_endings: dict[Key, int] = {}
         self.stats = [EngineStats()]
         self.rooms: list[Room] = []
+        self.num_losses = 0
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         with self.changed:
@@ -53,6 +54,7 @@ class Recorder:
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         with self.changed:
+            self.num_losses += 1
             for key in keys:
                 self._end(key, error.tag, error.message)
             self.changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +12,8 @@ import numpy as np
 
 from support.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats, TokenLogprobs
+from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.gate import Gate
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 
@@ -31,7 +32,8 @@ class Harness:
         *,
         num_senders: int = 2,
         max_prompt_bytes: int = 4096,
-        gate: Gate | None = None,
+        door: Door | None = None,
+        poll_interval_s: float = 0.001,
         **files: object,
     ) -> None:
         vocab_size = write_model_folder(folder, **files)  # type: ignore[arg-type]
@@ -43,11 +45,11 @@ class Harness:
             folder,
             self.engine,
             max_prompt_bytes=max_prompt_bytes,
-            gate=gate,
+            door=door or RefusingDoor(),
             num_senders=num_senders,
-            poll_interval_s=0.001,
+            poll_interval_s=poll_interval_s,
         )
-        self._arrivals = itertools.count(1)
+        self._arrivals = itertools.count(time.monotonic_ns())
 
     def submit(self, text: str = "Hello", sink: RecordingSink | None = None, **asked: object) -> Submitted:
         sink = sink or RecordingSink()

@@ -21,14 +21,15 @@ from tidewheel.engine.client import EngineClient
 from tidewheel.engine.messages import Delta, EngineInfo, EngineStats, Room
 from tidewheel.engine.run_dir import engine_dir
 from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.frontend.door import Door, HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.gate import Gate
 
 
 class EngineRelay:
     """Listens to the engine from its start and passes on what concerns the front end, which is made later."""
 
-    def __init__(self) -> None:
+    def __init__(self, door: Door) -> None:
+        self._door = door
         self.frontend: Frontend | None = None
         self.stats: EngineStats | None = None
 
@@ -39,15 +40,17 @@ class EngineRelay:
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         if self.frontend is not None:
             self.frontend.on_lost(keys, error)
+        else:
+            self._door.hear(None)
 
     def on_room(self, room: Room) -> None:
         if self.frontend is not None:
             self.frontend.on_room(room)
+        else:
+            self._door.hear(room)
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats
-        if self.frontend is not None:
-            self.frontend.on_stats(stats)
 
 
 class ModelInstance:
@@ -65,7 +68,8 @@ class ModelInstance:
         """Starts or joins the engine. Raises `ConfigError` with one line when the model cannot be served."""
         route_logging()
         settings = load_settings(args)
-        relay = EngineRelay()
+        door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
+        relay = EngineRelay(door)
         client = EngineClient(
             engine_dir(settings.owner.repository, settings.owner.name),
             settings.engine,
@@ -74,15 +78,12 @@ class ModelInstance:
         )
         try:
             info = client.start(settings.engine.engine_start_timeout_s)
-            gate = None
-            if settings.has_native_queue:
-                gate = Gate(settings.engine.max_waiting_requests, settings.engine.max_waiting_tokens)
             relay.frontend = Frontend(
                 info,
                 Path(settings.engine.tokenizer or info.model),
                 client,
                 max_prompt_bytes=settings.engine.max_prompt_bytes,
-                gate=gate,
+                door=door,
                 num_senders=settings.frontend.num_sender_threads,
             )
         except BaseException:

@@ -18,7 +18,7 @@ from tidewheel.frontend.stats import (
     REQUEST_BOUNDS,
     TTFT_BOUNDS,
     FrontendStats,
-    HistogramSnapshot,
+    LatencyHistogram,
 )
 from tidewheel.request import FinishReason
 
@@ -29,7 +29,7 @@ class RequestHistogram(NamedTuple):
     name: str
     description: str
     bounds: tuple[float, ...]  # seconds
-    of: Callable[[FrontendStats], HistogramSnapshot]
+    of: Callable[[FrontendStats], LatencyHistogram]
 
 
 REQUEST_HISTOGRAMS = (

@@ -60,7 +60,7 @@ class EngineListener(Protocol):
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        """These requests are over, each with the error."""
+        """These requests are over, each with the error. No keys: the engine is gone, and nothing was in flight."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
@@ -98,7 +98,7 @@ class EngineClient:
         self._launcher = EngineLauncher(
             engine_dir, config, command=self._options.command, policy=self._options.restart
         )
-        self._outbox = Outbox(max_held=config.max_waiting_requests + config.max_num_seqs, hold_s=self._options.hold_s)
+        self._outbox = Outbox(hold_s=self._options.hold_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._connection: Connection | None = None
         self._poller = self._make_poller()
@@ -272,7 +272,7 @@ class EngineClient:
         self._is_ready = False
         self._seeking_since = time.monotonic_ns()
         self._poller = self._make_poller()
-        self._lose(self._outbox.lose_in_flight(), error)
+        self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 
     # --- ends -------------------------------------------------------------------------------------------------
 

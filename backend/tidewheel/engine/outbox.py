@@ -12,6 +12,8 @@ from typing import NamedTuple
 from tidewheel.engine.messages import WHOLE_REQUEST, Cancel, Delta, encoder
 from tidewheel.errors import Busy, TidewheelError, from_wire
 
+MAX_HELD = 4096  # requests; how many may wait at the engine is the engine's bound, not this one
+
 
 class _Add(NamedTuple):
     key: int
@@ -37,7 +39,8 @@ class Outbox:
     wakes.
     """
 
-    def __init__(self, *, max_held: int, hold_s: float) -> None:
+    def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
+        """`max_held` bounds what waits for an engine that is away; one that is there takes what comes at once."""
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._max_held = max_held
         self._hold_s = hold_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tidewheel.batch import Int32Array
 from tidewheel.frontend.tokenizer import Tokenizer
 
 _REPLACEMENT = "�"  # what a decoder makes of bytes that are no character, or not one yet
@@ -22,7 +23,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] | Int32Array = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
@@ -68,7 +69,7 @@ class Detokenizer:
         self._num_context = len(self._ids)
         return new_text
 
-    def _context_of(self, prompt_ids: Sequence[int]) -> list[int]:
+    def _context_of(self, prompt_ids: Sequence[int] | Int32Array) -> list[int]:
         """The last tokens of the prompt, from the beginning of a character on."""
         tail = prompt_ids[-4 * _PROMPT_CONTEXT :]
         ids = [int(token_id) for token_id in tail if token_id not in self._hidden]

@@ -1,9 +1,9 @@
 """The front end: requests in, chunks out.
 
-    submit ─► tokeniser threads ─► engine ─► on_deltas ─► outbox of the request ─► sender threads ─► sink
-                                     ▲          │
-                               gate ─┘          │
-                     cancellation poller ───────┴─► the request is over, and the engine is told
+    submit ─► tokeniser threads ─► door ─► engine ─► on_deltas ─► turn of the request ─► sender threads ─► sink
+                                    ▲                    │
+                                    └── no room for it ──┤
+             watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
 
 Every submitted request ends its sink exactly once, however it ends. Nothing waits without a bound.
 """
@@ -15,87 +15,66 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from queue import SimpleQueue
 
-from tidewheel.engine.messages import AddRequest, CloseSession, Delta, EngineInfo, EngineStats, Room
-from tidewheel.errors import Busy, Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError
-from tidewheel.frontend.cancellation import CancellationPoller
-from tidewheel.frontend.gate import Gate
+from tidewheel.engine.client import EngineClient
+from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
+from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError
+from tidewheel.frontend.door import Door
 from tidewheel.frontend.live import Ending, LiveRequest
+from tidewheel.frontend.parameters import read_urgency
 from tidewheel.frontend.preparation import Preparer
-from tidewheel.frontend.senders import SenderPool
+from tidewheel.frontend.prompt_queue import PromptQueue
 from tidewheel.frontend.stats import FrontendStats, StatsRecorder, TokenTiming
-from tidewheel.frontend.vacancy import Vacancy
 from tidewheel.frontend.values import Chunk, GenerateRequest, Response, Sink, is_last
+from tidewheel.frontend.watcher import Watcher
+from tidewheel.frontend.workers import Workers
 from tidewheel.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
-_NUM_TOKENIZER_THREADS = 2
-_MAX_PREPARING = 4096  # requests that wait to be tokenised
-_MAX_PREPARING_PROMPTS = 64  # prompts of the largest size among them
-_RETRY_AFTER_MS = 250
+_DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between two steps
 _CLOSE_TIMEOUT_S = 5.0
-
-
-class EnginePort(Protocol):
-    """What a front end asks of the engine."""
-
-    def add(self, message: AddRequest | CloseSession) -> None:
-        """Raises a `TidewheelError` when the engine cannot take it; then nothing follows."""
-
-    def cancel(self, keys: Iterable[int]) -> None: ...
-
-    def cancel_sequence(self, key: int, index: int) -> None:
-        """One of a request's `n` sequences; the others go on."""
+_NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """Serves from construction to `close`. Is an `EngineListener`: `on_deltas`, `on_lost` and `on_stats` come from
-    one thread, and never block."""
+    """Serves from construction to `close`. `on_deltas`, `on_lost` and `on_room` never block; one thread calls them.
+
+    A request waits in one queue for its turn with a sender, and has at most one turn at a time, so its responses keep
+    their order. What comes in while it waits goes out in one response. A sink that blocks holds up one thread and no
+    other request; with as many blocked sinks as threads, all wait as long as Triton blocks.
+    """
 
     def __init__(
         self,
         info: EngineInfo,
         model_dir: Path,
-        engine: EnginePort,
+        engine: EngineClient,
         *,
         max_prompt_bytes: int,
-        gate: Gate | None = None,
+        door: Door,
         num_senders: int = 4,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """`model_dir` is the folder of the tokenizer. Raises `ConfigError` in one line when it has none to use.
-
-        With a `gate`, what the engine has no room for waits instead of being refused, and `wait_for_room` holds back.
-        """
+        """`model_dir` is the folder of the tokenizer. Raises `ConfigError` in one line when it has none to use."""
         self._preparer = Preparer(info, model_dir, max_prompt_bytes=max_prompt_bytes)
         self._engine = engine
-        self._gate = gate
-        self._vacancy = Vacancy() if gate is None else None
-        self._max_preparing_bytes = _MAX_PREPARING_PROMPTS * max_prompt_bytes
+        self._door = door
         self._recorder = StatsRecorder()
         self._keys = itertools.count(1)
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
-        self._num_preparing = 0
-        self._preparing_bytes = 0
         self._closed_by: TidewheelError | None = None
-        self._tokenizers = ThreadPoolExecutor(_NUM_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._senders = SenderPool(num_senders, self._turn)
-        self._poller = CancellationPoller(
-            lambda: list(self._live.values()), self._cancel, self._expire, interval_s=poll_interval_s
-        )
-        self._poller.start()
+        self._prompts = PromptQueue(max_prompt_bytes, _NUM_TOKENIZERS)
+        self._turns: SimpleQueue[LiveRequest | None] = SimpleQueue()
+        self._num_senders = num_senders
+        self._senders = Workers("sender", num_senders, self._turns.get, self._turn)
+        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
+        self._tokenizers = Workers("tokenizer", _NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     # --- requests -------------------------------------------------------------------------------------------------
-
-    @property
-    def num_live(self) -> int:
-        return len(self._live)
 
     def stats(self) -> FrontendStats:
         return self._recorder.snapshot()
@@ -103,26 +82,22 @@ class Frontend:
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Returns at once; everything that can be wrong with the request is said to its sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
-        live = LiveRequest(next(self._keys), request, sink, arrival_ns)
+        live = LiveRequest(next(self._keys), request, sink, arrival_ns, read_urgency(request, arrival_ns))
         self._recorder.received()
         with self._lock:
-            refusal = self._closed_by or self._refusal(request)
+            refusal = self._closed_by or self._prompts.refusal(request.prompt_bytes)
             if refusal is None:
                 self._live[live.key] = live
-                self._num_preparing += 1
-                self._preparing_bytes += request.prompt_bytes
-                if self._gate is not None:
-                    self._gate.enter(live.key)
-                self._tokenizers.submit(self._prepare, live)
+                self._door.enter(live.key)
+                if live.urgency.deadline_ns:
+                    self._watcher.set_deadline(live, live.urgency.deadline_ns)
+                self._prompts.put(live)
         if refusal is not None:
-            self._recorder.ended_by(refusal, began=False)
-            self._recorder.refused((time.monotonic_ns() - arrival_ns) * 1e-9)
-            sink.fail(refusal)
+            self._fail(live, refusal)
 
     def wait_for_room(self) -> None:
-        """Returns once one more request may be submitted; without a gate, at once."""
-        if self._gate is not None:
-            self._gate.wait()
+        """Returns when the door lets one more request be submitted."""
+        self._door.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
         """Ends every live request with the error; what is submitted later gets it too."""
@@ -131,81 +106,53 @@ class Frontend:
                 return
             self._closed_by = error = error or Draining("the server is shutting down")
             live = list(self._live.values())
-        self._poller.close()
-        if self._gate is not None:
-            self._gate.release()
+        self._watcher.close()
+        self._door.close()
+        self._prompts.close()
         for request in live:
             self._end(request, Ending(error=error))
-        self._tokenizers.shutdown(wait=True, cancel_futures=True)
-        if not self._senders.close(_CLOSE_TIMEOUT_S):
-            logger.warning("%d requests could not be answered: their sinks block", self.num_live)
-
-    def _refusal(self, request: GenerateRequest) -> TidewheelError | None:
-        """Whether as much as may waits for the tokenizer already."""
-        if self._num_preparing >= _MAX_PREPARING:
-            full = f"{self._num_preparing} of {_MAX_PREPARING} requests"
-        elif self._preparing_bytes + request.prompt_bytes > self._max_preparing_bytes:
-            full = f"{self._preparing_bytes} of {self._max_preparing_bytes} prompt bytes"
-        else:
-            return None
-        return Busy(f"too much waits to be tokenised: {full}", retry_after_ms=_RETRY_AFTER_MS)
+        self._tokenizers.join(_CLOSE_TIMEOUT_S)
+        for _ in range(self._num_senders):
+            self._turns.put(None)
+        if not self._senders.join(_CLOSE_TIMEOUT_S):
+            logger.warning("%d requests could not be answered: their sinks block", len(self._live))
 
     # --- tokeniser threads ----------------------------------------------------------------------------------------
 
     def _prepare(self, request: LiveRequest) -> None:
         try:
-            prepared = self._preparer.prepare(request.key, request.asked, request.arrival_ns)
-            message = prepared.message if isinstance(prepared.message, AddRequest) else None
-            needs_every_delta = request.is_streamed or prepared.has_stop_strings
-            if request.begin(prepared.outputs, message, needs_every_delta=needs_every_delta):
-                if self._vacancy is not None and message is not None:
-                    self._vacancy.claim(message)
-                if self._gate is not None and message is not None:
-                    self._gate.weigh(request.key, message.n, message.n * len(message.prompt) // 4)
-                self._send_to_engine(request, prepared.message)
+            if not request.is_over:
+                request.begin(self._preparer.prepare(request.key, request.asked, request.arrival_ns))
+                self._send_to_engine(request)
         except TidewheelError as error:
             self._end(request, Ending(error=error))
         except Exception:
             logger.exception("a request could not be prepared")
             self._end(request, Ending(error=InternalError("the request could not be prepared")))
         finally:
-            with self._lock:
-                self._num_preparing -= 1
-                self._preparing_bytes -= request.asked.prompt_bytes
+            self._prompts.done(request)
 
-    def _send_to_engine(self, request: LiveRequest, message: AddRequest | CloseSession) -> None:
+    def _send_to_engine(self, request: LiveRequest) -> None:
+        message = request.message
+        if message is None or request.is_over:
+            return
         try:
+            if isinstance(message, AddRequest):
+                self._door.claim(message)
             self._engine.add(message)
-        except TidewheelError:
-            if self._vacancy is not None:  # the request may have been answered before it was claimed for
-                self._vacancy.forget(request.key)
-            raise
-        if not request.begun():
+        except TidewheelError as error:
+            self._end(request, Ending(error=error))
+        else:
+            if request.begun():
+                return
             self._engine.cancel([request.key])
+        self._door.forget(request.key)  # it may have been answered before it was claimed for
 
-    # --- the gate -------------------------------------------------------------------------------------------------
-
-    def _leave_gate(self, request: LiveRequest) -> None:
-        """It has started, or is over."""
-        if self._gate is not None:
-            self._send_again(self._gate.leave(request.key))
-
-    def _send_again(self, keys: list[int]) -> None:
-        for key in keys:
+    def _send_held(self) -> None:
+        for key in self._door.offer():
             request = self._live.get(key)
-            if request is None or request.message is None:
-                continue
-            try:
-                self._send_to_engine(request, request.message)
-            except TidewheelError as error:
-                self._end(request, Ending(error=error))
-
-    def _is_held_back(self, request: LiveRequest, delta: Delta) -> bool:
-        """Whether the delta says that the engine has no room, and the request waits for it here."""
-        if self._gate is None or delta.error is None or not delta.error.is_waiting_set_full or not request.hold():
-            return False
-        self._gate.refuse(request.key)
-        return True
+            if request is not None:
+                self._send_to_engine(request)
 
     # --- the engine's listener thread -----------------------------------------------------------------------------
 
@@ -214,34 +161,41 @@ class Frontend:
         timings = []
         for delta in deltas:
             request = self._live.get(delta.key)
-            if request is None:
-                continue  # answered already: cancelled, or ended by a stop string
-            if self._is_held_back(request, delta):
-                continue
+            if request is None or self._is_held(request, delta):
+                continue  # answered already, or to be sent again
             if delta.token_ids:
-                if not request.has_begun:
-                    self._leave_gate(request)
                 timings.append(_timing(request, delta, now_ns))
             if request.post(delta):
-                self._senders.put(request)
+                self._turns.put(request)
         self._recorder.tokens(timings)
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        if self._vacancy is not None:
-            self._vacancy.reset()
+        self._door.hear(None)
         for key in keys:
             request = self._live.get(key)
             if request is not None:
                 self._end(request, Ending(error=error), is_at_engine=False)
-
-    def on_stats(self, stats: EngineStats) -> None:
-        """Engine-wide figures are published by whoever owns the engine, not by its front ends."""
-        if self._gate is not None:
-            self._send_again(self._gate.offer(stats.num_waiting))
+        self._send_held()
 
     def on_room(self, room: Room) -> None:
-        if self._vacancy is not None:
-            self._vacancy.hear(room)
+        for key in room.received:
+            request = self._live.get(key)
+            if request is not None:
+                request.is_heard = True
+        self._door.hear(room)
+        self._send_held()
+
+    def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
+        """Return whether the delta says that the engine has no room, and the request waits for it at the door."""
+        message = request.message
+        if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
+            return False
+        if not self._door.hold(message):
+            return False
+        if not request.hold():
+            self._door.forget(request.key)
+        self._send_held()  # room may have been made since the engine looked
+        return True
 
     # --- ends from outside ----------------------------------------------------------------------------------------
 
@@ -249,8 +203,11 @@ class Frontend:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """It is not at the engine, or the engine does not answer."""
-        if request.has_begun:
+        """The engine, which knows what has run, has a little time to end the requests that it has heard of."""
+        if request.is_heard:
+            request.is_heard = False
+            self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
+        elif request.has_begun:
             self._end(request, Ending(FinishReason.DEADLINE))
         else:
             self._end(request, Ending(error=DeadlineExceeded("the deadline passed before the request could start")))
@@ -259,7 +216,7 @@ class Frontend:
         if request.end(ending) and is_at_engine:
             self._engine.cancel([request.key])
         if request.claim_turn():
-            self._senders.put(request)
+            self._turns.put(request)
 
     # --- sender threads -------------------------------------------------------------------------------------------
 
@@ -275,7 +232,7 @@ class Frontend:
         elif answer is not None:
             self._send(request, answer)
         if request.end_turn():
-            self._senders.put(request)
+            self._turns.put(request)
 
     def _answer(self, request: LiveRequest) -> Response | TidewheelError | None:
         """The response of this turn, None if there is none yet."""
@@ -288,7 +245,7 @@ class Frontend:
             for index in stopped:
                 self._engine.cancel_sequence(request.key, index)
         if ending is None:
-            return outputs.take() if outputs is not None and request.is_streamed and outputs.has_news else None
+            return outputs.take() if outputs is not None and request.asked.stream and outputs.has_news else None
         if ending.error is not None:
             return ending.error
         if outputs is None:  # cancelled before it was tokenised, or nothing was to be generated
@@ -312,22 +269,19 @@ class Frontend:
 
     def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
         self._close(request)
-        self._recorder.ended_by(error, began=request.has_begun)
-        if not request.was_accepted:
-            self._recorder.refused((time.monotonic_ns() - request.arrival_ns) * 1e-9)
+        seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
+        self._recorder.ended_by(error, began=request.has_begun, refused_after=seconds)
         with contextlib.suppress(Exception):  # nobody is left to tell
             request.sink.fail(error)
 
     def _close(self, request: LiveRequest) -> None:
         """Before the last response: the engine need not go on, and nothing more comes in."""
-        if request.end(Ending()):
+        if request.close():
             self._engine.cancel([request.key])
-        request.close()
         with self._lock:
             self._live.pop(request.key, None)
-        if self._vacancy is not None:
-            self._vacancy.forget(request.key)
-        self._leave_gate(request)
+        self._door.forget(request.key)
+        self._send_held()
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:

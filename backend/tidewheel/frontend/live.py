@@ -5,8 +5,8 @@
         │                   └─ hold ─┘                │
         └── end (error, cancel) ─┴── end ─────────────┘
 
-Whoever ends it first decides how: the last delta of its last sequence, a cancel, an error, a deadline. All responses
-are sent from its turns, of which there is one at a time, so it is answered once and in order.
+The first end decides how: the last delta of its last sequence, a cancel, an error, a deadline. All responses are sent
+from its turns, of which there is one at a time, so it is answered once and in order.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple
 
-from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta
-from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, from_wire
+from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, CloseSession, Delta
+from tidewheel.errors import DeadlineExceeded, TidewheelError, from_wire
 from tidewheel.frontend.outputs import Outputs
+from tidewheel.frontend.parameters import Urgency
+from tidewheel.frontend.preparation import Prepared
 from tidewheel.frontend.values import GenerateRequest, Sink
 from tidewheel.request import FinishReason
 
@@ -28,30 +30,27 @@ class Ending(NamedTuple):
     error: TidewheelError | None = None
 
 
-class News(NamedTuple):
-    deltas: list[Delta]
-    ending: Ending | None
-
-
 class LiveRequest:
-    def __init__(self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int) -> None:
+    def __init__(
+        self, key: int, asked: GenerateRequest, sink: Sink, arrival_ns: int, urgency: Urgency | None = None
+    ) -> None:
         self.key = key
         self.asked = asked
-        self.is_streamed = asked.stream
         self.sink = sink
         self.arrival_ns = arrival_ns
+        self.urgency = urgency or Urgency()
+        self.is_heard = False  # the engine knows it, and sees to its deadline
+        self.was_accepted = False  # the scheduler took it: it has got tokens, or an end that is no refusal
         self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread alone
         self.outputs: Outputs | None = None  # from `begin` on; used in turns alone
-        self.message: AddRequest | None = None  # what the engine gets
-        self._lock = threading.Lock()
+        self.message: AddRequest | CloseSession | None = None  # what the engine gets
+        self._lock = threading.RLock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
-        self._deadline_ns = 0
         self._num_open = 1  # sequences that the engine has not ended
         self._expired: DeadlineExceeded | None = None  # of a sequence that never started
         self._has_outlived = False  # a sequence that ended in another way
         self._is_at_engine = False
-        self._was_accepted = False
         self._has_turn = False  # waits for one, or is in it
         self._is_answered = False
         self._needs_every_delta = False
@@ -62,21 +61,20 @@ class LiveRequest:
         return bool(self.last_token_ns)
 
     @property
-    def was_accepted(self) -> bool:
-        """The scheduler took it: it has got tokens, or an end that is no refusal."""
-        return self._was_accepted
+    def is_over(self) -> bool:
+        return self._ending is not None
 
-    def begin(self, outputs: Outputs | None, message: AddRequest | None, *, needs_every_delta: bool) -> bool:
-        """Just before the engine gets it; False: it is over already. Without `needs_every_delta`, its turn comes
-        when it is over and not before."""
+    def begin(self, prepared: Prepared) -> None:
+        """Just before the engine gets it.
+
+        Unless it is streamed or has stop strings, its turn comes when it is over and not before.
+        """
         with self._lock:
-            self.outputs = outputs
-            self.message = message
-            if message is not None:
-                self._num_open = message.n
-                self._deadline_ns = message.deadline_ns
-            self._needs_every_delta = needs_every_delta
-            return self._ending is None
+            self.outputs = prepared.outputs
+            self.message = prepared.message
+            if isinstance(prepared.message, AddRequest):
+                self._num_open = prepared.message.n
+            self._needs_every_delta = self.asked.stream or prepared.has_stop_strings
 
     def begun(self) -> bool:
         """Just after the engine got it; False: it ended meanwhile, and the engine has to be told."""
@@ -87,20 +85,13 @@ class LiveRequest:
     def hold(self) -> bool:
         """The engine has no room for it and knows nothing of it; False: it is over, so that does not matter."""
         with self._lock:
-            self._is_at_engine = False
+            self._is_at_engine = self.is_heard = False
             return self._ending is None
-
-    def is_overdue(self, now_ns: int, grace_ns: int) -> bool:
-        """Whether its deadline has passed and nobody else will say so: the engine has `grace_ns` to do it."""
-        with self._lock:
-            if not self._deadline_ns or self._ending is not None:
-                return False
-            return now_ns >= self._deadline_ns + (grace_ns if self._is_at_engine else 0)
 
     def post(self, delta: Delta) -> bool:
         """Takes news of the engine; True: it needs a turn now."""
         with self._lock:
-            self._was_accepted = self._was_accepted or delta.stats is not None or bool(delta.token_ids)
+            self.was_accepted = self.was_accepted or delta.stats is not None or bool(delta.token_ids)
             ending = self._count_end(delta) if delta.finish_reason else None
             if self._ending is not None:
                 return False
@@ -108,7 +99,7 @@ class LiveRequest:
             self._ending = ending
             if ending is None and not self._needs_every_delta:
                 return False
-            return self._claim_turn()
+            return self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
         """The first ending counts. True, once: the engine still works on it and has to be told."""
@@ -122,19 +113,23 @@ class LiveRequest:
     def claim_turn(self) -> bool:
         """True: it needs a turn, and the caller has to see to it."""
         with self._lock:
-            return self._claim_turn()
+            if self._has_turn or self._is_answered:
+                return False
+            self._has_turn = True
+            return True
 
-    def take(self) -> News:
-        """At the beginning of a turn."""
+    def take(self) -> tuple[list[Delta], Ending | None]:
+        """At the beginning of a turn: what is new, and how it ended if it did."""
         with self._lock:
             deltas, self._deltas = self._deltas, []
-            return News(deltas, self._ending)
+            return deltas, self._ending
 
-    def close(self) -> None:
-        """Its last response is being sent."""
+    def close(self) -> bool:
+        """Its last response is being sent. True: the engine still works on it and has to be told."""
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
+            return self.end(Ending())
 
     def end_turn(self) -> bool:
         """True: something came in during the turn, and it needs another."""
@@ -145,7 +140,8 @@ class LiveRequest:
 
     def _count_end(self, delta: Delta) -> Ending | None:
         """Of one sequence, or of all; how the request ends with it, None if others go on."""
-        error = _error_of(delta)
+        info = delta.error
+        error = None if info is None else from_wire(info.tag, info.message, info.retry_after_ms)
         if delta.index == WHOLE_REQUEST:
             self._num_open = 0
             return Ending(delta.finish_reason, error)
@@ -161,17 +157,3 @@ class LiveRequest:
         if self._expired is None:
             return Ending(delta.finish_reason)
         return Ending(FinishReason.DEADLINE) if self._has_outlived else Ending(error=self._expired)
-
-    def _claim_turn(self) -> bool:
-        if self._has_turn or self._is_answered:
-            return False
-        self._has_turn = True
-        return True
-
-
-def _error_of(delta: Delta) -> TidewheelError | None:
-    if delta.error is not None:
-        return from_wire(delta.error.tag, delta.error.message, delta.error.retry_after_ms)
-    if delta.finish_reason == FinishReason.ERROR:
-        return InternalError("the engine ended the request without saying why")
-    return None

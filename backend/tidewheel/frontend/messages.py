@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tidewheel.errors import InvalidRequest, Unsupported
-from tidewheel.frontend.coercion import check_unicode, show
+from tidewheel.frontend.coercion import show, to_text
 from tidewheel.frontend.strict_json import parse_json
 
 MAX_MESSAGES = 4096
@@ -41,14 +41,14 @@ def _message(name: str, message: object) -> ChatMessage:
         raise InvalidRequest(f"{name}.role is {show(role)}: it must be a name such as system, user or assistant")
     checked = {"role": role, "content": _content(f"{name}.content", message.get("content"))}
     if message.get("name") is not None:
-        checked["name"] = _text(f"{name}.name", message["name"])
+        checked["name"] = to_text(f"{name}.name", message["name"])
     return checked
 
 
 def _content(name: str, content: object) -> str:
     if isinstance(content, list):
         return "\n".join(_part(f"{name}[{index}]", part) for index, part in enumerate(content))
-    return _text(name, content)
+    return to_text(name, content)
 
 
 def _part(name: str, part: object) -> str:
@@ -57,11 +57,4 @@ def _part(name: str, part: object) -> str:
         raise InvalidRequest(f'{name} is {show(part)}: it must be {{"type": "text", "text": …}}')
     if kind != "text":
         raise Unsupported(f"{name}.type is {show(kind)}: only text is offered")
-    return _text(f"{name}.text", part.get("text"))
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be text")
-    check_unicode(name, value)
-    return value
+    return to_text(f"{name}.text", part.get("text"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidewheel.engine.messages import Delta, TokenLogprobs
 from tidewheel.frontend.detokenizer import Detokenizer
 from tidewheel.frontend.prompt import Prompt
-from tidewheel.frontend.stop import StopChecker
+from tidewheel.frontend.stop import StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import Chunk, PerfMetrics, TokenLogprob
 from tidewheel.request import FinishReason
@@ -18,16 +18,17 @@ class OutputStream:
     The chunks' texts joined do not depend on how the engine split the tokens into deltas, nor on when they are taken.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, sampling: SamplingParams, *, echo: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Prompt, sampling: SamplingParams, stop: StopStrings, *, echo: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._detokenizer = Detokenizer(
-            tokenizer, prompt.token_ids.tolist(), skip_special_tokens=sampling.skip_special_tokens
-        )
-        self._stop = StopChecker(sampling.stop, include_in_output=sampling.include_stop_str_in_output)
+        self._detokenizer = Detokenizer(tokenizer, prompt.token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        self._stop = StopChecker(stop, include_in_output=sampling.include_stop_str_in_output)
         self.num_input_tokens = len(prompt.token_ids)
         self.finish_reason: str | None = None
         self._num_tokens = 0
+        self._wants_logprobs = sampling.logprobs is not None
         self._cumulative_logprob = 0.0
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -70,10 +71,6 @@ class OutputStream:
         )
         self._text, self._token_ids, self._logprobs = [], [], []
         return chunk
-
-    @property
-    def _wants_logprobs(self) -> bool:
-        return self._sampling.logprobs is not None
 
     def _push_text(self, token_ids: list[int]) -> int:
         """Returns how many tokens it took until a stop string was found."""

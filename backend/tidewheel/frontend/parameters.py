@@ -8,19 +8,9 @@ from typing import NamedTuple
 
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.absent import ABSENT
-from tidewheel.frontend.coercion import (
-    Coercion,
-    show,
-    to_bias,
-    to_bool,
-    to_float,
-    to_int,
-    to_ints,
-    to_text,
-    to_texts,
-)  # fmt: skip
+from tidewheel.frontend.coercion import Coercion, show, to_bias, to_bool, to_float, to_int, to_ints, to_text, to_texts
 from tidewheel.frontend.options import RequestOptions
-from tidewheel.frontend.values import ParameterSource
+from tidewheel.frontend.values import GenerateRequest, ParameterSource
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
 
@@ -71,12 +61,21 @@ _ALIASES = {
     "random_seed": "seed",
 }
 _KNOWN = (*_COERCIONS, *_ALIASES, *ABSENT)
+_OF_URGENCY = ("priority", "deadline_ms", "soft_deadline_ms")
 _OF_CLOSING = frozenset({"close_session", "session_id", "tenant"})
 
 
 class ParsedParameters(NamedTuple):
     sampling: SamplingParams
     options: RequestOptions
+
+
+class Urgency(NamedTuple):
+    """Place of a request in queues of the front end; 0 for a deadline that is not given."""
+
+    priority: int = Priority.NORMAL
+    deadline_ns: int = 0
+    soft_deadline_ns: int = 0
 
 
 class _Given(NamedTuple):
@@ -100,6 +99,23 @@ def parse_parameters(
     if end_id is not None:
         values["stop_token_ids"] = _union(values.get("stop_token_ids", ()), end_id.value)
     return ParsedParameters(SamplingParams(**values), options)  # type: ignore[arg-type]
+
+
+def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
+    """Return what a request says of its urgency, before the rest of it is looked at.
+
+    A malformed value counts as not given: `parse_parameters` refuses it later.
+    """
+    sources = (
+        ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _OF_URGENCY})
+        for source in request.parameters
+    )
+    try:
+        options = _options(_collect(sources))
+    except InvalidRequest:
+        options = RequestOptions()
+    wire = options.to_wire(arrival_ns, request.timeout_us)
+    return Urgency(wire["priority"], wire["deadline_ns"], wire["soft_deadline_ns"])
 
 
 def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:

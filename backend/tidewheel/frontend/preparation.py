@@ -15,6 +15,7 @@ from tidewheel.frontend.output import OutputStream
 from tidewheel.frontend.outputs import Outputs
 from tidewheel.frontend.parameters import parse_parameters
 from tidewheel.frontend.prompt import PromptReader
+from tidewheel.frontend.stop import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import GenerateRequest
 from tidewheel.sampling import SamplingParams
@@ -61,8 +62,13 @@ class Preparer:
             **options.to_wire(arrival_ns, request.timeout_us),
         )
         echo = request.echo and not request.stream
-        streams = [OutputStream(self.tokenizer, prompt, sampling, echo=echo) for _ in range(options.n)]
-        return Prepared(message, Outputs(streams, arrival_ns), bool(sampling.stop))
+
+        def open_streams() -> list[OutputStream]:
+            stop = StopStrings(sampling.stop)
+            return [OutputStream(self.tokenizer, prompt, sampling, stop, echo=echo) for _ in range(options.n)]
+
+        outputs = Outputs(open_streams, len(prompt.token_ids), arrival_ns)
+        return Prepared(message, outputs, bool(sampling.stop))
 
     def _max_tokens(self, sampling: SamplingParams, num_prompt_tokens: int) -> int:
         """What was asked for, or what still fits."""

@@ -5,11 +5,13 @@ Ledger, at any instant: ``num_received == num_live + completed + cancelled + rej
 
 from __future__ import annotations
 
+import copy
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from tidewheel.errors import TidewheelError
@@ -37,43 +39,38 @@ REJECTION_TAGS = frozenset(
 )
 
 
-class HistogramSnapshot(NamedTuple):
+@dataclass(slots=True)
+class LatencyHistogram:
     bounds: tuple[float, ...]  # upper bounds, seconds
-    counts: tuple[int, ...]  # [len(bounds) + 1] values in each bucket, not cumulative; above all bounds last
-    total: float  # sum of the values
+    counts: list[int] = field(default_factory=list)  # [len(bounds) + 1], not cumulative; above all bounds last
+    total: float = 0.0  # sum of the values
 
-
-class Histogram:
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._total = 0.0
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, count: int = 1) -> None:
         """`count` times the same value."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._total += value * count
-
-    def snapshot(self) -> HistogramSnapshot:
-        return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class FrontendStats:
-    """A snapshot; everything but `num_live` only grows."""
+    """Everything but `num_live` only grows. `e2e_latency` is of requests that finished, `queue_time` from the arrival
+    to the first step, `refusal_time` from the arrival to the answer of requests that the engine never accepted."""
 
-    num_received: int
-    num_live: int
-    finished: Mapping[str, int]  # by finish reason: stop, length, cancelled, …
-    rejected: Mapping[str, int]  # by error tag: refused before anything was computed
-    failed: Mapping[str, int]  # by error tag: ended by an error after they had been accepted
-    num_prompt_tokens: int  # of requests that the engine began
-    num_generation_tokens: int
-    time_to_first_token: HistogramSnapshot
-    inter_token_latency: HistogramSnapshot
-    e2e_latency: HistogramSnapshot  # of requests that finished
-    queue_time: HistogramSnapshot  # from arrival to the first step that computed them
-    refusal_time: HistogramSnapshot  # from arrival to the answer, of requests that the engine never accepted
+    num_received: int = 0
+    num_live: int = 0
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason: stop, length, cancelled, …
+    rejected: Counter[str] = field(default_factory=Counter)  # by error tag: refused before anything was computed
+    failed: Counter[str] = field(default_factory=Counter)  # by error tag: ended by an error after they were accepted
+    num_prompt_tokens: int = 0  # of requests that the engine began
+    num_generation_tokens: int = 0
+    time_to_first_token: LatencyHistogram = field(default_factory=partial(LatencyHistogram, TTFT_BOUNDS))
+    inter_token_latency: LatencyHistogram = field(default_factory=partial(LatencyHistogram, INTER_TOKEN_BOUNDS))
+    e2e_latency: LatencyHistogram = field(default_factory=partial(LatencyHistogram, REQUEST_BOUNDS))
+    queue_time: LatencyHistogram = field(default_factory=partial(LatencyHistogram, REQUEST_BOUNDS))
+    refusal_time: LatencyHistogram = field(default_factory=partial(LatencyHistogram, REFUSAL_BOUNDS))
 
 
 class TokenTiming(NamedTuple):
@@ -89,70 +86,43 @@ class StatsRecorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_received = 0
-        self._num_ended = 0
-        self._finished: Counter[str] = Counter()
-        self._rejected: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
-        self._time_to_first_token = Histogram(TTFT_BOUNDS)
-        self._inter_token_latency = Histogram(INTER_TOKEN_BOUNDS)
-        self._e2e_latency = Histogram(REQUEST_BOUNDS)
-        self._queue_time = Histogram(REQUEST_BOUNDS)
-        self._refusal_time = Histogram(REFUSAL_BOUNDS)
+        self._stats = FrontendStats()
 
     def received(self) -> None:
         with self._lock:
-            self._num_received += 1
+            self._stats.num_received += 1
+            self._stats.num_live += 1
 
     def tokens(self, timings: Iterable[TokenTiming]) -> None:
         with self._lock:
             for timing in timings:
-                self._num_generation_tokens += timing.num_tokens
-                if timing.num_prompt_tokens:
-                    self._num_prompt_tokens += timing.num_prompt_tokens
+                self._stats.num_generation_tokens += timing.num_tokens
+                self._stats.num_prompt_tokens += timing.num_prompt_tokens
                 if timing.seconds is None:
                     continue
                 if timing.num_prompt_tokens:
-                    self._time_to_first_token.observe(timing.seconds)
+                    self._stats.time_to_first_token.observe(timing.seconds)
                 else:
-                    self._inter_token_latency.observe(timing.seconds / timing.num_tokens, timing.num_tokens)
+                    self._stats.inter_token_latency.observe(timing.seconds / timing.num_tokens, timing.num_tokens)
 
     def finished(self, reason: str, seconds: float, perf: PerfMetrics | None) -> None:
         with self._lock:
-            self._num_ended += 1
-            self._finished[reason] += 1
+            self._stats.num_live -= 1
+            self._stats.finished[reason] += 1
             if reason != FinishReason.CANCELLED:
-                self._e2e_latency.observe(seconds)
+                self._stats.e2e_latency.observe(seconds)
             if perf is not None and perf.first_scheduled_ns:
-                self._queue_time.observe(max(perf.first_scheduled_ns - perf.arrival_ns, 0) / 1e9)
+                self._stats.queue_time.observe(max(perf.first_scheduled_ns - perf.arrival_ns, 0) / 1e9)
 
-    def ended_by(self, error: TidewheelError, *, began: bool) -> None:
-        """`began`: it has got tokens."""
+    def ended_by(self, error: TidewheelError, *, began: bool, refused_after: float | None = None) -> None:
+        """`began`: it has got tokens. `refused_after`: seconds since its arrival, if the engine never accepted it."""
         with self._lock:
-            self._num_ended += 1
+            self._stats.num_live -= 1
             is_rejection = error.tag in REJECTION_TAGS and not began
-            (self._rejected if is_rejection else self._failed)[error.tag] += 1
-
-    def refused(self, seconds: float) -> None:
-        """So long after its arrival."""
-        with self._lock:
-            self._refusal_time.observe(seconds)
+            (self._stats.rejected if is_rejection else self._stats.failed)[error.tag] += 1
+            if refused_after is not None:
+                self._stats.refusal_time.observe(refused_after)
 
     def snapshot(self) -> FrontendStats:
         with self._lock:
-            return FrontendStats(
-                num_received=self._num_received,
-                num_live=self._num_received - self._num_ended,
-                finished=dict(self._finished),
-                rejected=dict(self._rejected),
-                failed=dict(self._failed),
-                num_prompt_tokens=self._num_prompt_tokens,
-                num_generation_tokens=self._num_generation_tokens,
-                time_to_first_token=self._time_to_first_token.snapshot(),
-                inter_token_latency=self._inter_token_latency.snapshot(),
-                e2e_latency=self._e2e_latency.snapshot(),
-                queue_time=self._queue_time.snapshot(),
-                refusal_time=self._refusal_time.snapshot(),
-            )
+            return copy.deepcopy(self._stats)

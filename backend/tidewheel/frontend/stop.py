@@ -6,82 +6,68 @@ longest counts. So the result does not depend on how the text was split into pie
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable
 
 
 class StopStrings:
-    """An Aho-Corasick automaton (Aho and Corasick 1975): one step a character, however many strings there are.
+    """Stop strings of one request, which its sequences share.
 
-    A state is the longest suffix of the text so far that begins some stop string; `depth` is its length.
+    They are only sorted: the beginnings of a string stand right before it, so one binary search tells whether a text
+    begins any of them. A text that is followed character by character takes two searches a character on average.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._fail = [0]
-        self.depth = [0]
-        self.match_length = [0]  # length of the longest stop string that ends in this state; 0: none
-        for string in strings:
-            self._insert(string)
-        self._link()
+    def __init__(self, strings: Iterable[str]) -> None:
+        self._sorted = sorted(set(strings))
+        self.first_chars = frozenset(string[0] for string in self._sorted)
+        self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
 
-    def step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
-            state = self._fail[state]
-        return self._next[state].get(char, 0)
+    def extend(self, held: str, char: str) -> str:
+        """Return the longest end of `held + char` that begins a stop string; `held` is such an end itself."""
+        text = held + char
+        while text and not self._begin_with(text):
+            text = text[1:]
+        return text
 
-    def _insert(self, string: str) -> None:
-        state = 0
-        for char in string:
-            if char not in self._next[state]:
-                self._next[state][char] = len(self._next)
-                self._next.append({})
-                self._fail.append(0)
-                self.depth.append(self.depth[state] + 1)
-                self.match_length.append(0)
-            state = self._next[state][char]
-        self.match_length[state] = len(string)
+    def match_length(self, held: str) -> int:
+        """Return the length of the longest stop string at the end of `held`, 0 if there is none."""
+        if not held.endswith(self._longest_first):
+            return 0
+        return next(len(string) for string in self._longest_first if held.endswith(string))
 
-    def _link(self) -> None:
-        """Breadth first, so that the shorter suffix that a state falls back to is complete before it."""
-        queue = deque(self._next[0].values())
-        while queue:
-            state = queue.popleft()
-            for char, child in self._next[state].items():
-                self._fail[child] = self.step(self._fail[state], char)
-                self.match_length[child] = self.match_length[child] or self.match_length[self._fail[child]]
-                queue.append(child)
+    def _begin_with(self, text: str) -> bool:
+        index = bisect_left(self._sorted, text)
+        return index < len(self._sorted) and self._sorted[index].startswith(text)
 
 
 class StopChecker:
-    """Follows the output of one request."""
+    """Follows the output of one sequence."""
 
-    def __init__(self, strings: Sequence[str], *, include_in_output: bool = False) -> None:
-        self._automaton = StopStrings(strings)
+    def __init__(self, strings: StopStrings, *, include_in_output: bool = False) -> None:
+        self._strings = strings
         self._include = include_in_output
-        self._state = 0
-        self._held = ""  # could be the start of a stop string
+        self._held = ""  # the longest end of the text so far that could be the start of a stop string
         self.is_hit = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Text that is certain to be output. `may_stop` false: a stop string that ends in `text` does not count.
+        """Return text that is certain to be output, and nothing after a hit.
 
-        After a hit nothing is output any more.
+        `may_stop` false: a stop string that ends in `text` does not count.
         """
         if self.is_hit:
             return ""
+        if not self._held and self._strings.first_chars.isdisjoint(text):
+            return text
         buffer = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
-            self._state = self._automaton.step(self._state, char)
-            match_length = self._automaton.match_length[self._state]
-            if match_length and may_stop:
+            self._held = self._strings.extend(self._held, char)
+            match_length = self._strings.match_length(self._held) if may_stop and self._held else 0
+            if match_length:
                 self.is_hit, self._held = True, ""
                 return buffer[: end if self._include else end - match_length]
-        keep = len(buffer) - self._automaton.depth[self._state]
-        self._held = buffer[keep:]
-        return buffer[:keep]
+        return buffer[: len(buffer) - len(self._held)]
 
     def flush(self) -> str:
-        """What was held back; nothing more will come."""
+        """Return what was held back; nothing more will come."""
         text, self._held = self._held, ""
         return text

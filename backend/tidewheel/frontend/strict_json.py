@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.coercion import show
@@ -31,9 +32,5 @@ def _unique(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:
     values = dict(pairs)
     if len(values) == len(pairs):
         return values
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise InvalidRequest(f"{name} has the key {show(key)} twice")
-        seen.add(key)
-    raise AssertionError("unreachable: fewer keys than pairs")
+    ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+    raise InvalidRequest(f"{name} has the key {show(key)} twice")

@@ -1,0 +1,157 @@
+"""The front end's mirror of the bound on the engine's waiting set: one credit counter, and two ways to act on it.
+
+The engine holds the bound. It says in `Room` how full its waiting set is, and which requests it has heard of. The
+requests sent since are added here, so that a full set shows before the engine's step ends. Front ends that share an
+engine do not know of each other's newest requests, so the engine has the last word on every request.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import msgspec
+
+from tidewheel.engine.messages import AddRequest, Room
+from tidewheel.errors import WaitingSetFull
+from tidewheel.request import Priority
+
+
+class _Claim(NamedTuple):
+    """A request's part of the bound."""
+
+    num_requests: int
+    num_tokens: int
+    priority: int = 0  # 0: not known
+
+    @classmethod
+    def of(cls, message: AddRequest) -> _Claim:
+        return cls(message.n, message.n * (len(message.prompt) // 4), message.priority)
+
+
+_NOTHING = _Claim(0, 0)
+
+
+class Door:
+    """Any thread may call. Each call takes constant time for a request that it names, however many were sent."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._room: Room | None = None  # the engine's last word
+        self._unheard: dict[int, _Claim] = {}  # by key; not part of that word
+        self._num_requests = 0  # of these
+        self._num_tokens = 0
+        self._num_by_class = [0] * (max(Priority) + 1)  # those of no class in front, which mean nothing
+        self._held: dict[int, _Claim] = {}  # refused by the engine, in that order
+
+    def enter(self, key: int) -> None:
+        """Note a request that was submitted; its size is not known yet."""
+
+    def claim(self, message: AddRequest) -> None:
+        """Count a request that is about to be sent. May raise `WaitingSetFull`, and counts nothing then."""
+        claim = _Claim.of(message)
+        with self._changed:
+            if self._room is not None:
+                self._check(self._room, claim)
+            self._count(message.key, claim)
+
+    def hold(self, message: AddRequest) -> bool:
+        """Return whether a request that the engine has no room for waits here until `offer` returns it."""
+        return message.key in self._held
+
+    def offer(self) -> list[int]:
+        """Return the held requests that there is room for by now, and count them as sent."""
+        keys = []
+        with self._changed:
+            while self._held and self._fits(claim := next(iter(self._held.values()))):
+                keys.append(next(iter(self._held)))
+                del self._held[keys[-1]]
+                self._count(keys[-1], claim)
+        return keys
+
+    def wait(self) -> None:
+        """Return when one more request may be submitted."""
+
+    def hear(self, room: Room | None) -> None:
+        """Take the engine's word. None: it is gone, and the next one starts with an empty waiting set."""
+        with self._changed:
+            if room is not None:
+                self._room = room
+                for key in room.received:
+                    self._count(key, None)
+            elif self._room is not None:
+                self._room = msgspec.structs.replace(self._room, num_requests=0, num_tokens=0)
+            self._changed.notify_all()
+
+    def forget(self, key: int) -> None:
+        """Drop a request that is over, or was not sent after all."""
+        with self._changed:
+            self._held.pop(key, None)
+            self._count(key, None)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Keep `wait` from waiting."""
+
+    def _check(self, room: Room, claim: _Claim) -> None:
+        """Raise `WaitingSetFull` if the request may not be sent."""
+
+    def _count(self, key: int, claim: _Claim | None) -> None:
+        """Replace what is counted for a request. None: the engine has heard of it, or never will."""
+        before, after = self._unheard.pop(key, _NOTHING), claim or _NOTHING
+        if claim is not None:
+            self._unheard[key] = claim
+        self._num_requests += after.num_requests - before.num_requests
+        self._num_tokens += after.num_tokens - before.num_tokens
+        self._num_by_class[before.priority] -= 1
+        self._num_by_class[after.priority] += 1
+
+    def _fits(self, claim: _Claim) -> bool:
+        room = self._room
+        return room is None or (
+            room.num_requests + self._num_requests + claim.num_requests <= room.max_requests
+            and room.num_tokens + self._num_tokens + claim.num_tokens <= room.max_tokens
+        )
+
+
+class RefusingDoor(Door):
+    """Refuses at once what the engine would refuse after its step, and nothing else."""
+
+    def _check(self, room: Room, claim: _Claim) -> None:
+        lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
+        if claim.priority < lowest or self._fits(claim):
+            return  # it has room, or may take the place of a request of a lower class
+        num_waiting = room.num_requests + self._num_requests
+        full = f"{num_waiting} of {room.max_requests} requests"
+        if num_waiting + claim.num_requests <= room.max_requests:
+            num_tokens = room.num_tokens + self._num_tokens
+            full = f"{num_tokens} of {room.max_tokens} tokens, and this prompt has {claim.num_tokens}"
+        raise WaitingSetFull(f"waiting set is full: {full}", retry_after_ms=room.retry_after_ms)
+
+
+class HoldingDoor(Door):
+    """Holds the server's own queue back while the waiting set is full, and refuses nothing.
+
+    Requests count from their submission on. What the engine still has no room for, because another front end was
+    faster, is held: no more is let in until it fits.
+    """
+
+    _is_closed = False
+
+    def enter(self, key: int) -> None:
+        with self._changed:
+            self._count(key, _Claim(1, 0))
+
+    def hold(self, message: AddRequest) -> bool:
+        with self._changed:
+            self._held[message.key] = _Claim.of(message)
+        return super().hold(message)
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or (not self._held and self._fits(_Claim(1, 1))))
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()

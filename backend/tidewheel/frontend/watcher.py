@@ -1,0 +1,106 @@
+"""Ends from outside: clients that are gone, and deadlines.
+
+Triton does not tell a Python backend that a client is gone. Each question is a round trip to the server of about
+100 µs, so one thread asks, request after request, and spends a bounded share of its time on it. In between it sleeps,
+until the next deadline at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from tidewheel.frontend.live import LiveRequest
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHARE = 0.2  # of the time: at 100 µs a question and 20 ms between rounds, 40 requests a round
+_MIN_STALE = 64  # deadlines of requests that are over, before the heap is built anew without them
+
+
+class Watcher:
+    """Calls `cancel` for live requests whose sink says so, and `expire` when a deadline comes."""
+
+    def __init__(
+        self,
+        live: Mapping[int, LiveRequest],
+        cancel: Callable[[LiveRequest], None],
+        expire: Callable[[LiveRequest], None],
+        *,
+        interval_s: float,
+    ) -> None:
+        self._live = live
+        self._cancel = cancel
+        self._expire = expire
+        self._interval_s = interval_s
+        self._sweep: Iterator[LiveRequest] = iter(())
+        self._deadlines: list[tuple[int, int]] = []  # heap of moments, in ns of the monotonic clock, and keys
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
+        self._thread.start()
+
+    def set_deadline(self, request: LiveRequest, moment_ns: int) -> None:
+        """Any thread may call."""
+        with self._changed:
+            if len(self._deadlines) > 2 * len(self._live) + _MIN_STALE:
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
+                heapq.heapify(self._deadlines)
+            heapq.heappush(self._deadlines, (moment_ns, request.key))
+            if self._deadlines[0] == (moment_ns, request.key):
+                self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(1.0)
+
+    def poll(self, budget_s: float) -> None:
+        """One round: goes on with the sweep where the last round stopped, and begins a new one at its end."""
+        deadline = time.monotonic() + budget_s
+        for request in self._sweep:
+            self._ask(request)
+            if time.monotonic() >= deadline:
+                return
+        self._sweep = iter(list(self._live.values()))
+
+    def _ask(self, request: LiveRequest) -> None:
+        try:
+            is_cancelled = request.sink.is_cancelled()
+        except Exception:
+            logger.exception("a sink could not say whether its client is still there")
+            is_cancelled = True
+        if is_cancelled:
+            self._cancel(request)
+
+    def _run(self) -> None:
+        next_poll = time.monotonic() + self._interval_s
+        while not self._is_closed:
+            self._sleep(next_poll)
+            try:
+                while (request := self._pop_due(time.monotonic_ns())) is not None:
+                    self._expire(request)
+                if time.monotonic() >= next_poll:
+                    self.poll(self._interval_s * _MAX_SHARE)
+                    next_poll = time.monotonic() + self._interval_s
+            except Exception:
+                logger.exception("a round of the watcher failed")
+
+    def _sleep(self, until: float) -> None:
+        with self._changed:
+            if self._deadlines:
+                until = min(until, self._deadlines[0][0] * 1e-9)
+            if not self._is_closed:
+                self._changed.wait(max(0.0, until - time.monotonic()))
+
+    def _pop_due(self, now_ns: int) -> LiveRequest | None:
+        with self._changed:
+            while self._deadlines and self._deadlines[0][0] <= now_ns:
+                request = self._live.get(heapq.heappop(self._deadlines)[1])
+                if request is not None:
+                    return request
+        return None

@@ -1,0 +1,113 @@
+"""What a front end spends on requests that a hostile client sends: stop strings, and the door to the engine.
+
+    python benchmarks/front_end_cost.py [--sent 4000 16384] [--rounds 200] [--json]
+
+Stop strings are those of the worst legal request, and are followed through output that keeps most of them possible.
+The door is asked with as many requests sent that the engine has not heard of as `--sent` says: no figure may depend
+on their number. `refuse` is the refusal itself, with its error. Medians, in microseconds. `--save` records them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import record
+from tidewheel.engine.messages import AddRequest, Room
+from tidewheel.errors import WaitingSetFull
+from tidewheel.frontend.door import RefusingDoor
+from tidewheel.frontend.stop import StopChecker, StopStrings
+from tidewheel.request import Priority
+from tidewheel.sampling import MAX_STOP_BYTES, MAX_STOP_STRINGS, SamplingParams
+
+NUM_CHARS = 4096  # of output
+PROMPT = bytes(4 * 16)
+
+
+def median_us(work: Callable[[], object], rounds: int) -> float:
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return round(statistics.median(seconds) * 1e6, 2)
+
+
+def stop_cost(rounds: int) -> dict[str, float]:
+    """Building the matcher of a request, and one character of output of one sequence."""
+    strings = ["a" * (MAX_STOP_BYTES - 1) + chr(ord("b") + index) for index in range(MAX_STOP_STRINGS)]
+    output = ("a" * (MAX_STOP_BYTES - 1) + "z") * (NUM_CHARS // MAX_STOP_BYTES)
+    matcher = StopStrings(strings)
+    return {
+        "stop_build_us": median_us(lambda: StopStrings(strings), rounds),
+        "stop_char_us": round(median_us(lambda: StopChecker(matcher).push(output), 20) / len(output), 3),
+    }
+
+
+def full_door(sent: int) -> RefusingDoor:
+    """One more place than was sent, so that a request passes and the next is refused."""
+    door = RefusingDoor()
+    door.hear(Room(0, sent + 1, 0, 1 << 40, Priority.CRITICAL, 250, []))
+    for key in range(sent):
+        door.claim(request(key))
+    return door
+
+
+def request(key: int) -> AddRequest:
+    return AddRequest(key, PROMPT, SamplingParams(max_tokens=1))
+
+
+def door_cost(sent: int, rounds: int) -> dict[str, float]:
+    door, one, another = full_door(sent), request(sent), request(sent + 1)
+    word = Room(0, sent + 1, 0, 1 << 40, Priority.CRITICAL, 250, [sent])
+
+    def refuse() -> None:
+        try:
+            door.claim(another)
+        except WaitingSetFull:
+            return
+        raise RuntimeError("a request passed a full door")
+
+    def pass_by(leave: Callable[[], None]) -> Callable[[], None]:
+        def work() -> None:
+            door.claim(one)
+            leave()
+
+        return work
+
+    figures = {
+        "sent": sent,
+        "claim_and_forget_us": median_us(pass_by(lambda: door.forget(sent)), rounds),
+        "claim_and_hear_us": median_us(pass_by(lambda: door.hear(word)), rounds),
+    }
+    door.claim(one)
+    return {**figures, "refuse_us": median_us(refuse, rounds)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Cost of stop strings and of the door, in microseconds.")
+    parser.add_argument("--sent", type=int, nargs="+", default=[4000, 16384], help="requests not yet heard of")
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--json", action="store_true", help="machine readable")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/front_end_cost.json")
+    options = parser.parse_args()
+    environment = record.environment("numpy", "msgspec")
+    stop = stop_cost(options.rounds)
+    doors = [door_cost(sent, options.rounds) for sent in options.sent]
+    result = {"unit": "us", "stop": stop, "door": doors}
+    if options.save:
+        record.save("front_end_cost", {**environment, **result})
+    if options.json:
+        print(json.dumps(result))
+        return
+    print(f"python {platform.python_version()}, {platform.processor() or platform.machine()}")
+    for figures in (stop, *doors):
+        print("  ".join(f"{name} {value:g}" for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,12 +8,14 @@ import torch
 
 from tidewheel_kernels.backend import Op
 
+MAX_COUNTS = 1 << 20  # at once, on a CPU
+
 
 @dataclass(frozen=True, eq=False)
 class TokenHistory:
     """The tokens before each of the B rows of logits, where earlier steps have written them."""
 
-    tokens: torch.Tensor  # [M] int32, the tokens of all sequences
+    tokens: torch.Tensor  # [M] int32 in [0, V), the tokens of all sequences
     ends: torch.Tensor  # [B] int64; row i continues the tokens that stand right before tokens[ends[i]]
 
 
@@ -24,7 +26,7 @@ class PenaltyTensors:
     max_num_tokens: int  # at least the largest of num_tokens
     rows: torch.Tensor  # [P] int32, in [0, B)
     num_prompt_tokens: torch.Tensor  # [P] int32; later tokens were generated
-    num_tokens: torch.Tensor  # [P] int32, all tokens of the row
+    num_tokens: torch.Tensor  # [P] int32, > 0, all tokens of the row
     repetition: torch.Tensor  # [P] float32, > 0; 1 = off
     presence: torch.Tensor  # [P] float32; 0 = off
     frequency: torch.Tensor  # [P] float32; 0 = off
@@ -47,32 +49,39 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
     (Keskar et al. 2019, CTRL, section 4.1). Then, for generated tokens, the logit falls by
     ``frequency * output_count + presence`` (OpenAI's definition).
 
-    Tokens are counted anew in every call, in 4 V bytes for each of the P rows that are free again afterwards. Tokens
-    of the history that are out of range are skipped.
+    Tokens are counted anew in every call, in 4 V bytes for each of the P rows, which are free again afterwards.
     """
     if penalties.rows.shape[0]:
         _PENALTIES.on(logits)(logits, history, penalties)
 
 
 def apply_penalties_reference(logits: torch.Tensor, history: TokenHistory, penalties: PenaltyTensors) -> None:
-    rows, vocabulary = penalties.rows.long(), logits.shape[1]
-    positions = torch.arange(penalties.max_num_tokens, device=logits.device)
-    first = history.ends.index_select(0, rows) - penalties.num_tokens
-    places = (first.unsqueeze(1) + positions).clamp(max=history.tokens.shape[0] - 1)
-    tokens = history.tokens[places].long()  # [P, max_num_tokens]
-    is_there = (positions < penalties.num_tokens.unsqueeze(1)) & (tokens >= 0) & (tokens < vocabulary)
-    is_output = is_there & (positions >= penalties.num_prompt_tokens.unsqueeze(1))
-    # What is not there stands for token 0, whose logit is written over and over with the one right value.
-    tokens = tokens.where(is_there, 0)
-    none = torch.zeros(len(rows), vocabulary, dtype=torch.int32, device=logits.device)
-    counts = none.scatter_add(1, tokens, is_output.int()).gather(1, tokens).float()
-    occurs = none.scatter_add(1, tokens, is_there.int()).gather(1, tokens) > 0
-    places_of_logits = (rows.unsqueeze(1), tokens)
-    values = logits[places_of_logits].float()
-    repetition = penalties.repetition.unsqueeze(1).where(occurs, 1.0)
+    rows, num_tokens = penalties.rows.long(), penalties.num_tokens.unsqueeze(1)
+    positions = torch.arange(penalties.max_num_tokens, device=logits.device).unsqueeze(0)
+    is_output = (positions >= penalties.num_prompt_tokens.unsqueeze(1)) & (positions < num_tokens)
+    # Behind its end a row repeats its last token. Wherever a token stands, its logit is given the same new value.
+    first = history.ends.index_select(0, rows).unsqueeze(1) - num_tokens
+    tokens = history.tokens[first + positions.minimum(num_tokens - 1)].long()  # [P, max_num_tokens]
+    counts = torch.zeros(len(rows), logits.shape[1], dtype=torch.int32, device=logits.device)
+    occurrences = counts.scatter_add_(1, tokens, is_output.int()).gather(1, tokens)
+    places = (rows.unsqueeze(1), tokens)
+    values, repetition = logits[places].float(), penalties.repetition.unsqueeze(1)
     values = torch.where(values > 0, values / repetition, values * repetition)
-    values = values - penalties.frequency.unsqueeze(1) * counts - penalties.presence.unsqueeze(1) * (counts > 0)
-    logits[places_of_logits] = values.to(logits.dtype)
+    values = values - penalties.frequency.unsqueeze(1) * occurrences
+    values = values - penalties.presence.unsqueeze(1) * (occurrences > 0)
+    logits[places] = values.to(logits.dtype)
+
+
+def apply_penalties_cpu(logits: torch.Tensor, history: TokenHistory, penalties: PenaltyTensors) -> None:
+    """Counts a few rows at a time: fresh memory for all of them costs more than the rest (64 rows of 151,936 tokens,
+    1,000 tokens before each: 25 -> 5 ms)."""
+    columns = (
+        penalties.rows, penalties.num_prompt_tokens, penalties.num_tokens, penalties.repetition, penalties.presence,
+        penalties.frequency,
+    )  # fmt: skip
+    size = max(1, MAX_COUNTS // logits.shape[1])
+    for part in zip(*(torch.split(column, size) for column in columns), strict=True):
+        apply_penalties_reference(logits, history, PenaltyTensors(penalties.max_num_tokens, *part))
 
 
 def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors) -> None:
@@ -122,6 +131,11 @@ def apply_logit_bias_reference(
     logits.index_put_(index, values.where(is_entry, 0.0).to(logits.dtype), accumulate=True)
 
 
-_PENALTIES = Op("apply_penalties", reference=apply_penalties_reference, kernel="jit.penalties:apply_penalties")
+_PENALTIES = Op(
+    "apply_penalties",
+    reference=apply_penalties_reference,
+    kernel="jit.penalties:apply_penalties",
+    cpu=apply_penalties_cpu,
+)
 _WORDS = Op("forbid_words", reference=forbid_words_reference, kernel="jit.penalties:forbid_words")
 _BIAS = Op("apply_logit_bias", reference=apply_logit_bias_reference, kernel="jit.penalties:apply_logit_bias")

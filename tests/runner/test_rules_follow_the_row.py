@@ -157,7 +157,7 @@ ENGINES = st.fixed_dictionaries(
 def test_tokens_are_those_of_the_definition(
     requests: list[Request], engine: dict[str, Any], fails_at: set[int]
 ) -> None:
-    """Whoever runs beside a request, takes its row after it, preempts it or makes a step run out of memory."""
+    """Rows are shared out anew, preempted and come back, and a step may run out of memory and be run again."""
     Engine(fails_at=tuple(fails_at), **engine).run(requests)
     for item in requests:
         expected = by_definition(item)
@@ -188,7 +188,7 @@ def test_preempted_rows_come_back_with_their_counts(steps_in_flight: int, mode: 
 
 
 def test_rules_decide_in_these_cases() -> None:
-    """Without them the tokens would be others, so the comparisons above say something."""
+    """Without the rules the tokens would differ, so the comparisons above can fail."""
     for item in penalised(6):
         plain = request("plain", item.prompt_token_ids, 30)
         worded = request("worded", item.prompt_token_ids, 30, bad_words_ids=item.bad_words_ids)
@@ -196,7 +196,7 @@ def test_rules_decide_in_these_cases() -> None:
 
 
 def test_a_word_reaches_back_to_the_first_token_and_no_further() -> None:
-    """What lies before a row is another one's, here still all zeros."""
+    """The tokens before a row belong to another one; here they are still zeros."""
     prompt = np.array([1, 2], dtype=np.int32)
     best = by_definition(request("plain", prompt, 1))[0]
     fitting = request("fitting", prompt, 1, bad_words_ids=((1, 2, best),))

@@ -1,6 +1,6 @@
-"""What single requests change in their logits, by rules that the host knows ahead: biases and forbidden tokens.
+"""Rules of single requests for their logits: biases, stop tokens that come too early, and forbidden words.
 
-Rules that depend on the tokens sampled so far, penalties and words, are evaluated on the device.
+Nothing here depends on the tokens sampled so far: words are compared with them on the device.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ IN_PROMPT = tl.constexpr(1 << 30)  # above every count
 
 
 @triton.jit
-def _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary):
-    """The token at `position` of what comes before `row`, -1 behind its end and where it is out of range."""
-    end = tl.load(ends_ptr + row)
-    token = tl.load(tokens_ptr + end - num_tokens + position, mask=position < num_tokens, other=-1)
-    return tl.where(token < vocabulary, token, -1)
+def _token(tokens_ptr, ends_ptr, row, num_tokens, position):
+    """The token at `position` of what comes before `row`, -1 behind its end."""
+    first = tl.load(ends_ptr + row) - num_tokens
+    return tl.load(tokens_ptr + first + position, mask=position < num_tokens, other=-1)
 
 
 # Columns of varying length lie behind one another in memory, at any alignment.
@@ -38,7 +37,7 @@ def count_tokens_kernel(
     entry = tl.program_id(0)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, num_tokens = tl.load(rows_ptr + entry), tl.load(num_tokens_ptr + entry)
-    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary)
+    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position)
     is_output = position >= tl.load(num_prompt_tokens_ptr + entry)
     count_ptr = counts_ptr + entry.to(tl.int64) * vocabulary + token
     tl.atomic_add(count_ptr, 1, mask=(token >= 0) & is_output, sem="relaxed")
@@ -68,7 +67,7 @@ def apply_penalties_kernel(
     entry = tl.program_id(0)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, num_tokens = tl.load(rows_ptr + entry), tl.load(num_tokens_ptr + entry)
-    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary)
+    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position)
     # Of equal tokens one takes the count away, and is the one that changes the logit.
     count_ptr = counts_ptr + entry.to(tl.int64) * vocabulary + token
     taken = tl.atomic_xchg(count_ptr, tl.zeros([BLOCK], tl.int32), mask=token >= 0, sem="relaxed")

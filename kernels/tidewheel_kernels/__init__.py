@@ -11,7 +11,14 @@ from tidewheel_kernels.backend import KernelUnavailable
 from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
 from tidewheel_kernels.logprobs import LogprobsOutput, compute_logprobs
 from tidewheel_kernels.metadata import AttentionMetadata
-from tidewheel_kernels.penalties import PenaltyTensors, apply_logit_bias, apply_penalties
+from tidewheel_kernels.penalties import (
+    PenaltyTensors,
+    TokenHistory,
+    WordTensors,
+    apply_logit_bias,
+    apply_penalties,
+    forbid_words,
+)
 from tidewheel_kernels.rms_norm import rms_norm
 from tidewheel_kernels.rope import rope_and_cache
 from tidewheel_kernels.sampling import SampleOutput, SamplingTensors, sample
@@ -23,10 +30,13 @@ __all__ = [
     "PenaltyTensors",
     "SampleOutput",
     "SamplingTensors",
+    "TokenHistory",
+    "WordTensors",
     "apply_logit_bias",
     "apply_penalties",
     "compute_logprobs",
     "copy_blocks",
+    "forbid_words",
     "paged_attention",
     "rms_norm",
     "rope_and_cache",

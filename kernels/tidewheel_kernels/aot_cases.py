@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from tidewheel_kernels.metadata import AttentionMetadata
-from tidewheel_kernels.penalties import PenaltyTensors
+from tidewheel_kernels.penalties import PenaltyTensors, TokenHistory, WordTensors
 from tidewheel_kernels.sampling import SamplingTensors
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -118,11 +118,13 @@ def _sample(*, sampled: bool, dtype: torch.dtype = F32, vocabulary: int = VOCABU
 
 def _logits_operations(num_rows: int, num_entries: int) -> None:
     from tidewheel_kernels.jit.logprobs import compute_logprobs
-    from tidewheel_kernels.jit.penalties import apply_logit_bias, apply_penalties
+    from tidewheel_kernels.jit.penalties import apply_logit_bias, apply_penalties, forbid_words
 
     logits, column = torch.empty(num_rows, VOCABULARY), torch.empty(num_rows)
-    ids, occurred = torch.empty(num_entries, dtype=I32), torch.empty(num_entries, dtype=torch.bool)
-    apply_penalties(logits, PenaltyTensors(ids, ids, ids, occurred, column, column, column))
+    ids, rows = torch.empty(num_entries, dtype=I32), torch.empty(num_rows, dtype=I32)
+    history = TokenHistory(ids, torch.empty(num_rows, dtype=I64))
+    apply_penalties(logits, history, PenaltyTensors(num_entries, rows, rows, rows, column, column, column))
+    forbid_words(logits, history, WordTensors(ids, ids, ids, ids))
     apply_logit_bias(logits, ids, ids, torch.empty(num_entries))
     compute_logprobs(logits, torch.empty(num_rows, dtype=I64), 20)
 

@@ -200,8 +200,9 @@ def test_long_prompts_and_contexts_on_a_gpu(
 
 
 def test_values_of_magnitude_do_not_overflow(implementation: Implementation, where: str) -> None:
+    """Products reach some thousand, so that their own rounding changes a weight by up to 1e-4."""
     batch = paged_batch(MIXED.lengths, device=where)
-    check(implementation, batch._replace(q=batch.q * 200))
+    check(implementation, batch._replace(q=batch.q * 200), slack=500.0)
 
 
 def test_a_frozen_upper_bound_gives_the_same_rows(device: str) -> None:

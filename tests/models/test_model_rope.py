@@ -57,7 +57,7 @@ def llama3(theta: float, factor: float, low: float, high: float, original: int) 
 )
 def test_frequencies_follow_the_formula(parameters: dict[str, object], expected: list[float]) -> None:
     actual = inverse_frequencies(parsed(parameters), HEAD_DIM)
-    torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(actual.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("extra", [{}, {"truncate": False}, {"beta_fast": 16.0, "beta_slow": 2.0}, {"factor": 1.0}])
@@ -68,7 +68,7 @@ def test_yarn_is_that_of_transformers(extra: dict[str, object]) -> None:
     )
     expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
     rope = parsed(parameters)
-    torch.testing.assert_close(inverse_frequencies(rope, HEAD_DIM), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(rope, HEAD_DIM), expected, rtol=1e-5, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from support import capturable, tiny_models
-from support.decode_workloads import KINDS, LOOPS, PipelinedLoop, decoding, workload
+from support.decode_workloads import KINDS, LOOPS, PipelinedLoop, decoding, pairs_of, workload
 from support.recorded_graphs import NotCapturable, RecordedGraph, RecordingAccelerator, Watch
 from support.step_loop import GREEDY, StepLoop, poison, request
 from tidewheel.batch import ScheduledBatch
@@ -29,6 +29,7 @@ from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.runner.pending import PendingTokens
+from tidewheel.runner.staging import NUM_SLOTS
 from tidewheel.sampling import SamplingParams
 
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
@@ -184,8 +185,18 @@ def test_progress_and_memory_are_told(plain: ModelRunner) -> None:
 
 
 @loops
-def test_a_launch_of_decodes_reads_nothing(graphed: ModelRunner, loop: type[StepLoop]) -> None:
-    """Nor does it bring anything to the device but through the staging buffer."""
+def test_words_are_forbidden_alike(plain: ModelRunner, graphed: ModelRunner, loop: type[StepLoop]) -> None:
+    free = StepLoop(plain).run(workload(KINDS["everything"]))
+    words = pairs_of(free)
+    expected = StepLoop(plain).run(workload(KINDS["everything"], words=words))
+    assert expected != free
+    assert graphed_tokens(graphed, workload(KINDS["everything"], words=words), loop) == expected
+
+
+@loops
+@pytest.mark.parametrize("kinds", ["filtered", "everything"])
+def test_a_launch_of_decodes_reads_nothing(graphed: ModelRunner, kinds: str, loop: type[StepLoop]) -> None:
+    """Nor does it bring anything to the device but through the staging buffer, or wait for more than a slot of it."""
     launch, num_watched = ModelRunner.launch, 0
 
     def watched(self: ModelRunner, batch: ScheduledBatch) -> PendingTokens:
@@ -193,11 +204,16 @@ def test_a_launch_of_decodes_reads_nothing(graphed: ModelRunner, loop: type[Step
         if batch.num_decodes < len(batch.rows):
             return launch(self, batch)
         num_watched += 1
+        num_before = len(events)
         with Watch():
-            return launch(self, batch)
+            pending = launch(self, batch)
+        waits = {number for action, number in events[num_before:] if action == "synchronize"}
+        assert waits <= set(range(NUM_SLOTS))
+        return pending
 
+    events = graphed._accelerator.events
     with mock.patch.object(ModelRunner, "launch", watched):
-        graphed_tokens(graphed, workload(KINDS["filtered"]), loop)
+        graphed_tokens(graphed, workload(KINDS[kinds], words=((1, 2), (3,), (4, 5, 6))), loop)
     assert num_watched >= 15
 
 

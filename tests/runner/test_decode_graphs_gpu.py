@@ -84,12 +84,11 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize("name", ["graphed", "eager"])
 def test_a_launch_waits_for_nothing(name: str, request: pytest.FixtureRequest) -> None:
-    """Prompts, decodes, new rows, blocks and every stage of sampling but those that read history."""
+    """Prompts, decodes, new rows, blocks and every stage of sampling."""
     runner = request.getfixturevalue(name)
     biased = SamplingParams(temperature=0.8, logit_bias={3: 5.0}, min_tokens=4)
-    kinds = [biased, *(kind for kind in KINDS["everything"] if not kind.has_penalties)]
     for loop in LOOPS.values():
-        loop(runner).run(workload(kinds))
+        loop(runner).run(workload([biased, *KINDS["everything"]], words=((1, 2), (3,), (4, 5, 6))))
 
 
 def test_memory_of_graphs_is_counted(graphed: ModelRunner, eager: ModelRunner) -> None:

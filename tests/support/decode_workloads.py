@@ -30,6 +30,14 @@ KINDS = {
 }
 
 
+Words = tuple[tuple[int, ...], ...]
+
+
+def pairs_of(outputs: Sequence[Sequence[int]]) -> Words:
+    """The second and third token of each output: words that change what follows where they are forbidden."""
+    return tuple({(tokens[1], tokens[2]) for tokens in outputs})
+
+
 class PipelinedLoop(StepLoop):
     """Up to two steps in flight: a step is launched before the tokens of the last are applied."""
 
@@ -55,15 +63,16 @@ class PipelinedLoop(StepLoop):
 LOOPS = {"one step in flight": StepLoop, "two steps in flight": PipelinedLoop}
 
 
-def workload(kinds: Sequence[SamplingParams], count: int = 24, *, seed: int = 0) -> list[Request]:
-    """Requests of many lengths, so that rows come and go; every third shares the beginning of its prompt."""
+def workload(kinds: Sequence[SamplingParams], count: int = 24, *, seed: int = 0, words: Words = ()) -> list[Request]:
+    """Requests of many lengths, so that rows come and go; every third shares the beginning of its prompt, and every
+    other one must not complete the words."""
     generator = np.random.default_rng(seed)
     prompts = tiny_models.prompts(count, 1, 40, seed=seed)
     shared = tiny_models.prompts(1, 33, 33, seed=seed + 1)[0]
     return [
         request(
             f"r{i}", np.concatenate((shared, prompt)) if i % 3 == 0 else prompt, int(generator.integers(4, 18)),
-            kinds[i % len(kinds)], seed=i,
+            kinds[i % len(kinds)], seed=i, bad_words_ids=words if i % 2 else (),
         )
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip

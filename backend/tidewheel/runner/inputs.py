@@ -11,6 +11,7 @@ import torch
 
 from tidewheel.batch import Int32Array, ScheduledBatch
 from tidewheel.runner.staging import HostArray
+from tidewheel_kernels import TokenHistory
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -180,6 +181,10 @@ class RowTable:
 
     def tokens_at(self, indices: torch.Tensor) -> torch.Tensor:
         return self._flat_tokens.index_select(0, indices)
+
+    def history(self, store_indices: torch.Tensor) -> TokenHistory:
+        """The tokens before the places where these rows store their next one."""
+        return TokenHistory(self._flat_tokens, store_indices)
 
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Tokens that could not be sampled, below 0, are stored as 0: their request ends."""

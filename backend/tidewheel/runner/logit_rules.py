@@ -1,4 +1,7 @@
-"""What single requests change in their logits: biases, forbidden tokens, and the tokens that penalties count."""
+"""Rules of single requests for their logits: biases, stop tokens that come too early, and forbidden words.
+
+Nothing here depends on the tokens sampled so far: words are compared with them on the device.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Float32Array, Int32Array, NewRow
+from tidewheel.batch import Float32Array, Int32Array, NewRow
 
 FORBIDDEN = np.float32(-np.inf)
 
@@ -18,95 +21,41 @@ class BiasEntries(NamedTuple):
     values: Float32Array
 
 
-class TokenCounts:
-    """The distinct tokens of a request, whether its prompt has them, and how often it generated each."""
+class WordEntries(NamedTuple):
+    """Token sequences that one row must not complete."""
 
-    def __init__(self, token_ids: Int32Array, num_prompt_tokens: int) -> None:
-        prompt = np.unique(token_ids[:num_prompt_tokens])
-        self._size = len(prompt)
-        self._index = {token: i for i, token in enumerate(prompt.tolist())}
-        capacity = 2 * self._size + 64
-        self._ids = np.zeros(capacity, dtype=np.int32)
-        self._counts = np.zeros(capacity, dtype=np.int32)
-        self._in_prompt = np.zeros(capacity, dtype=np.bool_)
-        self._ids[: self._size] = prompt
-        self._in_prompt[: self._size] = True
-        for token in token_ids[num_prompt_tokens:].tolist():
-            self.add(token)
-
-    def add(self, token_id: int) -> None:
-        """A token was generated."""
-        i = self._index.setdefault(token_id, self._size)
-        if i == self._size:
-            self._grow()
-            self._ids[i] = token_id
-            self._size += 1
-        self._counts[i] += 1
-
-    def columns(self) -> tuple[Int32Array, Int32Array, BoolArray]:
-        """Token ids, times generated, whether in the prompt; valid until the next `add`."""
-        return self._ids[: self._size], self._counts[: self._size], self._in_prompt[: self._size]
-
-    def _grow(self) -> None:
-        if self._size == len(self._ids):
-            more = np.zeros_like(self._ids)
-            self._ids = np.concatenate((self._ids, more))
-            self._counts = np.concatenate((self._counts, more))
-            self._in_prompt = np.concatenate((self._in_prompt, more.astype(np.bool_)))
+    lengths: Int32Array
+    token_ids: Int32Array  # of all words, one after the other
 
 
 class LogitRules:
-    """The rules of one row that has any. `token_ids` may grow only through `observe`."""
+    """The rules of one row that has any."""
 
     def __init__(self, new: NewRow) -> None:
-        sampling = new.sampling
-        words = new.bad_words_ids
-        forbidden = [word[0] for word in words if len(word) == 1]
-        self._always = BiasEntries(
-            np.array([*sampling.logit_bias, *forbidden], dtype=np.int32),
-            np.array([*sampling.logit_bias.values(), *(FORBIDDEN for _ in forbidden)], dtype=np.float32),
+        bias = new.sampling.logit_bias
+        self._always = BiasEntries(np.array([*bias], dtype=np.int32), np.array([*bias.values()], dtype=np.float32))
+        stops = np.array(new.stop_token_ids, dtype=np.int32)
+        self._at_first = BiasEntries(
+            np.concatenate((self._always.token_ids, stops)),
+            np.concatenate((self._always.values, np.full(len(stops), FORBIDDEN))),
         )
-        self._stop_ids = np.array(new.stop_token_ids, dtype=np.int32)
-        self._first_stop_position = new.num_prompt_tokens + sampling.min_tokens
-        self._sequences = [word for word in words if len(word) > 1]
-        longest = max((len(word) - 1 for word in self._sequences), default=0)
-        self._tail = new.token_ids[max(len(new.token_ids) - longest, 0) :].tolist()
-        self._longest = longest
-        self.counts = TokenCounts(new.token_ids, new.num_prompt_tokens) if sampling.has_penalties else None
+        self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
+        words = sorted(new.bad_words_ids, key=len)
+        self._words = WordEntries(
+            np.array([len(word) for word in words], dtype=np.int32),
+            np.array([token for word in words for token in word], dtype=np.int32),
+        )
 
     @staticmethod
     def needed(new: NewRow) -> bool:
-        sampling = new.sampling
-        return bool(sampling.logit_bias or sampling.min_tokens or new.bad_words_ids or sampling.has_penalties)
-
-    @property
-    def reads_history(self) -> bool:
-        """Whether the rules depend on the tokens sampled so far."""
-        return bool(self._sequences) or self.counts is not None
-
-    def observe(self, token_id: int) -> None:
-        """A token was sampled in this row."""
-        if self.counts is not None:
-            self.counts.add(token_id)
-        if self._longest:
-            self._tail = [*self._tail, token_id][-self._longest :]
+        return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
 
     def biases(self, position: int) -> BiasEntries:
-        """For the token at `position`: logit_bias, stop tokens before min_tokens, the last tokens of bad words.
+        """For the token at `position`: logit_bias, and stop tokens before min_tokens."""
+        return self._at_first if position < self._first_stop_position else self._always
 
-        A bad word is a sequence of tokens; its last token is forbidden where the row, prompt included, ends with
-        the others.
-        """
-        forbidden = [word[-1] for word in self._sequences if self._ends_with(word[:-1])]
-        if position < self._first_stop_position:
-            forbidden += self._stop_ids.tolist()
-        if not forbidden:
-            return self._always
-        ids = np.array(forbidden, dtype=np.int32)
-        return BiasEntries(
-            np.concatenate((self._always.token_ids, ids)),
-            np.concatenate((self._always.values, np.full(len(ids), FORBIDDEN))),
-        )
-
-    def _ends_with(self, tokens: tuple[int, ...]) -> bool:
-        return tuple(self._tail[-len(tokens) :]) == tokens
+    def words(self, position: int) -> WordEntries:
+        """Words that the token at `position` could complete: longer ones have no place before it."""
+        lengths, token_ids = self._words
+        count = int(np.searchsorted(lengths, position + 1, side="right"))
+        return WordEntries(lengths[:count], token_ids[: int(lengths[:count].sum())])

@@ -68,7 +68,6 @@ class ModelRunner:
         self._sender: Sender = SharedMemory() if accelerator is None else Staging(accelerator, _static_bytes(info))
         self._forward = Forward(model, self._rows, cache.kv)
         self._graphs: DecodeGraphs | None = None
-        self._last: PendingTokens | None = None
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
@@ -140,13 +139,13 @@ class ModelRunner:
             pending = self._launch(batch)
         if self._accelerator is None:
             pending.wait()
-        self._last = pending
         return pending
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         changes = self._rows.update(batch)
         host = self._rows.host_inputs(batch)
-        plan = self._plan(batch, host) if batch.samples.any() else None
+        samples = batch.samples
+        plan = self._sampling.plan(batch.rows[samples], host.seq_lens[samples]) if samples.any() else None
         graph = self._graphs.find(batch) if self._graphs is not None else None
         if plan is not None and graph is not None:
             sampled: Sampled | None = self._replayed(batch, host, plan, changes, graph)
@@ -182,15 +181,10 @@ class ModelRunner:
         return sent
 
     def _sampled(self, logits: torch.Tensor, plan: SamplingPlan, sent: Sent, store_indices: torch.Tensor) -> Sampled:
-        sampled = sample_tokens(logits, plan, [sent.group(1 + i) for i in range(NUM_GROUPS)])
+        staged = [sent.group(1 + i) for i in range(NUM_GROUPS)]
+        sampled = sample_tokens(logits, plan, staged, self._rows.history(store_indices))
         self._rows.store(store_indices, sampled.token_ids)
         return sampled
-
-    def _plan(self, batch: ScheduledBatch, host: HostInputs) -> SamplingPlan:
-        rows = batch.rows[batch.samples]
-        if self._last is not None and self._sampling.reads_history(rows):
-            self._last.wait()
-        return self._sampling.plan(rows, host.seq_lens[batch.samples])
 
 
 def _static_bytes(info: RunnerInfo) -> int:

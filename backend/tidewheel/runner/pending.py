@@ -53,9 +53,6 @@ class PendingTokens:
         sampling = np.flatnonzero(batch.samples)
         drawn = self._copies[0].numpy().astype(np.int32)
         token_ids[sampling] = np.where(drawn < 0, SampledTokens.NOT_FINITE, drawn)
-        for i, rules in plan.observers:
-            if drawn[i] >= 0:
-                rules.observe(int(drawn[i]))
         if not len(plan.logprob_rows):
             return SampledTokens(batch.step_id, token_ids)
         rows = plan.logprob_rows

@@ -78,9 +78,10 @@ def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Widest live set of a layer (residual, its norm, gate and up, their product), and logits in two formats."""
+    """Widest live set of a layer (residual, its norm, gate and up, their product), logits in two formats, and the
+    counts of penalties."""
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
-    logits = size.num_rows * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize)
+    logits = size.num_rows * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize + torch.int32.itemsize)
     return size.num_rows * size.tokens_per_row * per_token + logits
 
 

@@ -15,13 +15,16 @@ from tidewheel_kernels import (
     LogprobsOutput,
     PenaltyTensors,
     SamplingTensors,
+    TokenHistory,
+    WordTensors,
     apply_logit_bias,
     apply_penalties,
     compute_logprobs,
+    forbid_words,
     sample,
 )
 
-NUM_GROUPS = 4  # of arrays that sampling has on the device
+NUM_GROUPS = 5  # of arrays that sampling has on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ def staged_groups(plan: SamplingPlan | None, num_rows: int | None = None) -> lis
         return [None] * NUM_GROUPS
     draw = plan.draw if num_rows is None else plan.draw.padded(num_rows)
     logprob_rows = (plan.logprob_rows,) if len(plan.logprob_rows) else None
-    return [draw, plan.bias, plan.penalties, logprob_rows]
+    return [draw, plan.bias, plan.words, plan.penalties, logprob_rows]
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], *, any_sampled: bool) -> torch.Tensor:
@@ -49,23 +52,27 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], *, any_sampl
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
 
 
-def sample_tokens(logits: torch.Tensor, plan: SamplingPlan, staged: Sequence[Sequence[torch.Tensor]]) -> Sampled:
+def sample_tokens(
+    logits: torch.Tensor, plan: SamplingPlan, staged: Sequence[Sequence[torch.Tensor]], history: TokenHistory
+) -> Sampled:
     """Samples one token for each row of `logits` [S, V], which it may overwrite.
 
     The order is vLLM's: log-probabilities are those of the model; then biases and forbidden tokens, penalties,
     temperature, top_k, top_p, min_p, and the draw.
     """
-    draw, bias, penalties, logprob_rows = staged
-    changes = plan.bias is not None or plan.penalties is not None
-    if changes and logits.dtype != torch.float32:
+    draw, bias, words, penalties, logprob_rows = staged
+    if plan.changes_logits and logits.dtype != torch.float32:
         logits = logits.float()
     raw = logits
     if logprob_rows:
         raw = logits.index_select(0, logprob_rows[0])
     if plan.bias is not None:
         apply_logit_bias(logits, *bias)
+    if plan.words is not None:
+        forbid_words(logits, history, WordTensors(*words))
     if plan.penalties is not None:
-        apply_penalties(logits, PenaltyTensors(*penalties))
+        longest = int(plan.penalties.num_tokens.max())
+        apply_penalties(logits, history, PenaltyTensors(longest, *penalties))
     temperature, top_k, top_p, min_p, uniform = draw
     tensors = SamplingTensors(
         temperature, top_k, top_p, min_p, plan.any_sampled, plan.any_top_k, plan.any_top_p, plan.any_min_p

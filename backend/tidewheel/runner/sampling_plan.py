@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Float32Array, Int32Array, NewRow, ScheduledBatch
+from tidewheel.batch import Float32Array, Int32Array, NewRow, ScheduledBatch
 from tidewheel.runner.inputs import Int64Array
 from tidewheel.runner.logit_rules import LogitRules
 from tidewheel.runner.uniform import uniform
@@ -46,16 +46,24 @@ class BiasColumns(NamedTuple):
     values: Float32Array
 
 
-class PenaltyColumns(NamedTuple):
-    """See `tidewheel_kernels.PenaltyTensors`."""
+class WordColumns(NamedTuple):
+    """See `tidewheel_kernels.WordTensors`."""
 
-    rows: Int32Array  # [N]
+    rows: Int32Array  # [W]
+    starts: Int32Array  # [W]
+    lengths: Int32Array  # [W]
     token_ids: Int32Array  # [N]
-    output_counts: Int32Array  # [N]
-    in_prompt: BoolArray  # [N]
-    repetition: Float32Array  # [S]
-    presence: Float32Array  # [S]
-    frequency: Float32Array  # [S]
+
+
+class PenaltyColumns(NamedTuple):
+    """[P] each; see `tidewheel_kernels.PenaltyTensors`."""
+
+    rows: Int32Array
+    num_prompt_tokens: Int32Array
+    num_tokens: Int32Array
+    repetition: Float32Array
+    presence: Float32Array
+    frequency: Float32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +76,19 @@ class SamplingPlan:
     any_top_p: bool
     any_min_p: bool
     bias: BiasColumns | None
+    words: WordColumns | None
     penalties: PenaltyColumns | None
     logprob_rows: Int64Array  # [L] sampling rows whose log-probabilities are wanted
     num_top_logprobs: Int32Array  # [L]
-    observers: list[tuple[int, LogitRules]]  # rules to tell the token of sampling row i
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.bias is not None or self.words is not None or self.penalties is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether the logits of the model are sampled as they are, and nothing else is asked of them."""
-        return self.bias is None and self.penalties is None and not len(self.logprob_rows)
+        return not self.changes_logits and not len(self.logprob_rows)
 
 
 class SamplingTable:
@@ -91,6 +103,8 @@ class SamplingTable:
         self._repetition = np.ones(max_num_seqs, dtype=np.float32)
         self._presence = np.zeros(max_num_seqs, dtype=np.float32)
         self._frequency = np.zeros(max_num_seqs, dtype=np.float32)
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._has_penalties = np.zeros(max_num_seqs, dtype=np.bool_)
         self._num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int32)
         self._has_rules = np.zeros(max_num_seqs, dtype=np.bool_)
         self._rules: dict[int, LogitRules] = {}
@@ -112,15 +126,13 @@ class SamplingTable:
         self._repetition[row] = sampling.repetition_penalty
         self._presence[row] = sampling.presence_penalty
         self._frequency[row] = sampling.frequency_penalty
+        self._num_prompt_tokens[row] = new.num_prompt_tokens
+        self._has_penalties[row] = sampling.has_penalties
         self._num_logprobs[row] = NO_LOGPROBS if sampling.logprobs is None else sampling.logprobs
         self._rules.pop(row, None)
         self._has_rules[row] = needed = LogitRules.needed(new)
         if needed:
             self._rules[row] = LogitRules(new)
-
-    def reads_history(self, rows: Int32Array) -> bool:
-        """Whether a step of these rows has to know every token sampled before."""
-        return any(self._rules[row].reads_history for row in rows[self._has_rules[rows]].tolist())
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
         """For the tokens at `positions[i]` of `rows[i]`."""
@@ -144,22 +156,21 @@ class SamplingTable:
             any_top_p=any_sampled and bool((draw.top_p[sampled] < 1).any()),
             any_min_p=any_sampled and bool((draw.min_p[sampled] > 0).any()),
             bias=_bias_columns(ruled, positions),
-            penalties=self._penalty_columns(ruled, rows),
+            words=_word_columns(ruled, positions),
+            penalties=self._penalty_columns(rows, positions),
             logprob_rows=logprob_rows,
             num_top_logprobs=num_logprobs[logprob_rows],
-            observers=[(i, rules) for i, rules in ruled if rules.reads_history],
         )
 
-    def _penalty_columns(self, ruled: list[tuple[int, LogitRules]], rows: Int32Array) -> PenaltyColumns | None:
-        counted = [(i, rules.counts.columns()) for i, rules in ruled if rules.counts is not None]
-        if not counted:
+    def _penalty_columns(self, rows: Int32Array, positions: Int32Array) -> PenaltyColumns | None:
+        indices = np.flatnonzero(self._has_penalties[rows])
+        if not len(indices):
             return None
-        ids, counts, in_prompt = zip(*(columns for _, columns in counted), strict=True)
+        rows = rows[indices]
         return PenaltyColumns(
-            rows=np.repeat(np.array([i for i, _ in counted], dtype=np.int32), [len(part) for part in ids]),
-            token_ids=np.concatenate(ids),
-            output_counts=np.concatenate(counts),
-            in_prompt=np.concatenate(in_prompt),
+            rows=indices.astype(np.int32),
+            num_prompt_tokens=self._num_prompt_tokens[rows],
+            num_tokens=positions[indices],
             repetition=self._repetition[rows],
             presence=self._presence[rows],
             frequency=self._frequency[rows],
@@ -172,7 +183,27 @@ def _bias_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) ->
     if not entries:
         return None
     return BiasColumns(
-        rows=np.repeat(np.array([i for i, _ in entries], dtype=np.int32), [len(bias.values) for _, bias in entries]),
+        rows=_repeated([(i, len(bias.values)) for i, bias in entries]),
         token_ids=np.concatenate([bias.token_ids for _, bias in entries]),
         values=np.concatenate([bias.values for _, bias in entries]),
     )
+
+
+def _word_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) -> WordColumns | None:
+    entries = [(i, rules.words(int(positions[i]))) for i, rules in ruled]
+    entries = [(i, words) for i, words in entries if len(words.lengths)]
+    if not entries:
+        return None
+    lengths = np.concatenate([words.lengths for _, words in entries])
+    return WordColumns(
+        rows=_repeated([(i, len(words.lengths)) for i, words in entries]),
+        starts=np.cumsum(lengths, dtype=np.int32) - lengths,
+        lengths=lengths,
+        token_ids=np.concatenate([words.token_ids for _, words in entries]),
+    )
+
+
+def _repeated(counts: list[tuple[int, int]]) -> Int32Array:
+    """Each number as often as the second one says."""
+    numbers, times = zip(*counts, strict=True)
+    return np.repeat(np.array(numbers, dtype=np.int32), times)

@@ -39,6 +39,7 @@ class Row(NamedTuple):
     context: int
     num_tokens: int
     sampling: SamplingParams
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
 Settings = dict[str, Any]  # of `SamplingParams`
@@ -108,6 +109,7 @@ def _sampled() -> Iterator[list[Row]]:
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [Row(0, 1, SamplingParams(**way, **changes))]
+    yield [Row(0, 1, GREEDY, bad_words_ids=((0, 1),))]
 
 
 def _combinations(options: Sequence[Settings]) -> list[Settings]:
@@ -169,7 +171,7 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
 def _new_row(index: int, row: Row) -> NewRow:
     """Its context has no tokens of its own: what the row holds is as good."""
     token_ids = np.zeros(row.num_tokens, dtype=np.int32)
-    return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), ())
+    return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), row.bad_words_ids)
 
 
 def _ids(block_id: int) -> Int32Array:

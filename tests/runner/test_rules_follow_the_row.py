@@ -1,0 +1,206 @@
+"""Penalties and forbidden words against a plain computation on the host, through scheduler, engine loop and runner.
+
+The model looks its logits up by the last token, so that they are the same bits however the work is cut into steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.recorded_graphs import RecordingAccelerator
+from support.step_loop import StepLoop, request
+from tidewheel.engine.core import EngineCore
+from tidewheel.models.base import KVLayer, ModelShape
+from tidewheel.request import FinishReason, Request
+from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.runner.info import RunnerInfo
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
+from tidewheel.runner.loading import Cache
+from tidewheel.runner.model_runner import ModelRunner
+from tidewheel.sampling import SamplingParams
+from tidewheel_kernels import AttentionMetadata
+
+VOCABULARY, CONTEXT, BLOCK_SIZE, NUM_HOST_BLOCKS = 17, 40, 4, 8
+CPU = torch.device("cpu")
+LOGITS = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0)).mul(3)
+
+
+class LookUp:
+    """Its steps of these numbers run out of memory."""
+
+    shape = ModelShape(1, 1, 2, VOCABULARY, 4, 4)
+    weights_bytes = 0
+    is_capturable = True
+
+    def __init__(self, fails_at: Sequence[int] = ()) -> None:
+        self._fails_at = set(fails_at)
+        self._num_steps = 0
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        self._num_steps += 1
+        if self._num_steps in self._fails_at:
+            raise torch.OutOfMemoryError
+        return LOGITS[token_ids[logit_indices].long()]
+
+
+def by_definition(subject: Request) -> list[int]:
+    """Its greedy tokens, with rules that look at all of them, one after the other."""
+    sampling, prompt = subject.sampling, subject.prompt_token_ids.tolist()
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + subject.max_tokens:
+        logits, output = LOGITS[tokens[-1]].numpy().copy(), Counter(tokens[len(prompt) :])
+        for token, value in sampling.logit_bias.items():
+            logits[token] += np.float32(value)
+        if output.total() < sampling.min_tokens:
+            logits[list(subject.stop_token_ids)] = -np.inf
+        for word in subject.bad_words_ids:
+            if tuple(tokens[len(tokens) - len(word) + 1 :]) == word[:-1]:
+                logits[word[-1]] = -np.inf
+        for token in set(tokens):
+            factor = np.float32(sampling.repetition_penalty)
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+            logits[token] -= np.float32(sampling.frequency_penalty) * np.float32(output[token])
+            logits[token] -= np.float32(sampling.presence_penalty) * np.float32(output[token] > 0)
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] in subject.stop_token_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        num_blocks: int,
+        is_staged: bool = False,
+        fails_at: Sequence[int] = (),
+        **scheduling: Any,
+    ) -> None:
+        info = RunnerInfo(
+            model="", architecture="", device="", dtype="float32", vocab_size=VOCABULARY, max_model_len=CONTEXT,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_blocks=num_blocks,
+            weights_bytes=0, activation_bytes=0, kv_cache_bytes=0, load_seconds=0.0,
+        )  # fmt: skip
+        kv = KVTensors(CacheLayout(LookUp.shape, BLOCK_SIZE, torch.float32), num_blocks, CPU)
+        cache = Cache(kv, HostBlocks(kv, NUM_HOST_BLOCKS))
+        self.runner = ModelRunner(LookUp(fails_at), cache, info, CPU, RecordingAccelerator() if is_staged else None)
+        loop = StepLoop(self.runner, num_host_blocks=NUM_HOST_BLOCKS, **scheduling)
+        self.scheduler = loop.scheduler
+        self.core = EngineCore(
+            self.scheduler, self.runner, lambda outputs: None, receive=lambda: None, clock=lambda: 0.0
+        )
+
+    def run(self, requests: Sequence[Request]) -> None:
+        for item in requests:
+            self.core.add(item)
+        while self.core.has_unfinished:
+            self.core.step()
+        self.core.check_invariants()
+
+
+TOKEN = st.integers(0, VOCABULARY - 1)
+PENALTY = st.sampled_from([0.0, 0.0, -1.5, 0.7, 2.0])
+
+
+@st.composite
+def any_request(draw: st.DrawFn, name: str) -> Request:
+    prompt = np.array(draw(st.lists(TOKEN, min_size=1, max_size=16)), dtype=np.int32)
+    sampling = SamplingParams(
+        temperature=0.0,
+        min_tokens=draw(st.sampled_from([0, 0, 5])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 0.6, 1.7])),
+        presence_penalty=draw(PENALTY),
+        frequency_penalty=draw(PENALTY),
+        logit_bias=draw(st.dictionaries(TOKEN, st.sampled_from([-4.0, 3.5]), max_size=2)),
+    )
+    words = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), max_size=4)
+    count = draw(st.integers(sampling.min_tokens or 1, CONTEXT - len(prompt)))
+    stops = draw(st.sets(TOKEN, max_size=2))
+    return request(name, prompt, count, sampling, stop_token_ids=tuple(stops), bad_words_ids=tuple(draw(words)))
+
+
+@st.composite
+def any_requests(draw: st.DrawFn) -> list[Request]:
+    return [draw(any_request(f"r{i}")) for i in range(draw(st.integers(1, 8)))]
+
+
+ENGINES = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 4),
+        "num_blocks": st.integers(CONTEXT // BLOCK_SIZE, 24),
+        "token_budget": st.integers(4, 24),
+        "max_inflight_steps": st.sampled_from([1, 2]),
+        "preemption_mode": st.sampled_from(["recompute", "swap"]),
+        "is_staged": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests=any_requests(), engine=ENGINES, fails_at=st.sets(st.integers(1, 40), max_size=2))
+def test_tokens_are_those_of_the_definition(
+    requests: list[Request], engine: dict[str, Any], fails_at: set[int]
+) -> None:
+    """Rows are shared out anew, preempted and come back, and a step may run out of memory and be run again."""
+    Engine(fails_at=tuple(fails_at), **engine).run(requests)
+    for item in requests:
+        expected = by_definition(item)
+        assert item.output_token_ids == expected[: len(item.output_token_ids)]
+        assert item.finish_reason is FinishReason.ERROR or len(item.output_token_ids) == len(expected)
+    num_failed = sum(item.finish_reason is FinishReason.ERROR for item in requests)
+    assert num_failed <= len(fails_at)
+
+
+def penalised(count: int) -> list[Request]:
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.4)
+    words = ((1, 2), (3, 4, 5), (6,))
+    prompts = np.random.default_rng(0).integers(0, VOCABULARY, (count, 6), dtype=np.int32)
+    return [request(f"r{i}", prompt, 30, sampling, bad_words_ids=words) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_preempted_rows_come_back_with_their_counts(steps_in_flight: int, mode: str) -> None:
+    requests = penalised(6)
+    engine = Engine(
+        max_num_seqs=3, num_blocks=12, token_budget=16, max_inflight_steps=steps_in_flight,
+        preemption_mode=mode,
+    )  # fmt: skip
+    engine.run(requests)
+    assert engine.scheduler.stats().num_preemptions > 0
+    assert [item.output_token_ids for item in requests] == [by_definition(item) for item in requests]
+
+
+def test_rules_decide_in_these_cases() -> None:
+    """Without the rules the tokens would differ, so the comparisons above can fail."""
+    for item in penalised(6):
+        plain = request("plain", item.prompt_token_ids, 30)
+        worded = request("worded", item.prompt_token_ids, 30, bad_words_ids=item.bad_words_ids)
+        assert len({tuple(by_definition(other)) for other in (item, plain, worded)}) == 3
+
+
+def test_a_word_reaches_back_to_the_first_token_and_no_further() -> None:
+    """The tokens before a row belong to another one; here they are still zeros."""
+    prompt = np.array([1, 2], dtype=np.int32)
+    best = by_definition(request("plain", prompt, 1))[0]
+    fitting = request("fitting", prompt, 1, bad_words_ids=((1, 2, best),))
+    longer = request("longer", prompt, 1, bad_words_ids=((0, 1, 2, best), (0, 0, 1, 2, best)))
+    Engine(max_num_seqs=3, num_blocks=12).run([request("first", prompt, 1), fitting, longer])
+    assert fitting.output_token_ids == by_definition(fitting) != [best]
+    assert longer.output_token_ids == [best]

@@ -54,8 +54,9 @@ class Request:
         "first_scheduled_time", "first_token_time", "followers", "last_token_time", "leader", "lift_time",
         "max_tokens", "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks",
         "output_token_ids", "predicted_output_tokens", "priority", "prompt_token_ids", "rank", "request_id",
-        "reserved_tokens", "row", "sampling", "seed", "sequence", "service_class", "session_id", "session_ttl", "soft_deadline", "state",
-        "stop_reason", "stop_token_ids", "tenant", "was_over_quota",
+        "reserved_tokens", "row", "sampling", "seed", "sequence", "service_class", "session_id",
+        "session_ttl", "soft_deadline", "state", "stop_reason", "stop_token_ids", "tenant",
+        "was_over_quota",
     )  # fmt: skip
 
     def __init__(

@@ -52,6 +52,10 @@ class EngineConfig:
     engine_start_timeout_s: float = 600.0
     record: str = ""  # a folder: every decision is recorded there, for `tidewheel simulate`; empty: none is
 
+    debug_invariants: bool = (
+        False  # check scheduler and cache whenever a turn finds nothing to do: O(blocks), for tests
+    )
+
     async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; None: on CUDA
 
     # order of service
@@ -68,6 +72,7 @@ class EngineConfig:
     breaker_queue_time_s: float | None = None  # the breaker opens above it; None: waiting does not open it
 
     # who leaves when blocks run out
+    admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
     preemption_mode: PreemptionMode = "auto"  # auto: the cheaper of the two, by the cost model
     max_preemptions: int = 4  # of one request, while another victim can be found
     swap_space: float = 0.0  # GiB of host memory behind the KV cache

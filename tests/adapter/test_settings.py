@@ -72,6 +72,8 @@ SCHEDULING: list[tuple[dict[str, str], dict[str, object]]] = [
     ({"ageing_s": "2.5"}, {"ageing_s": 2.5}),
     ({"tenants": '{"a": {"weight": 2}}'}, {"tenants": '{"a": {"weight": 2}}'}),
     ({"predictor_prior_tokens": "64"}, {"predictor_prior_tokens": 64}),
+    ({"cache_aware_order": "false"}, {"cache_aware_order": False}),
+    ({"admit_by_growth": "false"}, {"admit_by_growth": False}),
     ({"max_waiting_requests": "7"}, {"max_waiting_requests": 7}),
     ({"max_waiting_tokens": "700"}, {"max_waiting_tokens": 700}),
     ({"breaker_error_rate": "0.5"}, {"breaker_error_rate": 0.5}),

@@ -100,7 +100,7 @@ def test_generate_is_the_same(model: Path, tmp_path: Path, settings: dict[str, o
         folder = tmp_path / str(is_on)
         folder.mkdir()
         common = {"dtype": "float32", "num_threads": 1, "max_model_len": 96, "record": str(folder)}
-        common["predictor_prior_tokens"] = 1  # requests enter without room to grow, so blocks run out
+        common["admit_by_growth"] = False  # so that blocks run out
         with LLM(model, async_scheduling=is_on, **common, **settings) as llm:
             assert llm.info.async_scheduling is is_on
             results = llm.generate(*map(list, zip(*workload, strict=True)), use_tqdm=False)
@@ -179,7 +179,7 @@ def test_what_a_socket_carries_is_the_same(tmp_path: Path, seed: int, is_on: boo
     num_blocks = (64, 8, 6)[seed]
     info = make_info(tmp_path, vocab_size=VOCAB_SIZE, max_model_len=90, num_blocks=num_blocks)
     info = msgspec.structs.replace(info, async_scheduling=is_on)
-    scheduler = build_scheduler(EngineConfig(model="m", predictor_prior_tokens=1), info)
+    scheduler = build_scheduler(EngineConfig(model="m", admit_by_growth=False), info)
     runner = FakeRunner(num_rows=8, num_blocks=num_blocks, block_size=16, token_budget=64)
     script = any_script(seed)
     ticks = itertools.count()

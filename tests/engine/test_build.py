@@ -110,7 +110,7 @@ def test_one_step_ahead_where_it_overlaps_or_is_asked_for(device: str, setting: 
 def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:
     """But for those that are decided by the scheduler's own defaults."""
     changed = built(
-        scheduling_policy="fair", ageing_s=1.0, cache_aware_order=False, tenants='{"t": {}}',
+        scheduling_policy="fair", ageing_s=1.0, cache_aware_order=False, admit_by_growth=False, tenants='{"t": {}}',
         predictor_prior_tokens=1, max_waiting_requests=1,
         max_waiting_tokens=1, breaker_error_rate=0.1, breaker_queue_time_s=0.1, preemption_mode="recompute",
         max_preemptions=0, long_prefill_token_threshold=1, target_tpot_ms=1.0, enable_seqs_governor=True,

@@ -74,7 +74,7 @@ def test_preemption_changes_no_token(reference: Reference, prefix_caching: bool)
         "num_blocks": 8,
         "max_model_len": 96,
         "max_num_batched_tokens": 24,
-        "predictor_prior_tokens": 1,  # requests enter without room to grow
+        "admit_by_growth": False,
         "enable_prefix_caching": prefix_caching,
     }
     with load(reference.folder, **tiny) as llm:

@@ -42,7 +42,7 @@ def engine(tmp_path: Path, folder: Path) -> Iterator[Engine]:
     """Its pool has 16 blocks, which is what one request of the longest context needs."""
     model = save(llama, tmp_path)
     settings = {"dtype": "float32", "num_blocks": 16, "swap_space": 0.01, "preemption_mode": "swap"}
-    settings["predictor_prior_tokens"] = 1  # requests enter without room to grow
+    settings["admit_by_growth"] = False
     config = EngineConfig.from_settings({"model": str(tmp_path), **settings})
     client = Client(folder, config=config, command=engine_command(), hold_s=LIMIT_S)
     try:

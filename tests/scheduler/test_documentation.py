@@ -14,7 +14,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "scheduling.md").read_text()
 ELSEWHERE = {  # settings that are none of scheduling
     "model", "tokenizer", "dtype", "device", "load_format", "seed", "max_model_len", "block_size", "num_blocks",
     "kv_cache_memory_mb", "gpu_memory_utilization", "enable_prefix_caching", "num_threads", "max_prompt_bytes",
-    "engine_start_timeout_s", "enforce_eager",
+    "engine_start_timeout_s", "enforce_eager", "debug_invariants",
 }  # fmt: skip
 
 

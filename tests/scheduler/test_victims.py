@@ -26,7 +26,6 @@ def state_with(*rows: tuple[int, int, float, int], max_preemptions: int = 4) -> 
             num_cached_tokens=computed,
             num_slots=computed,
             num_shared_slots=0,
-            expected_num_tokens=100,
         )
     return state
 

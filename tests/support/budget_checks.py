@@ -24,7 +24,7 @@ def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) 
     if waiting and has_row and config.strategy.name == "continuous":
         most_blocks = max(driver.kv.num_blocks_for(request.num_tokens) for request in waiting)
         most_growth = max(sum(r.max_tokens for r in (request, *request.followers)) for request in waiting)
-        growth = driver.kv.num_blocks_for(most_growth + expected_growth(driver))
+        growth = driver.kv.num_blocks_for(most_growth + most_growth_of(driver)) if config.admit_by_growth else 0
         assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks) + growth
 
 
@@ -52,10 +52,10 @@ def overtakes(model: Model, request: Request, cut: Request) -> bool:
     return model.config.policy == "priority" and model.class_of(request) == model.class_of(cut)
 
 
-def expected_growth(driver: Driver) -> int:
-    """Tokens that running requests are still expected to add."""
+def most_growth_of(driver: Driver) -> int:
+    """Tokens that running requests may still add."""
     columns = driver.scheduler._state.columns
-    lefts = columns.expected_num_tokens - columns.num_tokens
+    lefts = columns.max_num_tokens - columns.num_tokens
     return int(lefts[columns.running].clip(0).sum())
 
 

@@ -48,6 +48,7 @@ SETTINGS = st.fixed_dictionaries(
         "max_inflight_steps": st.sampled_from([2, 1]),
         "policy": st.sampled_from(["priority", "fifo", *POLICIES]),
         "watermark": st.sampled_from([0.0, 0.25]),
+        "admit_by_growth": st.sampled_from([False, False, True]),
         "ageing_s": st.sampled_from([10.0, 3.0, 1000.0]),
         "max_preemptions": st.sampled_from([1, 4, 1, 0]),
         "long_prefill_token_threshold": st.sampled_from([None, 3]),

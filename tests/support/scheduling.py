@@ -59,7 +59,7 @@ def make_config(**changes: Any) -> SchedulerConfig:
         "max_waiting_requests": 64,
         "max_waiting_tokens": 4096,
         "watermark": 0.0,
-        "predictor_prior_tokens": 1,  # requests enter without room to grow, until enough of them have ended
+        "admit_by_growth": False,  # so that blocks run out
     }
     return SchedulerConfig(**(settings | changes))
 

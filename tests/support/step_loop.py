@@ -45,7 +45,7 @@ class StepLoop:
         info = runner.info
         config = SchedulerConfig(
             max_num_seqs=info.max_num_seqs, max_num_batched_tokens=token_budget, max_model_len=info.max_model_len,
-            max_waiting_requests=1024, max_waiting_tokens=1 << 20, watermark=0.0, **settings,
+            max_waiting_requests=1024, max_waiting_tokens=1 << 20, watermark=0.0, admit_by_growth=False, **settings,
         )  # fmt: skip
         kv = KVCacheManager(
             num_blocks or info.num_blocks,

@@ -68,6 +68,7 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
         policy=config.scheduling_policy,
         ageing_s=config.ageing_s,
         cache_aware_order=config.cache_aware_order,
+        admit_by_growth=config.admit_by_growth,
         tenants=tenants,
         predictor_prior_tokens=config.predictor_prior_tokens,
         breaker_error_rate=config.breaker_error_rate,

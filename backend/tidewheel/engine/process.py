@@ -124,6 +124,7 @@ def _serve_loaded(
             seed=config.seed,
             session_ttl=SessionTtl(config.session_ttl_s, config.max_session_ttl_s),
             linger_s=linger_s,
+            debug_invariants=config.debug_invariants,
             on_drain=lambda: status.update(is_draining=True),
         )
         _announce(info, status)

@@ -18,6 +18,7 @@ from tidewheel.tenants import MAX_TENANT_CHARS
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
+MAX_BAD_TOKENS = 4096  # of all sequences
 MAX_SALT_CHARS = 256
 MAX_SESSION_ID_CHARS = 256
 MAX_SEQUENCES = 16
@@ -151,9 +152,10 @@ def _check_ids(name: str, ids: Iterable[int], vocab_size: int, limit: int) -> No
     ids = tuple(ids)
     if len(ids) > limit:
         raise InvalidRequest(f"{name} has {len(ids)} entries: at most {limit} are allowed")
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"{name} has token id {token_id}: the model's ids are 0 to {vocab_size - 1}")
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    outside = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+    raise InvalidRequest(f"{name} has token id {outside}: the model's ids are 0 to {vocab_size - 1}")
 
 
 def _check_bad_words(sequences: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
@@ -161,6 +163,9 @@ def _check_bad_words(sequences: tuple[tuple[int, ...], ...], vocab_size: int) ->
         raise InvalidRequest(
             f"bad_words has {len(sequences)} token sequences: at most {MAX_BAD_SEQUENCES} are allowed"
         )
+    num_tokens = sum(map(len, sequences))
+    if num_tokens > MAX_BAD_TOKENS:
+        raise InvalidRequest(f"bad_words has {num_tokens} tokens in all: at most {MAX_BAD_TOKENS} are allowed")
     for sequence in sequences:
         if not sequence:
             raise InvalidRequest("bad_words holds an empty token sequence")

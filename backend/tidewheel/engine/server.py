@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
-MAX_MESSAGES_PER_STEP = 4096
+RECEIVE_S = 0.002  # for messages between two steps; one that takes longer is the last
 
 
 class EngineServer:
@@ -56,6 +56,7 @@ class EngineServer:
         seed: int,
         session_ttl: SessionTtl,
         linger_s: float,
+        debug_invariants: bool = False,
         on_drain: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,6 +66,7 @@ class EngineServer:
         self._session_ttl = session_ttl
         self._seeds = random.Random(seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
+        self._debug_invariants = debug_invariants
         self._on_drain = on_drain
         self._clock = clock
         self._front_ends = FrontEnds(socket)
@@ -72,7 +74,6 @@ class EngineServer:
         self._is_draining = False
         self._next_stats = 0.0
         self._lonely_since = clock()
-        self._is_checked = False  # invariants, since the last step
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
@@ -85,9 +86,7 @@ class EngineServer:
             reason = self._keep_house(must_stop)
             if reason:
                 return reason
-            if worked:
-                self._is_checked = False
-            else:
+            if not worked:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
@@ -96,10 +95,9 @@ class EngineServer:
         self._front_ends.broadcast(Dropped(error_info(error)))
 
     def _wait(self) -> None:
-        timeout_ms = 1 if self._core.has_unfinished else IDLE_POLL_MS
-        if not self._socket.poll(timeout_ms) and not self._is_checked:
+        if self._debug_invariants:
             self._core.check_invariants()
-            self._is_checked = True
+        self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
         now = self._clock()
@@ -128,7 +126,11 @@ class EngineServer:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        for _ in range(MAX_MESSAGES_PER_STEP):
+        """Handle messages for `RECEIVE_S`; the others wait for the next step."""
+        until = self._clock() + RECEIVE_S
+        is_first = True
+        while is_first or self._clock() < until:
+            is_first = False
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -96,7 +96,6 @@ class Columns:
         self.arrival_times: npt.NDArray[np.float64] = np.zeros(num_rows)
         self.sequences: Int64Array = np.zeros(num_rows, dtype=np.int64)  # numbers of the arrivals
         self.num_preemptions = _int32(num_rows)
-        self.expected_num_tokens = _int32(num_rows)  # prompt and predicted output
         self.num_entered_tokens = _int32(num_rows)  # that the request had when it entered
         self.num_shared_slots = _int32(num_rows)  # in blocks that the row found when it entered
         self.tenant_ids = _int32(num_rows)  # of `tenants`
@@ -128,7 +127,6 @@ class Columns:
         num_cached_tokens: int,
         num_slots: int,
         num_shared_slots: int,
-        expected_num_tokens: int,
     ) -> int:
         """Give the request `next_free_row()`; return the row."""
         row = heapq.heappop(self._free_rows)
@@ -149,7 +147,6 @@ class Columns:
         self.num_recent[row] = 0
         self.num_entered_tokens[row] = request.num_tokens
         self.num_shared_slots[row] = num_shared_slots
-        self.expected_num_tokens[row] = expected_num_tokens
         self.classes[row] = service_class
         self.arrival_times[row] = request.arrival_time
         self.sequences[row] = request.sequence
@@ -210,6 +207,10 @@ class Columns:
         starts = self.num_computed_tokens + self.num_inflight_tokens
         may_go_on = self.num_tokens + self.num_inflight_samples < self.max_num_tokens
         return int(np.count_nonzero(self.running & may_go_on & (starts >= self.num_slots)))
+
+    def num_own_slots(self, rows: RowArray) -> npt.NDArray[np.float64]:
+        """Return the slots of each row but those of blocks that it found when it entered."""
+        return (self.num_slots[rows] - self.num_shared_slots[rows]).astype(np.float64)
 
     def num_slots_of(self, tenant: str) -> int:
         """Of the tenant's running rows. O(rows)."""

@@ -38,6 +38,7 @@ class SchedulerConfig:
     breaker_queue_time_s: float | None = None
 
     # who leaves when blocks run out
+    admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_preemptions: int = 4  # of one request, while another victim can be found
     swap_seconds_per_block: float | None = None  # of one copy to or from the host tier; None: there is none

@@ -1,57 +1,65 @@
-"""Whether a newcomer leaves running requests the blocks that they are expected to grow into."""
+"""How many blocks running requests are expected to need, and whether a newcomer leaves them these."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from tidewheel.kvcache.hits import PrefixHit
 from tidewheel.request import Request
-from tidewheel.scheduler.columns import RowArray
 from tidewheel.scheduler.state import State
 
+FloatArray = npt.NDArray[np.float64]
 
-def has_room_to_grow(state: State, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
-    """Whether blocks are expected to last until all running requests and this one have ended.
+AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps from now that are looked at: 4, 8, 16 … 131,072
+CAUTION = 2.0  # standard deviations of the need that must be free beside its mean
 
-    Each row grows by a token a step until its expected end and gives its own blocks back then. With rows in the order
-    of their ends, the last first, what is needed when row j ends is
 
-        Σ growth of rows 0 … j  -  Σ own blocks of the rows behind j
+class Growth:
+    """Need for cache slots in the steps to come, as mean and variance over the lengths that outputs may have.
 
-    and the largest of these must be free. After the idea of Past-Future scheduling (Gong et al., ASPLOS 2025) to
-    admit by the peak of predicted memory. Partly filled blocks are left out: as much is free in them, on average, as
-    is lost at the ends.
+    A request that is alive t steps from now has grown by t tokens; one that has ended by then has given back its own
+    slots. With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds
+
+        mean        p · (t + o) - o
+        variance    p · (1 - p) · (t + o)²
+
+    to the need at t. After the idea of Past-Future scheduling (Gong et al., ASPLOS 2025) to admit by the peak of
+    predicted memory.
     """
-    kv, columns = state.kv, state.columns
-    rows = columns.running.nonzero()[0]
-    if not len(rows):
-        return True
-    num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
-    lefts = np.append(_tokens_left(state, rows), np.full(1 + len(request.followers), _left_of(state, request)))
-    num_mine = kv.num_blocks_for(request.num_tokens) - len(hit.block_ids)
-    owned = columns.num_slots[rows] - columns.num_shared_slots[rows]
-    own = np.append(owned, [num_mine * kv.block_size, *[0] * len(request.followers)])
-    if int(lefts.sum()) <= num_free:
-        return True
-    order = np.argsort(-lefts)
-    lefts, own = lefts[order], own[order]
-    growth = np.arange(1, len(lefts) + 1) * lefts
-    given_back = own.sum() - np.cumsum(own)
-    return bool((growth - given_back).max() <= num_free)
 
+    def __init__(self, state: State) -> None:
+        columns = state.columns
+        rows = columns.running.nonzero()[0]
+        outputs = (columns.num_tokens[rows] - columns.num_prompt_tokens[rows]).astype(np.float64)
+        self._state = state
+        self._lengths, self._survival = state.predictor.survival(outputs)
+        self.num_most = int((columns.max_num_tokens[rows] - columns.num_slots[rows]).clip(0).sum())
+        self._mean = self._variance = np.zeros(len(AHEAD))
+        self._add(outputs, columns.max_num_tokens[rows] - columns.num_tokens[rows], columns.num_own_slots(rows))
 
-def _left_of(state: State, request: Request) -> int:
-    return state.expect_tokens(request) - request.num_tokens - 1
+    def leaves_room(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
+        """Whether the request, with its followers, may enter; if so, its need counts from now on."""
+        kv = self._state.kv
+        num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
+        count = 1 + len(request.followers)
+        left = request.max_tokens - request.num_output_tokens
+        own = np.zeros(count)
+        own[0] = kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids))
+        before = (self.num_most, self._mean, self._variance)
+        self.num_most += count * left
+        self._add(np.full(count, float(request.num_output_tokens)), np.full(count, left), own)
+        need = float((self._mean + CAUTION * np.sqrt(self._variance)).max())
+        fits = min(need, self.num_most) <= num_free
+        if not fits:
+            self.num_most, self._mean, self._variance = before
+        return fits
 
-
-def _tokens_left(state: State, rows: RowArray) -> RowArray:
-    """Return the tokens that each row is expected to keep in the cache beside those that it has.
-
-    The last token is never fed back, so it needs no slot. A row that outlived its prediction gets a new one.
-    """
-    columns = state.columns
-    for row in rows[columns.num_tokens[rows] >= columns.expected_num_tokens[rows]].tolist():
-        request = columns.write_back(row)
-        columns.expected_num_tokens[row] = state.expect_tokens(request)
-    lefts: RowArray = columns.expected_num_tokens[rows].astype(np.intp) - columns.num_tokens[rows] - 1
-    return lefts
+    def _add(self, outputs: FloatArray, lefts: npt.NDArray[np.int_], own: FloatArray) -> None:
+        """Count requests with outputs so long, that may have `lefts` more tokens and hold `own` slots alone."""
+        now = np.interp(outputs, self._lengths, self._survival).clip(1e-9)[:, None]
+        alive = np.interp(outputs[:, None] + AHEAD, self._lengths, self._survival) / now
+        alive *= lefts[:, None] > AHEAD
+        held = AHEAD + own[:, None]
+        self._mean = self._mean + (alive * held - own[:, None]).sum(axis=0)
+        self._variance = self._variance + (alive * (1.0 - alive) * held * held).sum(axis=0)

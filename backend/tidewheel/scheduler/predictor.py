@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 QUANTILE = 0.5  # the median: of all numbers, the one with the least mean absolute error
 MAX_CELLS = 2048
 MIN_SEEN = 8.0  # outputs in a cell before it is believed
+NUM_KNOWN = 200  # outputs after which those that still run tell nothing new
 
 _FORGET = 0.99  # weight that an output keeps at the next one of its cell: about the last 100 count
 _BINS_PER_OCTAVE = 4
@@ -21,6 +24,7 @@ _ERROR_SMOOTHING = 0.01
 _EDGES: list[float] = [
     2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)
 ]  # bin i covers [edge i, edge i + 1)
+_LENGTHS = np.array(_EDGES)
 
 _Cell = tuple[str | None, int | None]  # tenant and prompt bucket; None: all of them
 
@@ -61,15 +65,10 @@ class Histogram:
         inside = (wanted - (sums[index] - weight)) / weight
         return _EDGES[index] + inside * (_EDGES[index + 1] - _EDGES[index])
 
-    def mean_above(self, length: int) -> float | None:
-        """Return the mean of the outputs that are longer, lengths in a bin taken as even; None: none was seen."""
-        weight = total = 0.0
-        for index in range(_bin_of(length + 1), _NUM_BINS):
-            low, high = max(_EDGES[index], length), _EDGES[index + 1]
-            part = self._weights[index] * (high - low) / (high - _EDGES[index])
-            weight += part
-            total += part * (low + high) / 2.0
-        return total / weight if weight > 0.0 else None
+    @property
+    def weights(self) -> npt.NDArray[np.float64]:
+        """Outputs in each bin, older ones faded."""
+        return np.array(self._weights) / self._scale
 
 
 class OutputPredictor:
@@ -103,16 +102,24 @@ class OutputPredictor:
         """Output tokens, 1 to `max_tokens`."""
         return self.quantile(QUANTILE, tenant, num_prompt_tokens, max_tokens)
 
-    def expect(self, tenant: str, num_prompt_tokens: int, max_tokens: int, num_output_tokens: int) -> int:
-        """Return the mean output length of requests like this one that have more than `num_output_tokens`.
+    def survival(self, running: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return output lengths, ascending, and the share of all outputs that is longer than each.
 
-        Where no output was that long, another half of it is expected. The result is at most `max_tokens`.
+        The estimate of Kaplan and Meier (1958): those that still run, at lengths `running`, count as outputs at
+        least so long. Else the first outputs to end, which are the short ones, would pass for all. The more have
+        ended, the less the running ones add, and from `NUM_KNOWN` on nothing. The prior counts as `MIN_SEEN` outputs
+        of a geometric length with twice its mean, until as many have ended.
         """
-        histogram = self._believed(tenant, num_prompt_tokens.bit_length())
-        mean = None if histogram is None else histogram.mean_above(num_output_tokens)
-        if mean is None:
-            mean = max(self._prior if histogram is None else 0.0, 1.5 * num_output_tokens)
-        return min(max(math.ceil(mean), num_output_tokens + 1), max_tokens)
+        histogram = self._shared.get((None, None))
+        ended = np.zeros(_NUM_BINS) if histogram is None else histogram.weights
+        prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self._prior)))
+        ended = ended + max(MIN_SEEN - self.num_observed, 0.0) * prior
+        weight = max(1.0 - self.num_observed / NUM_KNOWN, 0.0)
+        bins = np.searchsorted(_LENGTHS[1:-1], running, side="right")
+        seen = ended + weight * np.bincount(bins, minlength=_NUM_BINS)
+        at_risk = seen[::-1].cumsum()[::-1]
+        hazard = np.divide(ended, at_risk, out=np.zeros(_NUM_BINS), where=at_risk > 0.0)
+        return _LENGTHS, np.append(1.0, np.cumprod(1.0 - hazard))
 
     def quantile(self, fraction: float, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
         """Length that a `fraction`, above 0, of outputs like this one does not exceed; 1 to `max_tokens`."""

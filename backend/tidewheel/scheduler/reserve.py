@@ -18,7 +18,7 @@ from tidewheel.errors import InternalError
 from tidewheel.kvcache.hits import PrefixHit
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import RowArray
-from tidewheel.scheduler.growth import has_room_to_grow
+from tidewheel.scheduler.growth import Growth
 from tidewheel.scheduler.plan import StepLimits, StepPlan, new_row
 from tidewheel.scheduler.policy import Rank, level_of
 from tidewheel.scheduler.queue import next_in_line
@@ -108,6 +108,7 @@ class _Admission:
         self._now = now
         self._is_open = True
         self._by_cache = state.is_cache_aware
+        self._growth: Growth | None = None  # made when the first request asks; CRITICAL ones do not ask
         self._skipped: set[str] = set()  # ids of requests that wait for a prefix
         self._cached: dict[str, int] = {}  # tokens of cached prefixes, by request id
 
@@ -176,8 +177,11 @@ class _Admission:
         state, plan = self._state, self._plan
         if self._needs_row() or (plan.is_scarce and not self._may_make_way(request)):
             return False
-        keep_free = plan.num_blocks_kept(state.columns.num_running)
-        return self._may_make_way(request) or has_room_to_grow(state, request, hit, keep_free=keep_free)
+        if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
+            return True
+        if self._growth is None:
+            self._growth = Growth(state)
+        return self._growth.leaves_room(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         """Preempt lower classes for a CRITICAL request that would not enter otherwise; whether rows have left."""
@@ -188,6 +192,7 @@ class _Admission:
         for row in victims:
             state.preempt(row, self._now)
         plan.drop_decodes(victims)
+        self._growth = None
         return bool(victims)
 
     def _may_make_way(self, request: Request) -> bool:

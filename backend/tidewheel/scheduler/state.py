@@ -134,7 +134,6 @@ class State:
             num_cached_tokens=hit.num_tokens,
             num_slots=len(blocks) * kv.block_size,
             num_shared_slots=len(hit.block_ids) * kv.block_size,
-            expected_num_tokens=self.expect_tokens(request),
         )
         request.lift_time = None
         if request.followers:
@@ -143,13 +142,6 @@ class State:
         request.num_reused_blocks += len(hit.block_ids)
         request.num_new_blocks += len(blocks) - len(hit.block_ids)
         return list(blocks)
-
-    def expect_tokens(self, request: Request) -> int:
-        """Predict how many tokens the request has in the end, of those that have more than it has now."""
-        output = self.predictor.expect(
-            request.tenant, request.num_prompt_tokens, request.max_tokens, request.num_output_tokens
-        )
-        return request.num_prompt_tokens + output
 
     def preempt(self, row: int, now: float) -> None:
         """Send the row's request back to the waiting set; it keeps its output, and loses its blocks."""

@@ -186,13 +186,14 @@ class KVCacheManager:
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
         """Return how many free blocks are missing for a row of `num_tokens` tokens; at most 0: it can be allocated.
 
-        `keep_free` blocks must be free afterwards. Blocks of the hit that no row holds are free now and are needed.
-        Free blocks include one that only the next batch copies from.
+        `keep_free` blocks must be free afterwards, beside one that the next batch copies from. Blocks of the hit that
+        no row holds are free now and are needed.
         """
         ref_count = self._pool.ref_count
         num_revived = sum([ref_count[block_id] == 0 for block_id in hit.block_ids])
         num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
-        return num_new + num_revived + keep_free - self.num_free_blocks
+        num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
+        return num_new + num_revived + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
         """Give a new row the blocks of `hit` and as many more as `num_tokens` tokens need.

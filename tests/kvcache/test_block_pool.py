@@ -34,7 +34,7 @@ def test_cached_blocks_are_found_until_they_are_evicted_least_recently_used_firs
     pool = BlockPool(3)
     blocks = take(pool, 3)
     for block_id, block_hash in zip(blocks, HASHES, strict=False):
-        pool.register_hash(block_id, block_hash)
+        pool.register_hashes([block_id], [block_hash])
     pool.free(blocks)
     assert (pool.num_free, pool.num_cached) == (3, 3)
     pool.touch([blocks[0]])  # used again: now it is the last to go
@@ -47,7 +47,7 @@ def test_cached_blocks_are_found_until_they_are_evicted_least_recently_used_firs
 def test_empty_blocks_are_taken_before_cached_ones() -> None:
     pool = BlockPool(4)
     cached, empty = take(pool, 2)
-    pool.register_hash(cached, HASHES[0])
+    pool.register_hashes([cached], [HASHES[0]])
     pool.free([cached])
     pool.free([empty])
     assert cached not in take(pool, 3)
@@ -58,8 +58,8 @@ def test_empty_blocks_are_taken_before_cached_ones() -> None:
 def test_the_first_block_with_a_content_keeps_its_name() -> None:
     pool = BlockPool(2)
     first, second = take(pool, 2)
-    pool.register_hash(first, HASHES[0])
-    pool.register_hash(second, HASHES[0])
+    pool.register_hashes([first], [HASHES[0]])
+    pool.register_hashes([second], [HASHES[0]])
     assert pool.lookup(HASHES[0]) == first
     assert pool.hash_of(second) is None
 
@@ -67,7 +67,7 @@ def test_the_first_block_with_a_content_keeps_its_name() -> None:
 def test_a_kept_block_is_neither_free_nor_evicted() -> None:
     pool = BlockPool(3)
     kept, other = take(pool, 2)
-    pool.register_hash(kept, HASHES[0])
+    pool.register_hashes([kept], [HASHES[0]])
     pool.keep([kept])
     pool.free([kept, other])
     assert (pool.num_free, pool.num_kept, pool.num_cached) == (2, 1, 0)
@@ -87,13 +87,13 @@ def test_a_kept_block_is_neither_free_nor_evicted() -> None:
 def test_misuse_is_told(misuse: str) -> None:
     pool = BlockPool(2)
     used, freed = take(pool, 2)
-    pool.register_hash(used, HASHES[0])
+    pool.register_hashes([used], [HASHES[0]])
     pool.free([freed])
     calls = {
         "double free": lambda: pool.free([freed]),
         "release": lambda: pool.release([used]),
-        "hash of a free block": lambda: pool.register_hash(freed, HASHES[1]),
-        "second hash": lambda: pool.register_hash(used, HASHES[1]),
+        "hash of a free block": lambda: pool.register_hashes([freed], [HASHES[1]]),
+        "second hash": lambda: pool.register_hashes([used], [HASHES[1]]),
         "drop of a free block": lambda: pool.drop_hash(freed),
     }
     with pytest.raises(InternalError, match="block"):
@@ -108,7 +108,7 @@ def test_misuse_is_told(misuse: str) -> None:
 def test_check_invariants_sees_damage(damage: str) -> None:
     pool = BlockPool(4)
     blocks = take(pool, 3)
-    pool.register_hash(blocks[0], HASHES[0])
+    pool.register_hashes([blocks[0]], [HASHES[0]])
     pool.free(blocks[:2])
     pool.check_invariants()
     if damage == "ref_count":
@@ -225,7 +225,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), block_hash=st.sampled_from(HASHES))
     def register_hash(self, data: st.DataObject, block_hash: bytes) -> None:
         block_id = data.draw(st.sampled_from(sorted(set(self.used()) - self.naive.hashes.keys())))
-        self.pool.register_hash(block_id, block_hash)
+        self.pool.register_hashes([block_id], [block_hash])
         if self.naive.lookup(block_hash) is None:
             self.naive.hashes[block_id] = block_hash
 

@@ -114,13 +114,15 @@ class BlockPool:
     def hash_of(self, block_id: int) -> bytes | None:
         return self._hashes[block_id]
 
-    def register_hash(self, block_id: int, block_hash: bytes) -> None:
-        """The block, in use, now holds this content for good. Where another block does already, that one is kept."""
-        if self.ref_count[block_id] == 0 or self._hashes[block_id] is not None:
-            raise InternalError(f"block {block_id} is free or has a hash: it cannot be given one")
-        if block_hash not in self._blocks:
-            self._blocks[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def register_hashes(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """Note that each block, in use, holds this content for good. A block that already holds it stays the one."""
+        blocks, hashes, ref_count = self._blocks, self._hashes, self.ref_count
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if ref_count[block_id] == 0 or hashes[block_id] is not None:
+                raise InternalError(f"block {block_id} is free or has a hash: it cannot be given one")
+            if block_hash not in blocks:
+                blocks[block_hash] = block_id
+                hashes[block_id] = block_hash
 
     def drop_hash(self, block_id: int) -> None:
         """The content of a block in use must not be found any more."""

@@ -297,11 +297,10 @@ class KVCacheManager:
             return
         if self.enable_prefix_caching:
             extend_block_hashes(request, num_full, self.block_size)
-            table, hashes = self._tables[row], request.block_hashes
-            for index in range(first, num_full):
-                self._pool.register_hash(table[index], hashes[index])
+            hashes = request.block_hashes[first:num_full]
+            self._pool.register_hashes(self._tables[row][first:num_full], hashes)
             if self._computing:
-                self._stop_computing(row, hashes[first:num_full])
+                self._stop_computing(row, hashes)
         self._num_sealed[row] = num_full
 
     def _stop_computing(self, row: int, block_hashes: Sequence[bytes]) -> None:
@@ -372,9 +371,8 @@ class KVCacheManager:
     def _seal_arrived(self, row: int, arrival: Arrival) -> None:
         """Full blocks from the host tier can be shared from this batch on: they are there before it computes."""
         table, first = self._tables[row], self._num_sealed[row]
-        for index, key in enumerate(arrival.keys, first):
-            self._pool.register_hash(table[index], key)
         self._num_sealed[row] = first + len(arrival.keys)
+        self._pool.register_hashes(table[first : self._num_sealed[row]], arrival.keys)
 
     def step_done(self, step_id: int) -> None:
         """The batch of this step is no longer in flight."""

@@ -8,7 +8,7 @@ from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.stats import WaitingRoom
 
-MAX_DISPLACED = 64  # waiting requests that one newcomer takes the place of
+MAX_DISPLACED = 16  # waiting requests that one newcomer takes the place of
 
 _FIRST_RETRY_MS = 250  # while no pace is known
 _MIN_RETRY_MS = 50

@@ -103,6 +103,8 @@ class Columns:
         self.num_recent = _int32(num_rows)
         self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)  # tokens not yet in the request
         self._requests = np.full(num_rows, None, dtype=object)
+        self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last call of `requests`
+        self._last_requests: list[Request] = []
         self._free_rows = list(range(num_rows))  # heap: low rows first keeps the tables of the runner compact
         self._left_rows: list[int] = []
 
@@ -114,7 +116,11 @@ class Columns:
         return cast(Request, self._requests[row])
 
     def requests(self, rows: RowArray) -> list[Request]:
-        return cast(list[Request], self._requests.take(rows).tolist())
+        """Return the requests of the rows; not to be changed, since the next call may return the same list."""
+        if not (len(rows) == len(self._last_rows) and np.array_equal(rows, self._last_rows)):
+            self._last_rows = rows
+            self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
+        return self._last_requests
 
     def next_free_row(self) -> int:
         return self._free_rows[0]
@@ -144,6 +150,7 @@ class Columns:
         self.last_step[row] = -1
         self._set_stop_ids(row, request.stop_token_ids)
         self._requests[row] = request
+        self._last_rows, self._last_requests = self._last_rows[:0], []
         self.num_recent[row] = 0
         self.num_entered_tokens[row] = request.num_tokens
         self.num_shared_slots[row] = num_shared_slots
@@ -174,6 +181,7 @@ class Columns:
             request.last_token_time = float(self.last_token_times[row])
         request.row = -1
         self._requests[row] = None
+        self._last_rows, self._last_requests = self._last_rows[:0], []
         self.running[row] = False
         self.num_running -= 1
         self.epochs[row] += 1
@@ -255,7 +263,7 @@ class Columns:
             require(request.row == row and request.state is RequestState.RUNNING, f"{request} is not in row {row}")
             num_tokens = request.num_tokens + int(self.num_recent[row])
             require(int(self.num_tokens[row]) == num_tokens, f"{request} has {self.num_tokens[row]} tokens")
-            require(int(self.num_recent[row]) < NUM_RECENT, f"{request} has no room for the next token")
+            require(int(self.num_recent[row]) <= NUM_RECENT, f"{request} has too many recent tokens")
         start = self.num_computed_tokens + self.num_inflight_tokens
         known = self.num_tokens + self.num_inflight_samples
         for name, holds in (

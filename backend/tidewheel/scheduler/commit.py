@@ -48,7 +48,7 @@ def commit_step(
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     token_ids: list[int] = tokens.tolist()
     requests = state.columns.append_tokens(rows, tokens, now)
-    _write_back_full(state, rows)
+    _write_back_some(state, batch.step_id)
     if state.virtual_counters is not None:
         _charge_outputs(state.virtual_counters, state.columns, rows)
     for index, reason in find_endings(state.columns, rows, tokens):
@@ -87,15 +87,16 @@ def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: 
         state.kv.commit(row, columns.request(row), int(ends[index]))
 
 
-def _write_back_full(state: State, rows: RowArray) -> None:
-    """Move recent tokens to requests whose rows are full of them, and hash the blocks that they fill.
+def _write_back_some(state: State, step_id: int) -> None:
+    """Move recent tokens of every `NUM_RECENT`th row to its request, and hash the blocks that they fill.
 
-    No request waits for blocks that decoding fills, so hashing many at once, at half the cost of one by one, is early
-    enough; the rest is hashed when the request leaves its row.
+    Every row has its turn before it is full, and no step does it for all. No request waits for blocks that decoding
+    fills, so hashing many at once, at half the cost of one by one, is early enough.
     """
     columns = state.columns
-    for row in rows[columns.num_recent.take(rows) == NUM_RECENT].tolist():
-        state.kv.commit(row, columns.write_back(row), int(columns.num_computed_tokens[row]))
+    for row in range(step_id % NUM_RECENT, columns.num_rows, NUM_RECENT):
+        if columns.num_recent[row]:
+            state.kv.commit(row, columns.write_back(row), int(columns.num_computed_tokens[row]))
 
 
 def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray) -> None:

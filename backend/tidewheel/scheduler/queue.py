@@ -13,7 +13,7 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 
-WINDOW = 16  # waiting requests whose cached prefixes are compared
+WINDOW = 64  # waiting requests whose cached prefixes are compared
 
 
 class SortedQueue:

@@ -129,7 +129,7 @@ class _Admission:
         state = self._state
         candidates = state.waiting.candidates(with_new=self._plan.joins_left > 0)
         waiting = (request for request in candidates if request.request_id not in self._skipped)
-        if self._by_cache:
+        if self._by_cache and not self._needs_row():
             return next_in_line(waiting, self._num_cached_tokens, before=self._now - state.config.ageing_s)
         return next(waiting, None)
 

@@ -146,7 +146,8 @@ class _Admission:
         """
         state, plan = self._state, self._plan
         level = level_of(state.policy, request)
-        if plan.token_budget < 1 or not plan.may_share(level):
+        is_shut = plan.is_scarce or self._needs_row()
+        if plan.token_budget < 1 or not plan.may_share(level) or (is_shut and not self._may_make_way(request)):
             return Entry.BLOCKED
         if drop_over_quota(state, request, self._now):
             return Entry.MOVED
@@ -173,12 +174,10 @@ class _Admission:
         return Entry.ENTERED
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a row is free for the request, and blocks that running requests are not expected to need."""
+        """Whether there is a row, and blocks that running requests are not expected to need."""
         state, plan = self._state, self._plan
-        if self._needs_row() or (plan.is_scarce and not self._may_make_way(request)):
-            return False
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
-            return True
+            return not self._needs_row()
         if self._growth is None:
             self._growth = Growth(state)
         return self._growth.leaves_room(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))

@@ -9,6 +9,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,6 +32,11 @@ EOS = 3
 VOCAB = 8  # so few that prompts share prefixes and answers stop
 
 
+def recording_scheduler(recorder: Recorder, **settings: Any) -> RecordingScheduler:
+    plain = make_scheduler(**settings)
+    return RecordingScheduler(plain._config, plain._state.kv, recorder)
+
+
 class Session:
     """A random client and a device that answers at random, on a scheduler that is recorded."""
 
@@ -50,7 +56,7 @@ class Session:
             named_tenants=settings.get("tenants", ()),
             max_bytes=max_bytes,
         )
-        self.scheduler = RecordingScheduler(make_scheduler(**self.settings), self.recorder)
+        self.scheduler = recording_scheduler(self.recorder, **self.settings)
         self.in_flight: deque[ScheduledBatch] = deque()
         self.requests: list[Request] = []
         self.turns: dict[str, Request] = {}  # the newest of each session
@@ -228,7 +234,7 @@ def test_a_recording_holds_no_tokens_and_no_names(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     with path.open("wb") as file:
         recorder = Recorder(file, settings={}, info={}, with_contents=True, named_tenants=("paying",))
-        scheduler = RecordingScheduler(make_scheduler(), recorder)
+        scheduler = recording_scheduler(recorder)
         prompt = np.arange(1_000_000, 1_000_020, dtype=np.int32)
         for tenant in ("secret tenant", "paying"):
             request = Request(
@@ -279,7 +285,7 @@ class FullDisk(io.BytesIO):
 
 def test_a_full_disk_ends_the_recording_not_the_scheduler() -> None:
     recorder = Recorder(FullDisk(), settings={}, info={}, with_contents=False)
-    scheduler = RecordingScheduler(make_scheduler(), recorder)
+    scheduler = recording_scheduler(recorder)
     scheduler.schedule(0.0)
     assert not recorder.is_open
     assert scheduler.schedule(1.0) is None

@@ -18,7 +18,7 @@ from tidewheel.engine.recording import check_folder
 from tidewheel.engine.simulated import simulated_info
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
-from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.report import Report, summarise
@@ -178,7 +178,7 @@ def find_capacity(plan: Plan, policy: str) -> float:
 def _simulator(plan: Plan, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
     info = simulated_info(config, plan.cost, max_model_len=max(trace.max_num_tokens, 2))
 
-    def make_scheduler(_number: int) -> EngineScheduler:
+    def make_scheduler(_number: int) -> Scheduler:
         return build_scheduler(config, info)
 
     return Simulator(

@@ -9,16 +9,16 @@ from typing import Protocol
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.recording import record_decisions
+from tidewheel.engine.recording import open_recorder
 from tidewheel.engine.runner import Runner
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.interface import EngineScheduler
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.strategy import StrategyConfig
+from tidewheel.simulate.recording_scheduler import RecordingScheduler
 from tidewheel.tenants import TenantLimits, parse_tenants
 
 Progress = Callable[[str, float], None]  # name of the stage, fraction of it that is done
@@ -53,7 +53,7 @@ def is_async(config: EngineConfig, device: str) -> bool:
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
-def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
+def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
     """Raises `ConfigError` for settings that do not fit the model or the cache, and for a folder to record in that
     cannot be written."""
     tenants = parse_tenants(config.tenants)
@@ -96,8 +96,9 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> EngineScheduler:
         num_host_blocks=info.num_host_blocks,
         session_limits=SessionLimits(config.max_sessions, config.session_max_blocks, tenants),
     )
-    scheduler = Scheduler(settings, kv)
-    return record_decisions(scheduler, config, info) if config.record else scheduler
+    if config.record:
+        return RecordingScheduler(settings, kv, open_recorder(config, info))
+    return Scheduler(settings, kv)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -13,7 +13,7 @@ from tidewheel.engine.recovery import is_out_of_memory, no_tokens, recover
 from tidewheel.engine.runner import Computed, PendingTokens, Runner
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.stats import WaitingRoom
 
 
@@ -40,7 +40,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: EngineScheduler,
+        scheduler: Scheduler,
         runner: Runner,
         deliver: Deliver,
         *,

@@ -10,14 +10,14 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.calibration import fit
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.events import Header
 from tidewheel.simulate.replay import Recording, measured_steps
 
 
-def scheduler_of(header: Header) -> EngineScheduler:
+def scheduler_of(header: Header) -> Scheduler:
     """A new scheduler like the recorded one. Raises `ConfigError` when this version cannot make it."""
     config, info = _engine_of(header)
     return build_scheduler(config, info)

@@ -13,9 +13,7 @@ import msgspec
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.scheduler.interface import EngineScheduler
 from tidewheel.simulate.recorder import Recorder
-from tidewheel.simulate.recording_scheduler import RecordingScheduler
 from tidewheel.tenants import parse_tenants
 
 _numbers = itertools.count()
@@ -32,8 +30,8 @@ def check_folder(config: EngineConfig) -> None:
         raise ConfigError(f"record is {config.record!r}: the folder cannot be written")
 
 
-def record_decisions(scheduler: EngineScheduler, config: EngineConfig, info: EngineInfo) -> RecordingScheduler:
-    """Writes to a new file in `config.record`. Raises `ConfigError` when that cannot be opened."""
+def open_recorder(config: EngineConfig, info: EngineInfo) -> Recorder:
+    """Open a new file in `config.record`. Raise `ConfigError` when that cannot be done."""
     check_folder(config)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = Path(config.record) / f"{stamp}-{os.getpid()}-{next(_numbers)}.jsonl"
@@ -49,4 +47,4 @@ def record_decisions(scheduler: EngineScheduler, config: EngineConfig, info: Eng
         named_tenants=tuple(parse_tenants(config.tenants)),
     )
     atexit.register(recorder.flush)
-    return RecordingScheduler(scheduler, recorder)
+    return recorder

@@ -32,7 +32,7 @@ from tidewheel.engine.messages import (
 from tidewheel.engine.requests import SessionTtl, check_num_sequences, to_requests
 from tidewheel.engine.runner import Runner
 from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
-from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class EngineServer:
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        scheduler: EngineScheduler,
+        scheduler: Scheduler,
         runner: Runner,
         info: EngineInfo,
         *,

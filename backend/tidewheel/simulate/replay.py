@@ -13,7 +13,7 @@ from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
-from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.calibration import MeasuredStep
 from tidewheel.simulate.cost_model import StepFeatures
 from tidewheel.simulate.events import (
@@ -81,7 +81,7 @@ class Recording:
             raise ConfigError(f"{self._path}: {error}") from None
 
 
-def replay(recording: Recording, scheduler: EngineScheduler) -> Replayed:
+def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
     """`scheduler` must be new and made from the header."""
     player = _Player(scheduler)
     num_events = 0
@@ -95,7 +95,7 @@ def replay(recording: Recording, scheduler: EngineScheduler) -> Replayed:
 
 
 class _Player:
-    def __init__(self, scheduler: EngineScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.num_steps = 0
         self.num_requests = 0
         self._scheduler = scheduler

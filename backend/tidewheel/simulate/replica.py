@@ -12,7 +12,7 @@ import numpy as np
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import TidewheelError
 from tidewheel.request import Request
-from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.contents import STOP_TOKEN
 from tidewheel.simulate.cost_model import CostModel, step_features
 
@@ -36,7 +36,7 @@ class Replica:
     def __init__(
         self,
         number: int,
-        scheduler: EngineScheduler,
+        scheduler: Scheduler,
         cost: CostModel,
         ended: Ended,
         *,

@@ -11,7 +11,7 @@ import numpy as np
 
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
-from tidewheel.scheduler.interface import EngineScheduler
+from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.contents import STOP_TOKEN, Contents
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
@@ -19,7 +19,7 @@ from tidewheel.simulate.replica import Replica
 from tidewheel.simulate.router import RouteKey, Router
 from tidewheel.simulate.traces import NOBODY, Trace
 
-MakeScheduler = Callable[[int], EngineScheduler]  # for the replica with this number
+MakeScheduler = Callable[[int], Scheduler]  # for the replica with this number
 
 _PRIORITIES = {int(priority): priority for priority in Priority}
 _SAMPLING = SamplingParams()

@@ -1,0 +1,115 @@
+"""What the loop of an engine does between two steps, and what it leaves out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import zmq
+
+from support.engine_clients import request
+from support.fake_engine import make_info
+from support.fake_runner import VOCAB_SIZE, FakeRunner
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.messages import PROTOCOL, Hello, encoder
+from tidewheel.engine.requests import SessionTtl
+from tidewheel.engine.server import RECEIVE_S, EngineServer
+from tidewheel.request import Request
+from tidewheel.scheduler.scheduler import Scheduler
+
+NUM_BLOCKS = 64
+
+
+class Loop:
+    """A server whose clock moves by `tick` seconds at every look, and a front end that has said hello."""
+
+    def __init__(self, folder: Path, context: zmq.Context[zmq.Socket[bytes]], tick: float, **options: bool) -> None:
+        info = make_info(folder, vocab_size=VOCAB_SIZE, max_model_len=90, num_blocks=NUM_BLOCKS)
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.bind("inproc://loop")
+        self.peer = context.socket(zmq.DEALER)
+        self.peer.connect("inproc://loop")
+        self.scheduler = build_scheduler(EngineConfig(model="m", scheduling_strategy="static"), info)
+        ticks = itertools.count()
+        self.server = EngineServer(
+            self.socket,
+            self.scheduler,
+            FakeRunner(num_rows=8, num_blocks=NUM_BLOCKS, block_size=16, token_budget=64),
+            info,
+            settings_digest="",
+            seed=0,
+            session_ttl=SessionTtl(1.0, 1.0),
+            linger_s=1e9,
+            clock=lambda: tick * next(ticks),
+            **options,
+        )
+        self.peer.send(encoder.encode(Hello(PROTOCOL, "peer", "")))
+
+    def turns(self, count: int) -> None:
+        """So many turns of the loop."""
+        left = itertools.count(count, -1)
+        self.server._keep_house = lambda _: "" if next(left) > 1 else "enough"  # type: ignore[method-assign]
+        assert self.server.serve(lambda: "") == "enough"
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
+    loops: list[Loop] = []
+    with zmq.Context() as context:
+
+        def make(tick: float, **options: bool) -> Loop:
+            loops.append(Loop(tmp_path, context, tick, **options))
+            return loops[-1]
+
+        yield make
+        for each in loops:
+            each.socket.close(0)
+            each.peer.close(0)
+
+
+@pytest.mark.parametrize("debug_invariants", [False, True])
+def test_the_loop_checks_the_whole_cache_only_where_it_is_told_to(
+    loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, debug_invariants: bool
+) -> None:
+    """Also while requests wait and none may run, as they do for the batch of a static strategy."""
+    checks = []
+    monkeypatch.setattr(Scheduler, "check_invariants", lambda self: checks.append(self.num_waiting))
+    it = loop(1e-6, debug_invariants=debug_invariants)
+    it.peer.send(encoder.encode(request(1, 5, 6)))
+    it.turns(5)
+    assert it.scheduler.num_waiting == 1
+    assert bool(checks) == debug_invariants
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of the requests that have reached the scheduler."""
+    ids: list[str] = []
+    real = Scheduler.add_group
+
+    def add_group(self: Scheduler, requests: Sequence[Request], now: float) -> list[Request]:
+        ids.extend(each.request_id for each in requests)
+        return real(self, requests, now)
+
+    monkeypatch.setattr(Scheduler, "add_group", add_group)
+    return ids
+
+
+def test_messages_between_two_steps_are_bounded_by_time(loop: Callable[..., Loop], added: list[str]) -> None:
+    it = loop(RECEIVE_S / 4)
+    for key in range(1, 41):
+        it.peer.send(encoder.encode(request(key, 5, 6)))
+    it.turns(1)
+    assert 0 < len(added) <= 8
+    it.turns(60)
+    assert len(added) == 40
+
+
+def test_a_message_that_takes_long_is_handled_all_the_same(loop: Callable[..., Loop], added: list[str]) -> None:
+    it = loop(10 * RECEIVE_S)
+    it.peer.send(encoder.encode(request(1, 5, 6)))
+    it.turns(2)
+    assert len(added) == 1

@@ -173,6 +173,12 @@ class Columns:
             self.num_recent[row] = 0
         return request
 
+    def write_back_some(self, step_id: int) -> None:
+        """Write back every `NUM_RECENT`th row: each has its turn before it is full, and no step pays for all."""
+        for row in range(step_id % NUM_RECENT, self.num_rows, NUM_RECENT):
+            if self.num_recent[row]:
+                self.write_back(row)
+
     def leave(self, row: int) -> None:
         """Free the row; the request gets what the row kept for it. Results in flight are of a past epoch then."""
         request = self.write_back(row)

@@ -9,7 +9,7 @@ import numpy as np
 from tidewheel.batch import BoolArray, Int32Array, SampledTokens, ScheduledBatch, StepOutputs, TopLogprobs
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.columns import NUM_RECENT, Columns, Int64Array, RowArray
+from tidewheel.scheduler.columns import Columns, Int64Array, RowArray
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.state import State
 
@@ -48,7 +48,7 @@ def commit_step(
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
     token_ids: list[int] = tokens.tolist()
     requests = state.columns.append_tokens(rows, tokens, now)
-    _write_back_some(state, batch.step_id)
+    state.columns.write_back_some(batch.step_id)
     if state.virtual_counters is not None:
         _charge_outputs(state.virtual_counters, state.columns, rows)
     for index, reason in find_endings(state.columns, rows, tokens):
@@ -76,7 +76,10 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
 
 
 def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    """Note what the batch has computed. Blocks of tokens that a row entered with can be found from then on."""
+    """Note what the batch has computed. Blocks of tokens that a row entered with can be found from then on.
+
+    Blocks that decoding fills are hashed when the request leaves its row: no other request wants them earlier.
+    """
     columns = state.columns
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
     ends = starts + counts
@@ -85,18 +88,6 @@ def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: 
     for index in (starts < columns.num_entered_tokens.take(rows)).nonzero()[0].tolist():
         row = int(rows[index])
         state.kv.commit(row, columns.request(row), int(ends[index]))
-
-
-def _write_back_some(state: State, step_id: int) -> None:
-    """Move recent tokens of every `NUM_RECENT`th row to its request, and hash the blocks that they fill.
-
-    Every row has its turn before it is full, and no step does it for all. No request waits for blocks that decoding
-    fills, so hashing many at once, at half the cost of one by one, is early enough.
-    """
-    columns = state.columns
-    for row in range(step_id % NUM_RECENT, columns.num_rows, NUM_RECENT):
-        if columns.num_recent[row]:
-            state.kv.commit(row, columns.write_back(row), int(columns.num_computed_tokens[row]))
 
 
 def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray) -> None:

@@ -1,6 +1,6 @@
 """Preemptions and tokens computed twice, where the KV cache holds a fraction of the requests that may run.
 
-    python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--json] [--save]
+    python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--growth on off] [--save]
 
 The scheduler runs under the simulator's clock (an 8B model on an H200, by its data sheet). The pool holds `--pool`
 requests of mean size, `--rows` may run, and output lengths differ widely, so that requests outgrow the pool. They
@@ -9,6 +9,7 @@ be: every request names the same `max_tokens`.
 
 A token is computed twice when a preempted request returns and its blocks are gone. The figures of each seed are
 preemptions per request, tokens computed over tokens needed, and output tokens per second until the last request ends.
+`--growth off` admits by free blocks alone (`admit_by_growth` false).
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Load:
 class Figures:
     output: str
     policy: str
+    growth: str
     seed: int
     finished: int
     preemptions: int
@@ -74,10 +76,10 @@ class Figures:
     p99_ttft_s: float
 
 
-def simulate(load: Load, policy: str, trace: Trace) -> tuple[Outcomes, Replica]:
+def simulate(load: Load, policy: str, growth: str, trace: Trace) -> tuple[Outcomes, Replica]:
     config = EngineConfig(
         model="simulated", max_num_seqs=load.rows, num_blocks=load.num_blocks, block_size=BLOCK_SIZE,
-        scheduling_policy=policy,
+        scheduling_policy=policy, admit_by_growth=growth == "on",
     )  # fmt: skip
     info = simulated_info(config, H200_8B, max_model_len=trace.max_num_tokens)
     simulator = Simulator(
@@ -91,14 +93,15 @@ def simulate(load: Load, policy: str, trace: Trace) -> tuple[Outcomes, Replica]:
     return simulator.run(), simulator.replicas[0]
 
 
-def measure(load: Load, policy: str, seed: int) -> Figures:
+def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
     trace = load.trace(seed)
-    outcomes, replica = simulate(load, policy, trace)
+    outcomes, replica = simulate(load, policy, growth, trace)
     finished = outcomes.finished
     needed = int((trace.prompt_tokens + trace.output_tokens - 1)[finished].sum())  # the last token is never fed back
     return Figures(
         output=load.output,
         policy=policy,
+        growth=growth,
         seed=seed,
         finished=int(finished.sum()),
         preemptions=int(outcomes.preemptions.sum()),
@@ -118,7 +121,8 @@ def summary(runs: list[Figures]) -> str:
         for name in ("preemptions_per_request", "tokens_over_needed", "output_tokens_per_s")
     )
     return (
-        f"{runs[0].output}, {runs[0].policy}: {preemptions:.2f} preemptions a request (goal {MAX_PREEMPTIONS}), "
+        f"{runs[0].output}, {runs[0].policy}, growth {runs[0].growth}: "
+        f"{preemptions:.2f} preemptions a request (goal {MAX_PREEMPTIONS}), "
         f"{ratio:.2f} times the tokens needed (goal {MAX_TOKENS_RATIO}), {tokens:.0f} output tokens a second"
     )
 
@@ -132,6 +136,7 @@ def main() -> None:
     parser.add_argument("--output", nargs="+", default=["uniform:700", "lognormal:700:0.6:2800"], metavar="SPEC")
     parser.add_argument("--rate", type=float, default=60.0, help="arrivals per second (default: %(default)g)")
     parser.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
+    parser.add_argument("--growth", nargs="+", default=["on", "off"], choices=["on", "off"])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each policy")
     parser.add_argument("--json", action="store_true", help="machine readable, one list")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/kv_pressure.json")
@@ -139,9 +144,8 @@ def main() -> None:
     names = ("requests", "pool", "rows", "prompt", "rate")
     loads = [Load(output=output, **{name: getattr(options, name) for name in names}) for output in options.output]
     environment = record.environment("numpy")
-    figures = [
-        measure(load, policy, seed) for load in loads for policy in options.policy for seed in range(options.seeds)
-    ]
+    cases = [(load, policy, growth) for load in loads for policy in options.policy for growth in options.growth]
+    figures = [measure(*case, seed) for case in cases for seed in range(options.seeds)]
     if options.save:
         result = {"loads": [asdict(load) for load in loads], "runs": [asdict(run) for run in figures]}
         record.save("kv_pressure", {**environment, **result})
@@ -150,9 +154,8 @@ def main() -> None:
         return
     for run in figures:
         print("  ".join(f"{name} {value}" for name, value in asdict(run).items()))
-    for load in loads:
-        for policy in options.policy:
-            print(summary([run for run in figures if (run.output, run.policy) == (load.output, policy)]))
+    for load, *case in cases:
+        print(summary([run for run in figures if [run.output, run.policy, run.growth] == [load.output, *case]]))
 
 
 if __name__ == "__main__":

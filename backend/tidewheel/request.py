@@ -122,8 +122,8 @@ class Request:
     @property
     def has_begun(self) -> bool:
         """Whether it, or the leader of its group, has had a row: it is never evicted from then on."""
-        first = self if self.leader is None else self.leader
-        return first.first_scheduled_time is not None
+        leads = self.leader is not None and self.leader.first_scheduled_time is not None
+        return leads or self.first_scheduled_time is not None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -306,7 +306,7 @@ def half_a_group_evicted(patch: pytest.MonkeyPatch) -> None:
 
 def cached_prefix_first_for_ever(patch: pytest.MonkeyPatch) -> None:
     real = queue.next_in_line
-    patch.setattr(reserve, "next_in_line", lambda waiting, cached, *, before: real(waiting, cached, before=-1.0))
+    patch.setattr(reserve, "next_in_line", lambda *rest, **more: real(*rest, **more | {"before": -1.0}))
 
 
 def cached_prefix_before_class(patch: pytest.MonkeyPatch) -> None:

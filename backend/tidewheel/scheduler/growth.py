@@ -39,16 +39,14 @@ class Growth:
         self._add(outputs, columns.max_num_tokens[rows] - columns.num_tokens[rows], columns.num_own_slots(rows))
 
     def leaves_room(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
-        """Whether the request, with its followers, may enter; if so, its need counts from now on."""
+        """Whether the request may enter; if so, its need counts from now on. Its followers will ask themselves."""
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
-        count = 1 + len(request.followers)
-        left = request.max_tokens - request.num_output_tokens
-        own = np.zeros(count)
-        own[0] = kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids))
+        left = np.array([request.max_tokens - request.num_output_tokens])
+        own = np.array([float(kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids)))])
         before = (self.num_most, self._mean, self._variance)
-        self.num_most += count * left
-        self._add(np.full(count, float(request.num_output_tokens)), np.full(count, left), own)
+        self.num_most += int(left[0])
+        self._add(np.array([float(request.num_output_tokens)]), left, own)
         need = float((self._mean + CAUTION * np.sqrt(self._variance)).max())
         fits = min(need, self.num_most) <= num_free
         if not fits:

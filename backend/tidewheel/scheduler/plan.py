@@ -117,10 +117,12 @@ class StepPlan:
     def give_back(self) -> None:
         """What nobody took of the budget goes to the prompt that was cut last, which could have taken more."""
         if self._cut is not None:
-            chunk = self._chunks[self._cut.position]
-            chunk = chunk._replace(num_tokens=chunk.num_tokens + self.token_budget)
-            self._chunks[self._cut.position] = chunk
-            self.token_budget = 0
+            chunk, most = self._chunks[self._cut.position], min(self._cut.num_missing, self.limits.max_chunk_tokens)
+            num_tokens = min(chunk.num_tokens + self.token_budget, most)  # rows that left gave tokens back too
+            self.token_budget -= num_tokens - chunk.num_tokens
+            self._chunks[self._cut.position] = chunk._replace(
+                num_tokens=num_tokens, samples=num_tokens == self._cut.num_missing
+            )
 
     def add_row(self, new_row: NewRow) -> None:
         self._new_rows.append(new_row)

@@ -13,6 +13,7 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 
+MAX_LANES = 16  # tenants that are looked at when all requests of the one served next wait for something
 WINDOW = 64  # waiting requests whose cached prefixes are compared
 
 
@@ -166,16 +167,15 @@ class WaitingSet:
             self._new_tokens[service_class] += (1 + len(request.followers)) * request.num_tokens
 
     def candidates(self, *, with_new: bool) -> Iterator[Request]:
-        """Yield those that may enter next, in order: of the tenant served next where tenants take turns.
+        """Yield those that may enter next, in order; where tenants take turns, of the one served next first.
 
         Without `with_new`, only those that return. The set must not change meanwhile.
         """
-        lane = self._next_lane()
-        if lane is None:
-            return iter(())
-        if not with_new:
-            return iter(lane.returning)
-        return heapq.merge(lane.returning, lane.new, key=lambda request: request.rank)
+        for lane in self._next_lanes(with_new=with_new):
+            if with_new:
+                yield from heapq.merge(lane.returning, lane.new, key=lambda request: request.rank)
+            else:
+                yield from lane.returning
 
     def key(self, request: Request) -> Rank:
         """Make ranks of running and waiting requests comparable at this moment."""
@@ -213,11 +213,16 @@ class WaitingSet:
     def _lane_of(self, request: Request) -> str:
         return "" if self._counters is None else request.tenant
 
-    def _next_lane(self) -> Lane | None:
-        if self._counters is None:
-            return self._lanes.get("")
-        name = self._counters.least()
-        return None if name is None else self._lanes[name]
+    def _next_lanes(self, *, with_new: bool) -> Iterator[Lane]:
+        """Yield the lanes in the order in which their tenants are served. The first one is cheap to find."""
+        if self._counters is None or not self._lanes:
+            yield from self._lanes.values()
+            return
+        first = self._counters.least() or ""
+        yield self._lanes[first]
+        names = (name for name, lane in self._lanes.items() if name != first and (with_new or lane.returning))
+        for name in heapq.nsmallest(MAX_LANES, names, key=self._counters.counter):
+            yield self._lanes[name]
 
     def check_invariants(self) -> None:
         """Raise `InternalError` naming what is broken. O(waiting requests)."""
@@ -240,17 +245,20 @@ class WaitingSet:
 
 
 def next_in_line(
-    waiting: Iterator[Request], num_cached_tokens: Callable[[Request], int], *, before: float
+    waiting: Iterator[Request], num_cached_tokens: Callable[[Request], int], *, before: float, by_tenant: bool
 ) -> Request | None:
-    """Return the one with the longest cached prefix among the first `WINDOW` of one class.
+    """Return the one with the longest cached prefix among the first `WINDOW` of one class, `by_tenant` of one tenant.
 
     The first one is not overtaken if it has begun, or arrived `before` that time.
     """
     first = next(waiting, None)
     if first is None or first.has_begun or first.arrival_time <= before:
         return first
-    peers = takewhile(lambda request: request.service_class is first.service_class, islice(waiting, WINDOW - 1))
-    return max((first, *peers), key=num_cached_tokens)
+
+    def is_peer(request: Request) -> bool:
+        return request.service_class is first.service_class and not (by_tenant and request.tenant != first.tenant)
+
+    return max((first, *takewhile(is_peer, islice(waiting, WINDOW - 1))), key=num_cached_tokens)
 
 
 class _Crowds:

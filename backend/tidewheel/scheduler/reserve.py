@@ -26,6 +26,7 @@ from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.victims import make_room_to_grow, victims_for
 
+MAX_DIGESTS = 1024  # of blocks of waiting requests, computed in one step to compare their cached prefixes
 MAX_SKIPPED = 16  # requests that wait for a prefix and are passed over in one step
 
 
@@ -110,6 +111,7 @@ class _Admission:
         self._by_cache = state.is_cache_aware
         self._growth: Growth | None = None  # made when the first request asks; CRITICAL ones do not ask
         self._skipped: set[str] = set()  # ids of requests that wait for a prefix
+        self._digests_left = MAX_DIGESTS
         self._cached: dict[str, int] = {}  # tokens of cached prefixes, by request id
 
     def run(self, before: Rank | None = None) -> None:
@@ -130,13 +132,20 @@ class _Admission:
         candidates = state.waiting.candidates(with_new=self._plan.joins_left > 0)
         waiting = (request for request in candidates if request.request_id not in self._skipped)
         if self._by_cache and not self._needs_row():
-            return next_in_line(waiting, self._num_cached_tokens, before=self._now - state.config.ageing_s)
+            before = self._now - state.config.ageing_s
+            return next_in_line(waiting, self._num_cached_tokens, before=before, by_tenant=state.policy.by_tenant)
         return next(waiting, None)
 
     def _num_cached_tokens(self, request: Request) -> int:
+        """Return how much of the request is cached; 0 where that takes more digests than the step has left."""
         count = self._cached.get(request.request_id)
         if count is None:
-            count = self._cached[request.request_id] = self._state.kv.num_cached_tokens(request)
+            kv = self._state.kv
+            num_digests = request.num_tokens // kv.block_size - len(request.block_hashes)
+            if num_digests > self._digests_left:
+                return 0
+            self._digests_left -= max(num_digests, 0)
+            count = self._cached[request.request_id] = kv.num_cached_tokens(request)
         return count
 
     def _try(self, request: Request) -> Entry:
@@ -213,7 +222,7 @@ class _Admission:
         reached = self._plan.chunk_ends.get(row, begins)
         if reached >= hit.num_blocks * state.kv.block_size + num_shared:
             return True
-        is_behind = state.policy.by_class and int(columns.classes[row]) > request.service_class
+        is_behind = state.service_key(row) > state.waiting.key(request)  # others might go ahead of it for ever
         return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
 
 

@@ -7,7 +7,7 @@ import math
 _FORGET = 0.98  # weight that a step keeps at the next one: about the last 50 count
 _MIN_STEPS = 8
 _TIME_CONSTANT_S = 10.0  # in which the steps that were seen lose two thirds of their weight as evidence
-_MAX_FACTOR = 8.0  # a step counts as this many expected ones at most: a pause says nothing of the next step
+_MAX_FACTOR = 2.0  # a step counts as this many expected ones at most: a pause says nothing of the next step
 
 
 class StepTime:

@@ -55,7 +55,8 @@ def victims_for(
     if num_missing <= 0 and not needs_row:
         return []
     lower = columns.running & (columns.classes > Priority.CRITICAL)
-    if num_missing * kv.block_size > int(columns.num_slots[lower].sum()):
+    num_held = int(columns.num_slots[lower].sum()) // kv.block_size  # shared blocks count for each row
+    if num_missing > min(num_held, kv.num_blocks - kv.num_free_blocks) + len(plan.growing_rows):
         return None
     planned = plan.chunk_ends
     rows = [row for row in order_of_victims(state, Priority.HIGH) if row not in planned]
@@ -127,10 +128,12 @@ def choose_victims(
 def _alone(state: State, rows: Sequence[int], victims: list[int], num_missing: int, kept: Sequence[int]) -> list[int]:
     """Return one row in place of several victims, if it frees enough and is of no better class than all of them."""
     best_class = int(state.columns.classes[victims].min())
+    departures = state.kv.departures(kept)
     for row in rows:
-        is_enough = state.columns.classes[row] >= best_class and state.kv.departures(kept).add(row) >= num_missing
-        if is_enough:
-            return [row]
+        if state.columns.classes[row] >= best_class:
+            if departures.add(row) >= num_missing:
+                return [row]
+            departures.take_back(row)
     return victims
 
 

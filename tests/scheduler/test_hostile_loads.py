@@ -94,9 +94,9 @@ def test_a_group_asks_for_room_to_grow_once() -> None:
         num_blocks=500, max_num_seqs=32, max_model_len=2000, max_num_batched_tokens=64, admit_by_growth=True
     )
     for number in range(12):
-        driver.add(make_request(f"old{number}", [number] * 4, max_tokens=100, arrival_time=driver.now))
+        driver.add(make_request(f"old{number}", [number] * 4, max_tokens=300, arrival_time=driver.now))
     driver.run()
-    driver.add(make_request("running", [30] * 4, max_tokens=600, arrival_time=driver.now))
+    driver.add(make_request("running", [30] * 4, max_tokens=1500, arrival_time=driver.now))
     driver.step()
     leader = make_request("leader", [31] * 4, max_tokens=1900, arrival_time=driver.now)
     group = [leader, *(make_request(f"f{n}", [31] * 4, max_tokens=1900, leader=leader) for n in range(15))]

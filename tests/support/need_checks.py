@@ -16,11 +16,11 @@ class Blocks:
         rows = state.columns.running.nonzero()[0].tolist()
         self.tables = {state.columns.request(row).request_id: set(driver.kv.block_table(row)) for row in rows}
         self.num_free = driver.kv.num_free_blocks
-        self.num_growing = state.columns.num_full_rows
         starts = state.columns.num_computed_tokens + state.columns.num_inflight_tokens
         self.growing = {
             state.columns.request(row).request_id for row in rows if starts[row] >= state.columns.num_slots[row]
         }
+        self.num_growing = len(self.growing)
         self.computed = {state.columns.request(row).request_id: int(starts[row]) for row in rows}
         self.has_free_row = state.columns.num_free_rows > 0
 

@@ -215,13 +215,6 @@ class Columns:
         """Behind the last token of running rows; what is left are slots of tokens that are yet to be computed."""
         return self.num_taken_slots - int(self.num_tokens[self.running].sum())
 
-    @property
-    def num_full_rows(self) -> int:
-        """Rows that need a block for their next token."""
-        starts = self.num_computed_tokens + self.num_inflight_tokens
-        may_go_on = self.num_tokens + self.num_inflight_samples < self.max_num_tokens
-        return int(np.count_nonzero(self.running & may_go_on & (starts >= self.num_slots)))
-
     def num_own_slots(self, rows: RowArray) -> npt.NDArray[np.float64]:
         """Return the slots of each row but those of blocks that it found when it entered."""
         return (self.num_slots[rows] - self.num_shared_slots[rows]).astype(np.float64)

@@ -60,6 +60,55 @@ def test_the_ageing_bound_holds_under_an_endless_stream_of_better_classes(policy
     driver.run()
 
 
+def test_a_prompt_under_way_ages_behind_an_endless_stream_of_better_ones() -> None:
+    """Each HIGH prompt takes the budget of a step; the LOW one has computed a part of its own before they came."""
+    driver = Driver(max_num_seqs=8, num_blocks=64, ageing_s=10.0, enable_prefix_caching=False)
+    low = driver.add(make_request("low", prompt=40, max_tokens=1, priority=LOW))
+    driver.step()
+    for number in range(40):
+        prompt = [number % 10] * 16
+        driver.add(make_request(f"r{number}", prompt, max_tokens=1, priority=HIGH, arrival_time=driver.now))
+        driver.step()
+        if low.is_finished:
+            break
+    assert low.is_finished and low.service_class is HIGH
+    driver.run()
+
+
+def test_a_prompt_that_has_aged_leaves_the_requests_of_its_class_their_share() -> None:
+    driver = Driver(max_num_seqs=8, num_blocks=64, ageing_s=3.0, enable_prefix_caching=False)
+    long = driver.add(make_request("long", prompt=160, max_tokens=1))
+    for _ in range(3):
+        driver.step()
+    assert long.service_class is HIGH
+    short = driver.add(make_request("short", prompt=4, max_tokens=1, arrival_time=driver.now))
+    driver.step()
+    assert short.is_finished and not long.is_finished
+    driver.run()
+
+
+def test_a_row_that_decodes_does_not_age() -> None:
+    driver = Driver(max_num_seqs=1, num_blocks=64, ageing_s=3.0)
+    low = driver.add(make_request("low", max_tokens=30, priority=LOW))
+    driver.run()
+    assert low.service_class is LOW and driver.scheduler.stats().num_aged == 0
+
+
+def test_a_follower_has_waited_as_long_as_the_leader_that_was_cancelled() -> None:
+    driver = busy_driver(ageing_s=10.0)
+    leader = make_request("leader", priority=LOW, arrival_time=driver.now)
+    follower = make_request("follower", priority=LOW, arrival_time=driver.now, leader=leader)
+    arrival = driver.now
+    driver.add_group([leader, follower])
+    for _ in range(3):
+        driver.step()
+    driver.cancel("leader")
+    while driver.now < arrival + 11.0:
+        driver.step()
+    assert follower.service_class is NORMAL
+    driver.run()
+
+
 @pytest.mark.parametrize("level", [LOW, HIGH, CRITICAL])
 def test_a_long_job_does_not_starve_behind_short_ones_of_its_class(level: Priority) -> None:
     """Under `sjf` a stream of shorter jobs overtakes it, until it has waited `ageing_s` in the best class it can."""

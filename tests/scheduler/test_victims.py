@@ -170,6 +170,45 @@ def test_several_criticals_enter_in_one_step() -> None:
     driver.run()
 
 
+def test_a_critical_enters_although_decodes_take_the_whole_budget() -> None:
+    driver = Driver(max_num_seqs=4, max_num_batched_tokens=4, num_blocks=64)
+    requests = [driver.add(make_request(f"r{n}", prompt=[n], max_tokens=30, priority=LOW)) for n in range(4)]
+    while any(not driver.delivered[request.request_id] for request in requests):
+        driver.step()
+    critical = driver.add(make_request("critical", prompt=[9] * 3, max_tokens=1, priority=CRITICAL))
+    driver.schedule()
+    assert critical.state is RequestState.RUNNING
+    assert sum(request.num_preemptions for request in requests) == 1
+    driver.apply()
+    driver.run()
+
+
+def test_no_row_leaves_for_a_critical_while_one_ends_with_a_token_in_flight() -> None:
+    driver = Driver(max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2)
+    long = driver.add(make_request("long", prompt=[1] * 4, max_tokens=30, priority=LOW))
+    short = driver.add(make_request("short", prompt=[2] * 4, max_tokens=2, priority=LOW))
+    driver.schedule()
+    driver.schedule()
+    critical = driver.add(make_request("critical", prompt=[9] * 4, max_tokens=2, priority=CRITICAL))
+    driver.apply()
+    driver.schedule()
+    assert (long.num_preemptions, short.num_preemptions) == (0, 0)
+    driver.apply()
+    assert short.is_finished
+    driver.schedule()
+    assert critical.state is RequestState.RUNNING and long.num_preemptions == 0
+    driver.run()
+
+
+def test_no_row_leaves_for_a_block_while_one_that_ends_gives_it_back() -> None:
+    driver = Driver(num_blocks=3, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2)
+    growing = driver.add(make_request("growing", prompt=[1] * 3, max_tokens=6))
+    ending = driver.add(make_request("ending", prompt=[2] * 4, max_tokens=2, arrival_time=1.0))
+    driver.run()
+    assert (growing.num_preemptions, ending.num_preemptions) == (0, 0)
+    assert growing.output_token_ids == naive_output(growing)[0]
+
+
 def swapping_driver(**changes: object) -> Driver:
     return Driver(num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, **changes)
 

@@ -22,15 +22,17 @@ def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) 
     if any(may_await_prefix(driver, request) for request in waiting):
         return
     if waiting and has_row and config.strategy.name == "continuous":
-        most_blocks = max(driver.kv.num_blocks_for(request.num_tokens) for request in waiting)
+        # The tail of a session is held while it is copied.
+        most_blocks = max(driver.kv.num_blocks_for(r.num_tokens) + bool(r.session_id) for r in waiting)
         most_growth = max(sum(r.max_tokens for r in (request, *request.followers)) for request in waiting)
         growth = driver.kv.num_blocks_for(most_growth + most_growth_of(driver)) if config.admit_by_growth else 0
         assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks) + growth
 
 
-def check_shares(driver: Driver, batch: ScheduledBatch, model: Model) -> None:
-    """A prompt that is cut short gets at least as much as those behind it together; they are of its level and have
-    less than half as much to compute."""
+def check_shares(driver: Driver, batch: ScheduledBatch, model: Model, num_victims: int) -> None:
+    """A prompt that is cut short gets at least as much as those behind it together; they are of its level, or of
+    the level it would have without ageing, and have less than half as much to compute. Tokens of rows that left
+    while the step was planned go to those behind."""
     if model.config.policy == "fair":
         return  # counters, which move in the step, decide who is behind whom
     missing, counts = missing_tokens(driver), scheduled_tokens(batch)
@@ -41,9 +43,9 @@ def check_shares(driver: Driver, batch: ScheduledBatch, model: Model) -> None:
         if missing[cut.row] < 1 or counts[cut.row] == model.config.long_prefill_token_threshold:
             continue
         behind = [r for r in chunks[index + 1 :] if not {r.row, cut.row} <= entered or not overtakes(model, r, cut)]
-        assert sum(counts[other.row] for other in behind) <= counts[cut.row]
+        assert sum(counts[other.row] for other in behind) <= counts[cut.row] + num_victims
         for other in behind:
-            assert model.level(other) == model.level(cut)
+            assert model.level(other) <= model.shared_level(cut)
             assert 2 * (missing[other.row] + counts[other.row]) < missing[cut.row] + counts[cut.row]
 
 

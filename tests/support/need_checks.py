@@ -62,10 +62,12 @@ def _check_choice(driver: Driver, blocks: Blocks, victim: Request, model: Model)
     running = [requests[name] for name in blocks.tables if not requests[name].is_finished]
     protected = model.protected(running)
     for other in running:
-        if other is victim or other is protected or blocks.gain(other.request_id) < blocks.gain(victim.request_id):
-            continue
-        if model.counts(other) < model.counts(victim):
+        if other is victim or other is protected or model.counts(other) < model.counts(victim):
             continue  # no row leaves for one of a lower class
+        sits_out = blocks.num_growing > blocks.num_free and model.counts(other) > model.counts(victim)
+        gain = blocks.num_only_of(other.request_id) if sits_out else blocks.gain(other.request_id)
+        if gain < blocks.gain(victim.request_id):
+            continue
         assert least < loss(other, other.num_preemptions), f"{other} would have lost less than {victim}"
 
 

@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_time = [r for r in self.unfinished() if r.request_id not in late]
         is_full = len(driver.in_flight) >= driver.config.max_inflight_steps
         if not is_full:
-            self.model.pass_time(in_time, now)
+            self.model.pass_time(in_time, driver.prefilling(), now)
         running = [r for r in in_time if r.state is RequestState.RUNNING]
         self.ready |= {r.request_id for r in running if driver.num_computed_tokens(r) >= r.num_prompt_tokens - 1}
         started = {r.request_id for r in in_time if r.first_scheduled_time is not None}
@@ -242,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if batch is not None:
             self.check_order(batch, started, victims)
             check_budget(driver, batch, self.waiting())
-            check_shares(driver, batch, self.model)
+            check_shares(driver, batch, self.model, len(victims))
 
     def note_releases(self, followers: list[Request], now: float) -> None:
         """Followers whose leader let them go begin to age by themselves."""

@@ -18,7 +18,7 @@ class Standing:
 
     number: int  # of its arrival
     service_class: Priority
-    waits_since: float  # in this class
+    waits_since: float  # in this class; infinity: it does not age
     soft_deadline: float | None
     num_cached: int  # tokens of its prompt that were in the cache when its place was chosen
     was_over_quota: bool = False
@@ -52,11 +52,15 @@ class Model:
         standing.was_over_quota = True
         self._drop(standing, now)
 
-    def pass_time(self, requests: Iterable[Request], now: float) -> None:
-        """Lifts first, then drops; `requests` have not ended. Followers go with their leader."""
+    def pass_time(self, requests: Iterable[Request], prefilling: set[str], now: float) -> None:
+        """Lifts first, then drops; `requests` have not ended. Followers go with their leader. A running request ages
+        until all of its prompt is scheduled: `prefilling` has the ids of those before that."""
         for request in requests:
             standing = self.standings[request.request_id]
-            if request.state is not RequestState.RUNNING and not follows(request):
+            if request.state is RequestState.RUNNING and request.request_id not in prefilling:
+                if standing.waits_since + self.config.ageing_s <= now:
+                    standing.waits_since = math.inf
+            elif not follows(request):
                 self._lift(standing, now)
         for request in requests:
             standing = self.standings[request.request_id]
@@ -76,8 +80,11 @@ class Model:
                 standing.service_class, standing.was_over_quota = leading.service_class, leading.was_over_quota
 
     def release(self, request: Request, now: float) -> None:
-        """A follower waits by itself from now on."""
-        self.standings[request.request_id].waits_since = now
+        """A follower waits by itself from now on, and has waited in its class as long as its leader."""
+        assert request.leader is not None
+        leading = self.standings[request.leader.request_id]
+        has_aged = leading.is_overdue or math.isinf(leading.waits_since)
+        self.standings[request.request_id].waits_since = now if has_aged else leading.waits_since
 
     def preempt(self, request: Request, now: float) -> None:
         standing = self.standings[request.request_id]
@@ -115,6 +122,11 @@ class Model:
     def level(self, request: Request) -> Key:
         """What two requests have in common of which the second one may have tokens that the first one leaves."""
         return self.key(request)[: 2 if self.config.policy == "deadline" else 1]
+
+    def shared_level(self, request: Request) -> Key:
+        """The highest level that may have tokens that this request leaves: that of its class before it aged."""
+        level = self.level(request)
+        return level if self.config.policy == "fifo" else (max(level[0], request.priority), *level[1:])
 
     def victims_of(
         self, newcomer: Request, count: int, service_class: int, waiting: list[Request]

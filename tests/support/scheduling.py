@@ -112,6 +112,12 @@ class Driver:
         """Of a running request, as of the last batch that was applied."""
         return int(self.scheduler._state.columns.num_computed_tokens[request.row])
 
+    def prefilling(self) -> set[str]:
+        """Ids of running requests that entered with tokens which are not all scheduled."""
+        columns = self.scheduler._state.columns
+        rows = columns.running.nonzero()[0].tolist()
+        return {columns.request(row).request_id for row in rows if columns.is_prefilling(row)}
+
     def _salt_of(self, request_id: str) -> str:
         """Who may share blocks: requests of one tenant under one salt."""
         request = self.requests[request_id]

@@ -226,6 +226,15 @@ class Columns:
             return 0
         return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
+    def is_prefilling(self, row: int) -> bool:
+        """Return whether tokens that the request entered with are still to be scheduled."""
+        start = self.num_computed_tokens[row] + self.num_inflight_tokens[row]
+        return bool(start < self.num_entered_tokens[row])
+
+    def are_ending(self) -> BoolArray:
+        """Return which rows end by length with a token in flight, [num_rows]."""
+        return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
+
     def gaps(self) -> Gaps:
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples

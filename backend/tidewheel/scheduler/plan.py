@@ -52,10 +52,10 @@ class StepPlan:
         self.token_budget = limits.token_budget  # what is left of it
         self.num_joined = 0  # requests that joined, followers of a leader included
         self.started: list[Request] = []  # for the first time
+        self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decoding rows that need a block
         self.num_sitting_out = 0  # rows that need a block and get none
         self.is_scarce = False  # blocks ran out for running rows: only CRITICAL requests enter in this step
-        self._decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
         self._cut: Cut | None = None  # the last one
@@ -70,11 +70,11 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not len(self._decode_rows) and not self._chunks
+        return not len(self.decode_rows) and not self._chunks
 
     def set_decodes(self, rows: RowArray, starts: Int32Array, growing_rows: RowArray) -> None:
         """Schedule one token for each of `rows`, of which the growing ones need a block first."""
-        self._decode_rows, self._decode_starts = rows, starts
+        self.decode_rows, self._decode_starts = rows, starts
         self.growing_rows = growing_rows
         self.token_budget -= len(rows)
 
@@ -87,10 +87,14 @@ class StepPlan:
         """Take rows out that have left since `set_decodes`."""
         if not victims:
             return
-        stays = ~np.isin(self._decode_rows, victims)
+        stays = ~np.isin(self.decode_rows, victims)
         self.token_budget += len(stays) - int(np.count_nonzero(stays))
-        self._decode_rows, self._decode_starts = self._decode_rows[stays], self._decode_starts[stays]
+        self.decode_rows, self._decode_starts = self.decode_rows[stays], self._decode_starts[stays]
         self.growing_rows = self.growing_rows[~np.isin(self.growing_rows, victims)]
+
+    @property
+    def has_chunks(self) -> bool:
+        return bool(self._chunks)
 
     @property
     def chunk_ends(self) -> dict[int, int]:
@@ -135,11 +139,11 @@ class StepPlan:
 
     def to_batch(self, step_id: int, freed_rows: Int32Array, transfers: Transfers) -> ScheduledBatch:
         chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
-        num_decodes = len(self._decode_rows)
+        num_decodes = len(self.decode_rows)
         n = num_decodes + len(chunks)
         rows, starts = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int32)
         counts, samples = np.ones(n, dtype=np.int32), np.ones(n, dtype=np.bool_)
-        rows[:num_decodes], starts[:num_decodes] = self._decode_rows, self._decode_starts
+        rows[:num_decodes], starts[:num_decodes] = self.decode_rows, self._decode_starts
         for index, chunk in enumerate(chunks, num_decodes):
             rows[index], starts[index], counts[index], samples[index] = chunk
         return ScheduledBatch(

@@ -98,8 +98,14 @@ def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Ra
 
 
 def level_of(policy: Policy, request: Request) -> Rank:
-    """Return what must be less or equal in a short request that takes tokens which a long prompt ahead leaves.
-
-    Both are of one class, and under `deadline` due at the same time.
-    """
+    """Return the part of the rank that decides whether a short request shares the tokens of a long one ahead."""
     return request.rank[: policy.level_parts]
+
+
+def shared_level(policy: Policy, request: Request) -> Rank:
+    """Return the highest level that shares the tokens of this long request.
+
+    Ageing moves a request ahead of its class and still leaves that class its share.
+    """
+    level = level_of(policy, request)
+    return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

@@ -41,7 +41,8 @@ class SortedQueue:
 
     def remove(self, key: Rank, request: Request) -> None:
         index = bisect_left(self._entries, (key,))
-        require(self._entries[index][1] is request, f"{request} does not wait where it should")
+        is_there = index < len(self._entries) and self._entries[index][1] is request
+        require(is_there, f"{request} does not wait where it should")
         del self._entries[index]
 
     def first_from(self, key: Rank) -> Request | None:

@@ -20,7 +20,7 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import RowArray
 from tidewheel.scheduler.growth import Growth
 from tidewheel.scheduler.plan import StepLimits, StepPlan, new_row
-from tidewheel.scheduler.policy import Rank, level_of
+from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
@@ -91,11 +91,10 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
         row = request.row
         if row < 0:
             continue  # a CRITICAL request took its place
-        level = level_of(state.policy, request)
         start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
         end = int(columns.num_tokens[row])
-        if plan.may_share(level) and plan.is_short(end - start):
-            plan.add_chunk(row, start, end, level)
+        if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
+            plan.add_chunk(row, start, end, shared_level(state.policy, request))
     admission.run()
     plan.give_back()
 
@@ -149,14 +148,12 @@ class _Admission:
         return count
 
     def _try(self, request: Request) -> Entry:
-        """Let the request enter if it can; a request takes blocks for all its tokens when it enters.
+        """Let the request enter if it can.
 
-        So a prompt that is under way never runs out of blocks.
+        It takes blocks for all its tokens when it enters, so a prompt under way never runs out of blocks.
         """
         state, plan = self._state, self._plan
-        level = level_of(state.policy, request)
-        is_shut = plan.is_scarce or self._needs_row()
-        if plan.token_budget < 1 or not plan.may_share(level) or (is_shut and not self._may_make_way(request)):
+        if not self._has_turn(request):
             return Entry.BLOCKED
         if drop_over_quota(state, request, self._now):
             return Entry.MOVED
@@ -165,28 +162,41 @@ class _Admission:
             return Entry.SKIPPED
         if not plan.is_short(request.num_tokens - hit.num_tokens):
             return Entry.BLOCKED
-        was_begun = request.has_begun
         if self._make_way(request, hit):
-            hit = state.find_hit(request)  # victims may have been written over what the host tier had of it
+            hit = state.find_hit(request)  # what the host tier had of it may be gone
         elif not self._has_room(request, hit):
             return Entry.BLOCKED
+        return Entry.ENTERED if self._enter(request, hit) else Entry.BLOCKED
+
+    def _has_turn(self, request: Request) -> bool:
+        """Return whether the request may have tokens of this step, if rows and blocks suffice."""
+        plan = self._plan
+        if not plan.may_share(level_of(self._state.policy, request)):
+            return False
+        if self._may_make_way(request):
+            return plan.token_budget > 0 or not plan.has_chunks  # it may take the tokens of decodes
+        return plan.token_budget > 0 and not plan.is_scarce and not self._needs_row()
+
+    def _enter(self, request: Request, hit: PrefixHit) -> bool:
+        state, plan = self._state, self._plan
+        was_begun = request.has_begun
         blocks = state.enter(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
         if blocks is None:
-            return Entry.BLOCKED
+            return False
         if not was_begun:
             plan.num_joined += 1 + len(request.followers)
         if request.first_scheduled_time is None:
             _start(state, plan, request, hit.num_tokens, self._now)
         plan.add_row(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
-        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, level)
-        return Entry.ENTERED
+        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, shared_level(state.policy, request))
+        return True
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
         """Whether there is a row, and blocks that running requests are not expected to need."""
         state, plan = self._state, self._plan
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
-            return not self._needs_row()
+            return not self._needs_row() and plan.token_budget > 0
         if self._growth is None:
             self._growth = Growth(state)
         return self._growth.leaves_room(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))

@@ -27,11 +27,13 @@ def dropped(service_class: Priority) -> Priority:
 def reclassify_due(state: State, now: float) -> None:
     """Carry out the lifts and drops whose time has come. Followers go with their leader while they wait for it."""
     for time, _, request in state.lifts.pop_due(now):
-        if request.service_class <= Priority.HIGH:
+        if request.row >= 0 and not state.columns.is_prefilling(request.row):
+            request.lift_time = None
+        elif request.service_class <= Priority.HIGH:
             state.set_overdue(request)
-            continue
-        state.reclassify(request, lifted(request.service_class), since=time)
-        state.counters.num_aged += 1
+        else:
+            state.reclassify(request, lifted(request.service_class), since=time)
+            state.counters.num_aged += 1
     for _, _, request in state.soft_deadlines.pop_due(now):
         follows = request.leader is not None and request in request.leader.followers
         if request.service_class < Priority.LOW and not follows:

@@ -90,14 +90,8 @@ class State:
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float) -> None:
         """Serve the request, and what follows it, in another class, in which it has waited `since` then."""
-        if request.state is RequestState.RUNNING:
-            request.service_class = service_class
-            self.columns.write_back(request.row)
-            request.rank = rank_of(self.policy, request)
-            self.columns.classes[request.row] = self._class_that_counts(request)
-        else:
-            self.waiting.reclassify(request, service_class)
-            self._schedule_lift(request, since=since)
+        self._place(request, service_class)
+        self._schedule_lift(request, since=since)
         for follower in request.followers:
             follower.service_class = service_class
 
@@ -115,7 +109,16 @@ class State:
     def set_overdue(self, request: Request) -> None:
         """Let the request go by arrival from now on: it has waited long in the best class that it may reach."""
         request.lift_time = None
-        self.waiting.reclassify(request, request.service_class, is_overdue=True)
+        self._place(request, request.service_class, is_overdue=True)
+
+    def _place(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
+        if request.state is not RequestState.RUNNING:
+            self.waiting.reclassify(request, service_class, is_overdue=is_overdue)
+            return
+        request.service_class = service_class
+        self.columns.write_back(request.row)
+        request.rank = rank_of(self.policy, request, is_overdue=is_overdue)
+        self.columns.classes[request.row] = self._class_that_counts(request)
 
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
         """Give the request a free row and blocks for all its tokens; return its block table, None if blocks are
@@ -135,7 +138,6 @@ class State:
             num_slots=len(blocks) * kv.block_size,
             num_shared_slots=len(hit.block_ids) * kv.block_size,
         )
-        request.lift_time = None
         if request.followers:
             self._leaders[request.request_id] = request
         request.state = RequestState.RUNNING
@@ -169,10 +171,10 @@ class State:
             self._count_waiting(request, -1)
             self._stop_waiting(request)
         del self.requests[request.request_id]
+        self._release_followers(request, now)
         request.lift_time = None
         request.state = RequestState.FINISHED
         request.finish_reason = reason
-        self._release_followers(request, now)
 
     def release_followers(self, now: float) -> None:
         """Let followers wait for rows whose leader has computed their prompt, but for its last token.
@@ -187,9 +189,10 @@ class State:
     def _release_followers(self, leader: Request, now: float) -> None:
         self._leaders.pop(leader.request_id, None)
         followers, leader.followers = leader.followers, []
+        since = now if leader.lift_time is None else leader.lift_time - self.config.ageing_s
         for follower in followers:
             self.waiting.push(follower)
-            self._schedule_lift(follower, since=now)
+            self._schedule_lift(follower, since=since)
 
     def _stop_waiting(self, request: Request) -> None:
         leader = request.leader
@@ -222,9 +225,20 @@ class State:
         self.kv.free(row, after_step=int(columns.last_step[row]) if self.is_in_flight(row) else None)
         columns.leave(row)
 
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether a batch was scheduled that is not yet applied."""
+        return self.last_applied < self.counters.num_steps - 1
+
     def is_in_flight(self, row: int) -> bool:
         """Whether a batch in flight names the row: its blocks come back only when that is applied."""
         return int(self.columns.last_step[row]) > self.last_applied
+
+    def num_returning_blocks(self) -> int:
+        """Count the blocks that come back when the batches in flight are applied, at least. O(blocks returning)."""
+        departures = self.kv.departures()
+        ending = self.columns.are_ending().nonzero()[0].tolist() if self.has_in_flight else []
+        return self.kv.num_held_blocks + sum([departures.add(row) for row in ending])
 
     def _count_waiting(self, request: Request, change: int) -> None:
         self.num_waiting_tokens += change * request.num_tokens

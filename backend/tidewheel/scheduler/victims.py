@@ -16,16 +16,15 @@ from tidewheel.scheduler.state import State
 def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     """Preempt rows until the others of `needy` can have one more block each; return the rows that must wait.
 
-    No row leaves for one of a lower class. Blocks of a row in flight come back when its step is applied: the rows
+    No row leaves for one of a lower class. Blocks of rows in flight come back when their batch is applied: the rows
     that count on them, those served last, wait for that.
     """
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
     served = needy
-    while len(served) > kv.num_free_blocks + kv.num_held_blocks:
+    while (num_missing := len(served) - kv.num_free_blocks - state.num_returning_blocks()) > 0:
         lowest_class = int(columns.classes[served].max())
         rows = [row for row in order_of_victims(state, lowest_class) if row != first]
-        num_missing = len(served) - kv.num_free_blocks - kv.num_held_blocks
         victims = choose_victims(state, rows, num_missing, growing=served.tolist())
         if victims is not None:
             for row in victims:
@@ -44,24 +43,30 @@ def victims_for(
 ) -> list[int] | None:
     """Choose running rows of lower classes that make way for a CRITICAL request; None if they are not enough.
 
-    Rows whose chunk is planned already stay. The result is empty where blocks that batches in flight hold are
-    enough: the request waits for those.
+    Rows with a chunk in the plan stay. The result is empty where rows or blocks that come back when the batches in
+    flight are applied are enough: the request waits for those.
     """
     columns, kv = state.columns, state.kv
-    keep_free = plan.num_blocks_kept(columns.num_running)
-    num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
-    if num_missing > 0 and state.last_applied < state.counters.num_steps - 1:
-        num_missing += _num_growing_next(columns) - kv.num_held_blocks
-    if num_missing <= 0 and not needs_row:
+    needs_tokens = plan.token_budget < 1
+    min_victims = int((needs_row or needs_tokens) and not columns.are_ending().any())
+    num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=plan.num_blocks_kept(columns.num_running))
+    if num_missing > 0 and state.has_in_flight:
+        num_missing += _num_growing_next(columns) - state.num_returning_blocks()
+    if num_missing <= 0 and not min_victims:
         return []
     lower = columns.running & (columns.classes > Priority.CRITICAL)
     num_held = int(columns.num_slots[lower].sum()) // kv.block_size  # shared blocks count for each row
     if num_missing > min(num_held, kv.num_blocks - kv.num_free_blocks) + len(plan.growing_rows):
         return None
     planned = plan.chunk_ends
-    rows = [row for row in order_of_victims(state, Priority.HIGH) if row not in planned]
+    decoding = set(plan.decode_rows.tolist()) if needs_tokens else None
+    rows = [
+        row
+        for row in order_of_victims(state, Priority.HIGH)
+        if row not in planned and (decoding is None or row in decoding)
+    ]
     growing = plan.growing_rows.tolist()
-    return choose_victims(state, rows, num_missing, kept=hit.block_ids, growing=growing, min_victims=int(needs_row))
+    return choose_victims(state, rows, num_missing, kept=hit.block_ids, growing=growing, min_victims=min_victims)
 
 
 def protected_row(columns: Columns) -> int:
@@ -75,10 +80,10 @@ def order_of_victims(state: State, lowest_class: int) -> list[int]:
     """Return the running rows of `lowest_class` or lower ones, those that lose least first.
 
     The lowest class goes first, in it the row with the fewest computed tokens, of these the youngest. Rows that were
-    preempted `max_preemptions` times go last.
+    preempted `max_preemptions` times go last. Rows that end with a token in flight are left out.
     """
     columns = state.columns
-    rows = (columns.running & (columns.classes >= lowest_class)).nonzero()[0]
+    rows = (columns.running & ~columns.are_ending() & (columns.classes >= lowest_class)).nonzero()[0]
     order = np.lexsort(
         (
             -columns.sequences[rows],

@@ -137,7 +137,7 @@ class HostTierMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         self.tier.check_invariants()
-        assert self.tier.num_contents == len(self.contents)
+        assert len(self.tier._slots) == len(self.contents)
         assert self.tier.num_free_slots == sum(count == 0 for count in self.pins.values())
         for slot in self.pins:
             assert self.tier.key_of(slot) == self.contents.get(slot)

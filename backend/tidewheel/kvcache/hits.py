@@ -1,25 +1,30 @@
-"""What the cache already holds of a request, as a value."""
+"""Finds what the cache holds of a request, and changes none of it."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import NamedTuple
 
-from tidewheel.kvcache.sessions import Session
+from tidewheel.kvcache.block_pool import BlockPool
+from tidewheel.kvcache.host_tier import HostTier
+from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks, num_common_tokens, root_hash, tokens_between
+from tidewheel.kvcache.sessions import Session, SessionTable
+from tidewheel.request import Request
 
 
 class PrefixHit(NamedTuple):
     """From the first token on: whole blocks of the pool, then whole blocks of the host tier, then a part of a block.
 
-    The part is copied into a block of the row's own, for the row writes the rest of that block (copy on write).
+    The row gets a copy of the part, because it writes the rest of that block (copy on write).
     """
 
     block_ids: tuple[int, ...]  # of the pool, to be shared
-    num_tokens: int  # that need not be computed, with those of the host tier and of the part
+    num_tokens: int  # that need not be computed: of pool, host tier and part
     host_keys: tuple[bytes, ...] = ()  # contents in the host tier that come next
     tail_block: int = -1  # the block that holds the part; -1: none in the pool
     tail_key: bytes = b""  # its content in the host tier; empty: none there
-    session: Session | None = None  # that the part belongs to; None: a fork's leader, or no part
-    num_session_tokens: int = 0  # of `num_tokens`, those that the request's session has
+    session: Session | None = None  # owner of the part; None: a fork's leader, or no part
+    num_session_tokens: int = 0  # of `num_tokens`, those of the request's session
 
     @property
     def num_blocks(self) -> int:
@@ -28,8 +33,72 @@ class PrefixHit(NamedTuple):
 
     @property
     def is_shared_only(self) -> bool:
-        """Nothing needs to be copied."""
+        """True if nothing needs to be copied."""
         return not self.host_keys and self.tail_block < 0 and not self.tail_key
 
 
 NO_HIT = PrefixHit((), 0)
+
+
+class PrefixFinder:
+    def __init__(self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int) -> None:
+        self._pool = pool
+        self._host = host
+        self._sessions = sessions
+        self._block_size = block_size
+
+    def find(self, request: Request) -> PrefixHit:
+        """Return the longest cached prefix; it leaves at least one token to compute."""
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        extend_block_hashes(request, limit, self._block_size)
+        hashes = request.block_hashes
+        block_ids = self._pool.lookup_prefix(islice(hashes, limit))
+        host_keys = self._host.lookup_prefix(islice(hashes, len(block_ids), limit))
+        hit = PrefixHit(block_ids, (len(block_ids) + len(host_keys)) * self._block_size, host_keys)
+        session = self._sessions.get(request.tenant, request.session_id) if request.session_id else None
+        return hit if session is None else self._with_session(hit, session, request)
+
+    def estimate(self, request: Request) -> int:
+        """Estimate the tokens of `find`, by binary search: a block is rarely there without those before it."""
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        extend_block_hashes(request, limit, self._block_size)
+        hashes = request.block_hashes
+        found, missing = 0, limit + 1  # blocks that are there, and the first that is not
+        while found + 1 < missing:
+            middle = (found + missing) // 2
+            key = hashes[middle - 1]
+            if self._pool.lookup(key) is not None or self._host.lookup(key) is not None:
+                found = middle
+            else:
+                missing = middle
+        return found * self._block_size
+
+    def _with_session(self, hit: PrefixHit, session: Session, request: Request) -> PrefixHit:
+        """Add the session's tail to the hit, and count the tokens that the session has."""
+        num_shared = min(hit.num_blocks, len(session.keys))
+        while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
+            num_shared -= 1
+        hit = hit._replace(num_session_tokens=num_shared * self._block_size)
+        num_tokens = self._num_tail_tokens(hit, session, request)
+        is_in_pool = session.tail_block >= 0
+        if not num_tokens or not (is_in_pool or self._host.lookup(session.tail_key) is not None):
+            return hit
+        return hit._replace(
+            num_tokens=hit.num_tokens + num_tokens,
+            tail_block=session.tail_block,
+            tail_key=b"" if is_in_pool else session.tail_key,
+            session=session,
+            num_session_tokens=hit.num_session_tokens + num_tokens,
+        )
+
+    def _num_tail_tokens(self, hit: PrefixHit, session: Session, request: Request) -> int:
+        """Count the tokens behind the hit that request and session share; one token is left to compute."""
+        if not session.tail_tokens or len(session.keys) != hit.num_blocks:
+            return 0
+        hashes = request.block_hashes
+        if session.parent != (
+            hashes[hit.num_blocks - 1] if hit.num_blocks else root_hash(request.tenant, request.cache_salt)
+        ):
+            return 0
+        stop = min(hit.num_tokens + self._block_size, request.num_tokens - 1)
+        return num_common_tokens(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))

@@ -23,7 +23,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.kv_machine import KVMachine
 from tidewheel.errors import InternalError
-from tidewheel.kvcache import hits, prefix, session_store
+from tidewheel.kvcache import prefix
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.session_store import SessionStore
@@ -86,8 +86,7 @@ def slot_given_away(patch: pytest.MonkeyPatch) -> None:
 
 def tenant_forgotten(patch: pytest.MonkeyPatch) -> None:
     real = prefix.root_hash
-    for module in (hits, prefix, session_store):
-        patch.setattr(module, "root_hash", lambda tenant, salt: real("", salt))
+    patch.setattr(prefix, "root_hash", lambda tenant, salt: real("", salt))
 
 
 def written_out_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,7 @@ def cached_prefix_before_class(patch: pytest.MonkeyPatch) -> None:
 
 
 def computed_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVCacheManager, "_stop_computing", lambda self, row, block_hashes: None)
+    patch.setattr(hits.PrefixFinder, "drop_announced", lambda self, row, block_hashes=None: None)
 
 
 def growth_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ class BlockPool:
     def lookup_prefix(self, block_hashes: Iterable[bytes]) -> tuple[int, ...]:
         """Return the blocks of the leading contents that are here, up to the first that is not.
 
-        The loop runs in C, three times as fast as calls of `lookup`: `extend` keeps what came before the error.
+        `extend` keeps what came before the error, and its loop is three times as fast as one in Python.
         """
         block_ids: list[int] = []
         with suppress(KeyError):
@@ -133,10 +133,7 @@ class BlockPool:
         return self._hashes[block_id]
 
     def register_hashes(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Name the content of each block, which is in use and no longer written.
-
-        Where another block has the content already, lookups go on finding that one.
-        """
+        """Name the content of each block, in use and no longer written; of equal blocks, the first has the name."""
         blocks, hashes, ref_count = self._blocks, self._hashes, self.ref_count
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if ref_count[block_id] == 0 or hashes[block_id] is not None:
@@ -162,7 +159,6 @@ class BlockPool:
             block_id = self._next[block_id]
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(num_blocks)."""
         seen: set[int] = set()
         before = self.num_blocks
         for block_id in self.free_blocks():
@@ -173,7 +169,7 @@ class BlockPool:
             seen.add(block_id)
             before = block_id
         require(self._previous[self.num_blocks] == before, "the tail of the free list is linked wrongly")
-        num_used = sum(count > 0 for count in self.ref_count)
+        num_used = self.num_blocks - self.ref_count.count(0)
         num_kept = sum(self.ref_count[block_id] == 0 for block_id in self._keepers)
         require(len(seen) == self.num_free, f"{len(seen)} blocks are free, not {self.num_free}")
         require(num_kept == self.num_kept, f"{num_kept} blocks are kept, not {self.num_kept}")
@@ -182,6 +178,11 @@ class BlockPool:
         require(num_cached == self.num_cached, f"{num_cached} blocks are cached, not {self.num_cached}")
         hashed = {h: block_id for block_id, h in enumerate(self._hashes) if h is not None}
         require(hashed == self._blocks, "blocks and their hashes disagree")
+
+    def check_writable(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            require(self._hashes[block_id] is None, f"block {block_id} has a hash before its commit")
+            require(block_id not in self._keepers, f"writable block {block_id} is a session's")
 
     def _append(self, block_id: int) -> None:
         """Put an empty block at the head of the free list, a cached one at its tail."""

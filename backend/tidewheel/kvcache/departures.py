@@ -7,10 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 class Departures:
-    """Counts the blocks that only departing rows hold. Rows can be added and taken back, in O(blocks of the row).
-
-    Blocks in `kept` do not count as free.
-    """
+    """Counts the blocks that only departing rows hold, without those in `kept`. Every call is O(blocks of the row)."""
 
     def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: set[int]) -> None:
         self._ref_count = ref_count

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Sequence
+from itertools import groupby, islice
 from typing import NamedTuple
 
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
-from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks, num_common_tokens, root_hash, tokens_between
+from tidewheel.kvcache.prefix import (
+    extend_block_hashes,
+    max_hit_blocks,
+    num_common_tokens,
+    parent_hash,
+    tokens_between,
+)
 from tidewheel.kvcache.sessions import Session, SessionTable
 from tidewheel.request import Request
 
@@ -32,6 +39,11 @@ class PrefixHit(NamedTuple):
         return len(self.block_ids) + len(self.host_keys)
 
     @property
+    def keys_to_read(self) -> tuple[bytes, ...]:
+        """All contents that are read from the host tier."""
+        return (*self.host_keys, self.tail_key) if self.tail_key else self.host_keys
+
+    @property
     def is_shared_only(self) -> bool:
         """True if nothing needs to be copied."""
         return not self.host_keys and self.tail_block < 0 and not self.tail_key
@@ -46,6 +58,8 @@ class PrefixFinder:
         self._host = host
         self._sessions = sessions
         self._block_size = block_size
+        self.computing: dict[bytes, int] = {}  # digest of a prompt's block → row that is computing it
+        self._announced: dict[int, list[bytes]] = {}  # row → digests of the blocks that it may be computing
 
     def find(self, request: Request) -> PrefixHit:
         """Return the longest cached prefix; it leaves at least one token to compute."""
@@ -73,6 +87,24 @@ class PrefixFinder:
                 missing = middle
         return found * self._block_size
 
+    def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
+        row, run = next(groupby(rows), (None, ()))  # a loop in C, as in `BlockPool.lookup_prefix`
+        return (0, -1) if row is None else (len(list(run)), row)
+
+    def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
+        num_full = request.num_tokens // self._block_size
+        self._announced[row] = announced = request.block_hashes[hit.num_blocks : num_full]
+        for block_hash in announced:
+            self.computing.setdefault(block_hash, row)
+
+    def drop_announced(self, row: int, block_hashes: Sequence[bytes] | None = None) -> None:
+        """End the announcement of these blocks, which the row has computed; None: of all its blocks."""
+        for block_hash in self._announced.pop(row, ()) if block_hashes is None else block_hashes:
+            if self.computing.get(block_hash) == row:
+                del self.computing[block_hash]
+
     def _with_session(self, hit: PrefixHit, session: Session, request: Request) -> PrefixHit:
         """Add the session's tail to the hit, and count the tokens that the session has."""
         num_shared = min(hit.num_blocks, len(session.keys))
@@ -95,10 +127,7 @@ class PrefixFinder:
         """Count the tokens behind the hit that request and session share; one token is left to compute."""
         if not session.tail_tokens or len(session.keys) != hit.num_blocks:
             return 0
-        hashes = request.block_hashes
-        if session.parent != (
-            hashes[hit.num_blocks - 1] if hit.num_blocks else root_hash(request.tenant, request.cache_salt)
-        ):
+        if session.parent != parent_hash(request, hit.num_blocks):
             return 0
         stop = min(hit.num_tokens + self._block_size, request.num_tokens - 1)
         return num_common_tokens(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))

@@ -44,6 +44,11 @@ class HostTier:
         """Return the leading keys whose contents are here."""
         return tuple(takewhile(self._slots.__contains__, keys))
 
+    def lookup_all(self, keys: Sequence[bytes]) -> list[int] | None:
+        """Return the slots of all these contents; None if one of them is not here."""
+        slots = [slot for key in keys if (slot := self._slots.get(key)) is not None]
+        return slots if len(slots) == len(keys) else None
+
     def key_of(self, slot: int) -> bytes | None:
         return self._keys[slot]
 
@@ -95,7 +100,6 @@ class HostTier:
             self._empty.append(slot)
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(num_slots)."""
         pinned = [slot for slot, count in enumerate(self._pins) if count > 0]
         states = (*self._empty, *self._idle, *pinned)
         require(len(set(states)) == len(states) == self.num_slots, "a host slot is in no state or in two")

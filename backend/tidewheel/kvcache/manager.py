@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from itertools import chain, groupby, islice
+from itertools import chain
 
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.block_pool import BlockPool
@@ -12,7 +12,7 @@ from tidewheel.kvcache.departures import Departures
 from tidewheel.kvcache.hits import NO_HIT, PrefixFinder, PrefixHit
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.invariants import require
-from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks
+from tidewheel.kvcache.prefix import extend_block_hashes
 from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionLimits, SessionTable
 from tidewheel.kvcache.transfers import Arrival, TransferQueue, Transfers
@@ -23,9 +23,8 @@ class KVCacheManager:
     """Keeps a block table for every row, on one `BlockPool`, with a `HostTier` and sessions behind it.
 
     Only one row writes a block: shared blocks are full and computed, and new tokens go to blocks of the row's own. A
-    batch in flight may use a row's blocks when the row ends; they are then held until that step is done.
-
-    Each batch carries out all copies that were queued before it (`take_transfers`).
+    batch in flight may use a row's blocks when the row ends; they are then held until that step is done. Each batch
+    carries out all copies that were queued before it (`take_transfers`).
     """
 
     def __init__(
@@ -52,8 +51,6 @@ class KVCacheManager:
         self._sessions = SessionTable(session_limits or SessionLimits())
         self._store = SessionStore(self._pool, self._host, self._transfers, self._sessions, block_size)
         self._finder = PrefixFinder(self._pool, self._host, self._sessions, block_size)
-        self._computing: dict[bytes, int] = {}  # digest of a prompt's block → row that is computing it
-        self._announced: dict[int, list[bytes]] = {}  # row → digests of the blocks that it may be computing
         self._tables: dict[int, list[int]] = {}  # row → physical blocks, in logical order
         self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and never written again
         self._held: dict[int, list[list[int]]] = {}  # step → tables to free when it is done, reversed
@@ -118,10 +115,8 @@ class KVCacheManager:
     def block_table(self, row: int) -> Sequence[int]:
         return tuple(self._tables[row])
 
-    # --- hits ---------------------------------------------------------------------------------------------------
-
     def find_prefix(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves one token to compute. It is valid until the manager changes.
+        """Return the longest cached prefix that leaves one token to compute, valid until the manager changes.
 
         Extends `request.block_hashes` and changes nothing else. O(blocks of the hit), once the digests are known.
         """
@@ -133,10 +128,7 @@ class KVCacheManager:
 
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
         """Return how many blocks behind the hit a row is computing right now, and that row; (0, -1): none."""
-        limit = max_hit_blocks(request.num_tokens, self.block_size)
-        rows = map(self._computing.get, islice(request.block_hashes, hit.num_blocks, limit))
-        row, run = next(groupby(rows), (None, ()))
-        return (0, -1) if row is None else (len(list(run)), row)
+        return self._finder.find_computing(request, hit)
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
         """Return the prompt but its last token, as a hit in the row of a request with equal prompt, tenant and salt.
@@ -145,14 +137,11 @@ class KVCacheManager:
         """
         if self._transfers.is_arriving(leader_row):
             return NO_HIT
-        num_tokens = request.num_prompt_tokens - 1
+        num_tokens, table = request.num_prompt_tokens - 1, self._tables[leader_row]
         num_full = num_tokens // self.block_size
         self._seal(leader_row, request, num_full)
-        table = self._tables[leader_row]
         tail_block = table[num_full] if num_tokens % self.block_size else -1
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
-
-    # --- rows ---------------------------------------------------------------------------------------------------
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
         """Return how many free blocks a row of `num_tokens` tokens lacks; at most 0: it can be allocated.
@@ -161,25 +150,21 @@ class KVCacheManager:
         are needed and count as taken.
         """
         ref_count = self._pool.ref_count
-        num_revived = list(map(ref_count.__getitem__, hit.block_ids)).count(0)
-        num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
+        num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
-        return num_new + num_revived + num_pinned + keep_free - self.num_free_blocks
+        return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
         """Give a new row the blocks of `hit` and as many more as `num_tokens` tokens need.
 
-        Return False and change nothing while `num_missing_blocks` is above 0. The next batch must take the transfers
-        that fill the row's own blocks. If no block is left to copy a session's tail to, the row takes the tail from
-        the session.
+        Return False and change nothing while `num_missing_blocks` is above 0, or if the host tier has lost a content.
+        The next batch must take the transfers. A session loses its tail if no block is left to copy it to.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
         num_missing = self.num_missing_blocks(num_tokens, hit, keep_free=keep_free)
-        if num_missing > 0:
-            return False
-        slots = self._slots_of(hit)
-        if slots is None:
+        slots = self._host.lookup_all(hit.keys_to_read)
+        if num_missing > 0 or slots is None:
             return False
         num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
         new_blocks = self._take_and_fill(row, num_new, hit, slots, num_left=keep_free - num_missing)
@@ -190,21 +175,11 @@ class KVCacheManager:
 
     def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
         """Let `find_computing` find the blocks that the row, just allocated, is to compute."""
-        self._announced[row] = announced = request.block_hashes[
-            hit.num_blocks : request.num_tokens // self.block_size
-        ]
-        for block_hash in announced:
-            self._computing.setdefault(block_hash, row)
-
-    def _slots_of(self, hit: PrefixHit) -> list[int] | None:
-        """Return the host slots of the hit's contents; None if one has been evicted since."""
-        keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
-        slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
-        return slots if len(slots) == len(keys) else None
+        self._finder.announce(row, request, hit)
 
     def _take_and_fill(self, row: int, num_new: int, hit: PrefixHit, slots: list[int], *, num_left: int) -> list[int]:
         """Take the row's own blocks, and queue the transfers that fill the first of them."""
-        source = hit.tail_block
+        source, target = hit.tail_block, -1
         takes_over = source >= 0 and num_left < 1 and self._pool.ref_count[source] == 0
         if takes_over and hit.session is not None:
             self._store.surrender_tail(hit.session)
@@ -212,13 +187,12 @@ class KVCacheManager:
         if hit.is_shared_only:
             return self._take(num_new)
         self._transfers.pin(slots, source)
+        own = self._take(num_new - takes_over)
         if takes_over:
-            own = self._take(num_new - 1)
             own.insert(len(hit.host_keys), source)  # the pin is the row's hold on it
-            source = target = -1
-        else:
-            own = self._take(num_new)
-            target = own[len(hit.host_keys)] if source >= 0 else -1
+            source = -1
+        elif source >= 0:
+            target = own[len(hit.host_keys)]
         self._transfers.arrive(row, Arrival(hit.host_keys, slots, own[: len(slots)], source, target))
         return own
 
@@ -263,35 +237,22 @@ class KVCacheManager:
             extend_block_hashes(request, num_full, self.block_size)
             hashes = request.block_hashes[first:num_full]
             self._pool.register_hashes(self._tables[row][first:num_full], hashes)
-            if self._computing:
-                self._stop_computing(row, hashes)
+            self._finder.drop_announced(row, hashes)
         self._num_sealed[row] = num_full
 
-    def _stop_computing(self, row: int, block_hashes: Sequence[bytes]) -> None:
-        for block_hash in block_hashes:
-            if self._computing.get(block_hash) == row:
-                del self._computing[block_hash]
-
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
-        """Queue copies of the row's computed full blocks to the host tier, before `free`, for a row that comes back.
-
-        Return how many leading blocks will be there.
-        """
+        """Queue copies of the row's full blocks to the host tier, before `free`. Return how many will be there."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
         return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Let the request's session, if it names one, have its computed tokens for `session_ttl` seconds from `now`.
-
-        Call it before `free`, and never for a row with wrong content.
-        """
+        """Keep the computed tokens as the request's session, before `free`, unless their content is wrong."""
         if self.enable_prefix_caching and request.session_id and not self._transfers.is_arriving(row):
             self.commit(row, request, num_computed_tokens)
             self._store.keep(request, self._tables[row], num_computed_tokens, now)
 
     def expire_sessions(self, now: float) -> None:
-        """End the sessions whose time is over."""
         self._store.expire(now)
 
     def close_session(self, tenant: str, session_id: str) -> None:
@@ -315,14 +276,12 @@ class KVCacheManager:
         # The last block is evicted first: a prefix without its tail can be hit, a tail alone cannot.
         table = self._tables.pop(row)[::-1]
         del self._num_sealed[row]
-        self._stop_computing(row, self._announced.pop(row, ()))
+        self._finder.drop_announced(row)
         self._transfers.cancel(row)
         if after_step is None:
             self._pool.free(table)
         else:
             self._held.setdefault(after_step, []).append(table)
-
-    # --- batches ------------------------------------------------------------------------------------------------
 
     def take_transfers(self, step_id: int) -> Transfers:
         """Return the copies that this step's batch must carry out; their sources are held until `step_done`."""
@@ -340,10 +299,9 @@ class KVCacheManager:
             self._pool.free(table)
 
     def all_steps_done(self) -> None:
-        """End all steps after a failure: their batches may never have run.
+        """Free what the steps in flight hold and make it impossible to find: their batches may never have run.
 
-        Their transfers count as failed, and the blocks they held cannot be found. The caller must `forget` the rows
-        that remain before it frees them.
+        The caller must `forget` the rows that remain before it frees them.
         """
         self._transfers.abandon()
         for block_id in self._held_blocks():
@@ -358,17 +316,16 @@ class KVCacheManager:
         self._transfers.check_invariants()
         self._sessions.check_invariants()
         require(self._tables.keys() == self._num_sealed.keys(), "tables and commits name different rows")
+        require(self._tables.keys() >= set(self._finder.computing.values()), "rows that left are computing blocks")
         named = Counter(chain(self._held_blocks(), *self._tables.values()))
         references = named + Counter(self._transfers.held_sources())
-        require(self._tables.keys() >= set(self._computing.values()), "blocks of rows that left are being computed")
         for block_id, count in enumerate(self._pool.ref_count):
             require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
         for row, table in self._tables.items():
             require(len(set(table)) == len(table), f"row {row} names a block twice")
-            for block_id in table[self._num_sealed[row] :]:
-                require(self._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
-                require(named[block_id] == 1, f"writable block {block_id} is shared")
-                require(self._pool.num_keepers(block_id) == 0, f"writable block {block_id} is a session's")
+            writable = table[self._num_sealed[row] :]
+            require(all(named[block_id] == 1 for block_id in writable), f"a writable block of row {row} is shared")
+            self._pool.check_writable(writable)
 
     def _held_blocks(self) -> list[int]:
         return [block_id for tables in self._held.values() for table in tables for block_id in table]

@@ -26,6 +26,11 @@ def root_hash(tenant: str, salt: str) -> bytes:
     return sha256(_DOMAIN + struct.pack("<Q", len(name)) + name + secret).digest()
 
 
+def parent_hash(request: Request, num_blocks: int) -> bytes:
+    """Return the digest that the content behind the first `num_blocks` blocks follows. Theirs must be known."""
+    return request.block_hashes[num_blocks - 1] if num_blocks else root_hash(request.tenant, request.cache_salt)
+
+
 def max_hit_blocks(num_tokens: int, block_size: int) -> int:
     """Return how many blocks a request of `num_tokens` may take from the cache: it must compute one token."""
     return (num_tokens - 1) // block_size
@@ -39,7 +44,7 @@ def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int)
         return
     data = tokens_between(request, start, stop)
     size = TOKEN_BYTES * block_size
-    parent = hashes[-1] if hashes else root_hash(request.tenant, request.cache_salt)
+    parent = parent_hash(request, len(hashes))
     for offset in range(0, len(data), size):
         parent = sha256(parent + data[offset : offset + size]).digest()
         hashes.append(parent)

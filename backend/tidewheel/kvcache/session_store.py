@@ -5,7 +5,7 @@ from __future__ import annotations
 from tidewheel.errors import NotFound
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
-from tidewheel.kvcache.prefix import extend_block_hashes, root_hash, tail_hash, tokens_between
+from tidewheel.kvcache.prefix import extend_block_hashes, parent_hash, tail_hash, tokens_between
 from tidewheel.kvcache.sessions import Session, SessionTable
 from tidewheel.kvcache.transfers import TransferQueue
 from tidewheel.request import Request
@@ -51,7 +51,7 @@ class SessionStore:
         # forgotten as wrong: the session ends there.
         blocks = self._pool.lookup_prefix(hashes[: self._limited(request.tenant, num_full)])
         keys = tuple(hashes[: len(blocks)])
-        parent = keys[-1] if keys else root_hash(request.tenant, request.cache_salt)
+        parent = parent_hash(request, len(keys))
         tail = b""
         if len(keys) == num_full < self._limited(request.tenant, num_full + 1):
             tail = tokens_between(request, num_full * size, num_computed_tokens)

@@ -166,7 +166,6 @@ class SessionTable:
         return given
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(blocks of sessions)."""
         resident = {name: session for name, session in self._sessions.items() if session.blocks}
         require(list(resident) == list(self._resident), "sessions with blocks are listed wrongly")
         require({tenant for tenant, _ in self._sessions} == self._tenants.keys(), "tenants are listed wrongly")

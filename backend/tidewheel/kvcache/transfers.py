@@ -66,10 +66,7 @@ class TransferQueue:
         self._carried: dict[int, _Carried] = {}  # by step
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Queue copies of the first blocks to the host tier, until it is full; skip contents that are there.
-
-        Return how many of the keys will be there. There may be more blocks than keys.
-        """
+        """Queue copies to the host tier until it is full. Return how many of the leading keys will be there."""
         for index, (block_id, key) in enumerate(zip(block_ids, keys, strict=False)):
             if self._host.lookup(key) is not None:
                 continue
@@ -138,7 +135,6 @@ class TransferQueue:
             self._unpin(step)
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken."""
         require(len(self._out_blocks) == len(self._out_slots), "blocks to write out have no slots")
         for row, arrival in self._arrivals.items():
             require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")

@@ -53,7 +53,7 @@ def tail_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransferQueue, "pin", lambda self, slots, copy_source: self._host.pin(slots))
+    patch.setattr(TransferQueue, "pin", lambda self, slots, copy_sources: self._host.pin(slots))
     real = TransferQueue.take
 
     def take(self: TransferQueue, step_id: int) -> Any:

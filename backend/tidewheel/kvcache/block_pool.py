@@ -120,12 +120,9 @@ class BlockPool:
         return self._blocks.get(block_hash)
 
     def lookup_prefix(self, block_hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Return the blocks of the leading contents that are here, up to the first that is not.
-
-        `extend` keeps what came before the error, and its loop is three times as fast as one in Python.
-        """
+        """Return the blocks of the leading contents that are here."""
         block_ids: list[int] = []
-        with suppress(KeyError):
+        with suppress(KeyError):  # `extend` keeps what came before it; a loop in Python takes three times as long
             block_ids.extend(map(self._blocks.__getitem__, block_hashes))
         return tuple(block_ids)
 
@@ -178,11 +175,6 @@ class BlockPool:
         require(num_cached == self.num_cached, f"{num_cached} blocks are cached, not {self.num_cached}")
         hashed = {h: block_id for block_id, h in enumerate(self._hashes) if h is not None}
         require(hashed == self._blocks, "blocks and their hashes disagree")
-
-    def check_writable(self, block_ids: Iterable[int]) -> None:
-        for block_id in block_ids:
-            require(self._hashes[block_id] is None, f"block {block_id} has a hash before its commit")
-            require(block_id not in self._keepers, f"writable block {block_id} is a session's")
 
     def _append(self, block_id: int) -> None:
         """Put an empty block at the head of the free list, a cached one at its tail."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 
 class Departures:
-    """Counts the blocks that only departing rows hold, without those in `kept`. Every call is O(blocks of the row)."""
+    """Counts the blocks that only departing rows hold, without those in `kept`. Each call is O(blocks of the row)."""
 
     def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: set[int]) -> None:
         self._ref_count = ref_count

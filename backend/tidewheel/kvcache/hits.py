@@ -1,26 +1,21 @@
-"""Finds what the cache holds of a request, and changes none of it."""
+"""Finds the tokens of a request that the cache has, and the ones that another row is computing."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby, islice
 from typing import NamedTuple
 
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
-from tidewheel.kvcache.prefix import (
-    extend_block_hashes,
-    max_hit_blocks,
-    num_common_tokens,
-    parent_hash,
-    tokens_between,
-)
+from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks, num_common, parent_hash, tokens_between
 from tidewheel.kvcache.sessions import Session, SessionTable
 from tidewheel.request import Request
 
 
 class PrefixHit(NamedTuple):
-    """From the first token on: whole blocks of the pool, then whole blocks of the host tier, then a part of a block.
+    """A prefix of a request: whole blocks of the pool, then whole blocks of the host tier, then a part of a block.
 
     The row gets a copy of the part, because it writes the rest of that block (copy on write).
     """
@@ -35,7 +30,6 @@ class PrefixHit(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks."""
         return len(self.block_ids) + len(self.host_keys)
 
     @property
@@ -76,16 +70,7 @@ class PrefixFinder:
         """Estimate the tokens of `find`, by binary search: a block is rarely there without those before it."""
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         extend_block_hashes(request, limit, self._block_size)
-        hashes = request.block_hashes
-        found, missing = 0, limit + 1  # blocks that are there, and the first that is not
-        while found + 1 < missing:
-            middle = (found + missing) // 2
-            key = hashes[middle - 1]
-            if self._pool.lookup(key) is not None or self._host.lookup(key) is not None:
-                found = middle
-            else:
-                missing = middle
-        return found * self._block_size
+        return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
 
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
         limit = max_hit_blocks(request.num_tokens, self._block_size)
@@ -100,10 +85,13 @@ class PrefixFinder:
             self.computing.setdefault(block_hash, row)
 
     def drop_announced(self, row: int, block_hashes: Sequence[bytes] | None = None) -> None:
-        """End the announcement of these blocks, which the row has computed; None: of all its blocks."""
+        """Withdraw these blocks, which the row has computed; None: all blocks that it announced."""
         for block_hash in self._announced.pop(row, ()) if block_hashes is None else block_hashes:
             if self.computing.get(block_hash) == row:
                 del self.computing[block_hash]
+
+    def _is_missing(self, key: bytes) -> bool:
+        return self._pool.lookup(key) is None and self._host.lookup(key) is None
 
     def _with_session(self, hit: PrefixHit, session: Session, request: Request) -> PrefixHit:
         """Add the session's tail to the hit, and count the tokens that the session has."""
@@ -130,4 +118,4 @@ class PrefixFinder:
         if session.parent != parent_hash(request, hit.num_blocks):
             return 0
         stop = min(hit.num_tokens + self._block_size, request.num_tokens - 1)
-        return num_common_tokens(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))
+        return num_common(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))

@@ -89,9 +89,9 @@ class HostTier:
             else:
                 self._idle[slot] = None
 
-    def drop(self, key: bytes) -> None:
+    def drop(self, key: bytes | None) -> None:
         """Make the content impossible to find, if it is here. A pinned slot is empty once its copy is done."""
-        slot = self._slots.get(key)
+        slot = None if key is None else self._slots.get(key)
         if slot is None:
             return
         self._forget(slot)

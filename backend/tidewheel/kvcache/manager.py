@@ -179,21 +179,19 @@ class KVCacheManager:
 
     def _take_and_fill(self, row: int, num_new: int, hit: PrefixHit, slots: list[int], *, num_left: int) -> list[int]:
         """Take the row's own blocks, and queue the transfers that fill the first of them."""
-        source, target = hit.tail_block, -1
-        takes_over = source >= 0 and num_left < 1 and self._pool.ref_count[source] == 0
+        sources = [hit.tail_block] if hit.tail_block >= 0 else []
+        takes_over = bool(sources) and num_left < 1 and self._pool.ref_count[hit.tail_block] == 0
         if takes_over and hit.session is not None:
             self._store.surrender_tail(hit.session)
         self._pool.touch(hit.block_ids)
         if hit.is_shared_only:
             return self._take(num_new)
-        self._transfers.pin(slots, source)
-        own = self._take(num_new - takes_over)
+        self._transfers.pin(slots, sources)
+        own, first = self._take(num_new - takes_over), len(hit.host_keys)
         if takes_over:
-            own.insert(len(hit.host_keys), source)  # the pin is the row's hold on it
-            source = -1
-        elif source >= 0:
-            target = own[len(hit.host_keys)]
-        self._transfers.arrive(row, Arrival(hit.host_keys, slots, own[: len(slots)], source, target))
+            own.insert(first, sources.pop())  # the pin is the row's hold on it
+        targets = own[first : first + len(sources)]
+        self._transfers.arrive(row, Arrival(hit.host_keys, slots, own[: len(slots)], sources, targets))
         return own
 
     def _take(self, count: int) -> list[int]:
@@ -247,7 +245,7 @@ class KVCacheManager:
         return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens as the request's session, before `free`, unless their content is wrong."""
+        """Keep the computed tokens as the request's session. Call it before `free`, and never for wrong content."""
         if self.enable_prefix_caching and request.session_id and not self._transfers.is_arriving(row):
             self.commit(row, request, num_computed_tokens)
             self._store.keep(request, self._tables[row], num_computed_tokens, now)
@@ -262,9 +260,7 @@ class KVCacheManager:
     def forget(self, row: int) -> None:
         """Make all blocks of the row impossible to find: their content is wrong."""
         for block_id in self._tables[row]:
-            block_hash = self._pool.hash_of(block_id)
-            if block_hash is not None:
-                self._host.drop(block_hash)
+            self._host.drop(self._pool.hash_of(block_id))
             self._pool.drop_hash(block_id)
 
     def departures(self, kept: Collection[int] = ()) -> Departures:
@@ -323,9 +319,10 @@ class KVCacheManager:
             require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
         for row, table in self._tables.items():
             require(len(set(table)) == len(table), f"row {row} names a block twice")
-            writable = table[self._num_sealed[row] :]
-            require(all(named[block_id] == 1 for block_id in writable), f"a writable block of row {row} is shared")
-            self._pool.check_writable(writable)
+            for block_id in table[self._num_sealed[row] :]:
+                require(self._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
+                require(named[block_id] == 1, f"writable block {block_id} is shared")
+                require(self._pool.num_keepers(block_id) == 0, f"writable block {block_id} is a session's")
 
     def _held_blocks(self) -> list[int]:
         return [block_id for tables in self._held.values() for table in tables for block_id in table]

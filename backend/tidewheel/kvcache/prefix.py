@@ -27,7 +27,7 @@ def root_hash(tenant: str, salt: str) -> bytes:
 
 
 def parent_hash(request: Request, num_blocks: int) -> bytes:
-    """Return the digest that the content behind the first `num_blocks` blocks follows. Theirs must be known."""
+    """Return the digest that block `num_blocks` continues: that of the block before it, or the root."""
     return request.block_hashes[num_blocks - 1] if num_blocks else root_hash(request.tenant, request.cache_salt)
 
 
@@ -67,7 +67,7 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
     return head + struct.pack(f"<{len(tokens)}i", *tokens)  # several times faster than numpy for a short list
 
 
-def num_common_tokens(one: bytes, other: bytes) -> int:
+def num_common(one: bytes, other: bytes) -> int:
     """Count the leading int32 tokens that both have."""
     size = min(len(one), len(other)) // TOKEN_BYTES
     differs = np.frombuffer(one, "<i4", size) != np.frombuffer(other, "<i4", size)

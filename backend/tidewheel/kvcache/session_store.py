@@ -89,9 +89,7 @@ class SessionStore:
     def close(self, tenant: str, session_id: str) -> None:
         """End the session. Raise `NotFound` if there is none."""
         if not self._remove(tenant, session_id):
-            raise NotFound(
-                f"session {session_id!r} is not known: it was never kept, has expired, was closed or evicted"
-            )
+            raise NotFound(f"session {session_id!r} is not known: it was never kept, expired, was closed or evicted")
 
     def _remove(self, tenant: str, session_id: str) -> bool:
         session = self._table.remove(tenant, session_id)
@@ -110,5 +108,4 @@ class SessionStore:
     def _release(self, session: Session) -> None:
         """Release the blocks of a session that is no longer in the table."""
         self._pool.release(session.blocks[::-1])
-        if session.tail_key:
-            self._host.drop(session.tail_key)
+        self._host.drop(session.tail_key)

@@ -33,8 +33,8 @@ class Arrival(NamedTuple):
     keys: tuple[bytes, ...]  # contents of the full blocks among `blocks`
     slots: list[int]  # host slots that are read
     blocks: list[int]  # the row's blocks that they fill
-    copy_source: int  # a block whose beginning is copied; -1: none
-    copy_target: int
+    copy_sources: list[int]  # a block whose beginning is copied, or none
+    copy_targets: list[int]
 
 
 class _Carried(NamedTuple):
@@ -77,11 +77,10 @@ class TransferQueue:
             self._out_slots.append(slot)
         return len(keys)
 
-    def pin(self, slots: Sequence[int], copy_source: int) -> None:
+    def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
         """Protect the sources of an arrival. Call it before taking blocks for the row, which may evict them."""
         self._host.pin(slots)
-        if copy_source >= 0:
-            self._pool.touch([copy_source])
+        self._pool.touch(copy_sources)
 
     def arrive(self, row: int, arrival: Arrival) -> None:
         """Queue an arrival whose sources `pin` has protected."""
@@ -95,19 +94,17 @@ class TransferQueue:
         arrival = self._arrivals.pop(row, None)
         if arrival is not None:
             self._host.unpin(arrival.slots[::-1])
-            if arrival.copy_source >= 0:
-                self._pool.free([arrival.copy_source])
+            self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[Transfers, dict[int, Arrival]]:
         """Hand all queued transfers to this step. Return them, and the arrivals by row."""
         if not self._arrivals and not self._out_blocks:
             return NO_TRANSFERS, {}
         arrivals, self._arrivals = self._arrivals, {}
-        copies = [arrival for arrival in arrivals.values() if arrival.copy_source >= 0]
         in_slots = [slot for arrival in arrivals.values() for slot in arrival.slots]
         in_blocks = [block_id for arrival in arrivals.values() for block_id in arrival.blocks]
-        sources = [arrival.copy_source for arrival in copies]
-        targets = [arrival.copy_target for arrival in copies]
+        sources = [block_id for arrival in arrivals.values() for block_id in arrival.copy_sources]
+        targets = [block_id for arrival in arrivals.values() for block_id in arrival.copy_targets]
         columns = (sources, targets, self._out_blocks, self._out_slots, in_slots, in_blocks)
         transfers = Transfers(*[np.array(column, dtype=np.int32) for column in columns])
         self._carried[step_id] = _Carried(self._out_slots, in_slots, sources)
@@ -129,9 +126,7 @@ class TransferQueue:
         self._out_blocks, self._out_slots = [], []
         for step in carried:
             for slot in step.out_slots:
-                key = self._host.key_of(slot)
-                if key is not None:
-                    self._host.drop(key)
+                self._host.drop(self._host.key_of(slot))
             self._unpin(step)
 
     def check_invariants(self) -> None:
@@ -141,7 +136,7 @@ class TransferQueue:
 
     def held_sources(self) -> list[int]:
         """Return the blocks held because they are copied from, once for each copy."""
-        queued = [arrival.copy_source for arrival in self._arrivals.values() if arrival.copy_source >= 0]
+        queued = [block_id for arrival in self._arrivals.values() for block_id in arrival.copy_sources]
         return queued + self.carried_sources()
 
     def carried_sources(self) -> list[int]:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from itertools import groupby, islice
 from typing import NamedTuple
 
+import numpy as np
+
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
-from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks, num_common, parent_hash, tokens_between
+from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks, parent_hash, tokens_between
 from tidewheel.kvcache.sessions import Session, SessionTable
 from tidewheel.request import Request
 
@@ -31,16 +33,6 @@ class PrefixHit(NamedTuple):
     @property
     def num_blocks(self) -> int:
         return len(self.block_ids) + len(self.host_keys)
-
-    @property
-    def keys_to_read(self) -> tuple[bytes, ...]:
-        """All contents that are read from the host tier."""
-        return (*self.host_keys, self.tail_key) if self.tail_key else self.host_keys
-
-    @property
-    def is_shared_only(self) -> bool:
-        """True if nothing needs to be copied."""
-        return not self.host_keys and self.tail_block < 0 and not self.tail_key
 
 
 NO_HIT = PrefixHit((), 0)
@@ -72,7 +64,15 @@ class PrefixFinder:
         extend_block_hashes(request, limit, self._block_size)
         return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
 
+    def slots_of(self, hit: PrefixHit) -> list[int] | None:
+        """Return the host slots of the hit's contents; None if one has been evicted since."""
+        keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
+        slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
+        return slots if len(slots) == len(keys) else None
+
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
+        if not self.computing:
+            return 0, -1
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
         row, run = next(groupby(rows), (None, ()))  # a loop in C, as in `BlockPool.lookup_prefix`
@@ -118,4 +118,11 @@ class PrefixFinder:
         if session.parent != parent_hash(request, hit.num_blocks):
             return 0
         stop = min(hit.num_tokens + self._block_size, request.num_tokens - 1)
-        return num_common(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))
+        return _num_common(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Count the leading int32 tokens that both have."""
+    size = min(len(one), len(other)) // 4
+    differs = np.frombuffer(one, "<i4", size) != np.frombuffer(other, "<i4", size)
+    return int(differs.argmax()) if differs.any() else size

@@ -44,11 +44,6 @@ class HostTier:
         """Return the leading keys whose contents are here."""
         return tuple(takewhile(self._slots.__contains__, keys))
 
-    def lookup_all(self, keys: Sequence[bytes]) -> list[int] | None:
-        """Return the slots of all these contents; None if one of them is not here."""
-        slots = [slot for key in keys if (slot := self._slots.get(key)) is not None]
-        return slots if len(slots) == len(keys) else None
-
     def key_of(self, slot: int) -> bytes | None:
         return self._keys[slot]
 

@@ -163,7 +163,7 @@ class KVCacheManager:
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
         num_missing = self.num_missing_blocks(num_tokens, hit, keep_free=keep_free)
-        slots = self._host.lookup_all(hit.keys_to_read)
+        slots = self._finder.slots_of(hit)
         if num_missing > 0 or slots is None:
             return False
         num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
@@ -184,7 +184,7 @@ class KVCacheManager:
         if takes_over and hit.session is not None:
             self._store.surrender_tail(hit.session)
         self._pool.touch(hit.block_ids)
-        if hit.is_shared_only:
+        if not slots and not sources:
             return self._take(num_new)
         self._transfers.pin(slots, sources)
         own, first = self._take(num_new - takes_over), len(hit.host_keys)

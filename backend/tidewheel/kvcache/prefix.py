@@ -12,8 +12,6 @@ from __future__ import annotations
 import struct
 from hashlib import sha256
 
-import numpy as np
-
 from tidewheel.request import Request
 
 TOKEN_BYTES = 4
@@ -65,10 +63,3 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
             return head
     tokens = request.output_token_ids[max(start - num_prompt_tokens, 0) : stop - num_prompt_tokens]
     return head + struct.pack(f"<{len(tokens)}i", *tokens)  # several times faster than numpy for a short list
-
-
-def num_common(one: bytes, other: bytes) -> int:
-    """Count the leading int32 tokens that both have."""
-    size = min(len(one), len(other)) // TOKEN_BYTES
-    differs = np.frombuffer(one, "<i4", size) != np.frombuffer(other, "<i4", size)
-    return int(differs.argmax()) if differs.any() else size

@@ -235,7 +235,8 @@ class KVCacheManager:
             extend_block_hashes(request, num_full, self.block_size)
             hashes = request.block_hashes[first:num_full]
             self._pool.register_hashes(self._tables[row][first:num_full], hashes)
-            self._finder.drop_announced(row, hashes)
+            if self._finder.computing:
+                self._finder.drop_announced(row, hashes)
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:

@@ -10,11 +10,11 @@ requests with different salts.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from hashlib import sha256
 
 from tidewheel.request import Request
 
-TOKEN_BYTES = 4
 _DOMAIN = b"tidewheel kv block v2\0"
 
 
@@ -41,7 +41,7 @@ def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int)
     if start >= stop:
         return
     data = tokens_between(request, start, stop)
-    size = TOKEN_BYTES * block_size
+    size = 4 * block_size
     parent = parent_hash(request, len(hashes))
     for offset in range(0, len(data), size):
         parent = sha256(parent + data[offset : offset + size]).digest()
@@ -62,4 +62,10 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
         if stop <= num_prompt_tokens:
             return head
     tokens = request.output_token_ids[max(start - num_prompt_tokens, 0) : stop - num_prompt_tokens]
-    return head + struct.pack(f"<{len(tokens)}i", *tokens)  # several times faster than numpy for a short list
+    return head + _int32_struct(len(tokens)).pack(*tokens)
+
+
+@lru_cache(maxsize=64)
+def _int32_struct(count: int) -> struct.Struct:
+    """Return a packer of short lists, several times faster than numpy."""
+    return struct.Struct(f"<{count}i")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -245,6 +247,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.ref_count == list(self.naive.references.values())
         assert {b: h for b in self.naive.references if (h := self.pool.hash_of(b))} == self.naive.hashes
         assert all(self.pool.num_keepers(block) == self.naive.keepers.count(block) for block in self.naive.references)
+        for start in range(len(HASHES)):
+            found = takewhile(lambda block: block is not None, map(self.naive.lookup, HASHES[start:]))
+            assert self.pool.lookup_prefix(iter(HASHES[start:])) == tuple(found)
         kept = [block for block in set(self.naive.keepers) if self.naive.references[block] == 0]
         assert self.pool.num_kept == len(kept)
         assert self.pool.num_cached == sum(block_id in self.naive.hashes for block_id in self.naive.order)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
@@ -137,7 +139,10 @@ class HostTierMachine(RuleBasedStateMachine):
         if not hasattr(self, "tier"):
             return
         self.tier.check_invariants()
-        assert self.tier.num_contents == len(self.contents)
+        assert len(self.tier._slots) == len(self.contents)
+        for start in range(len(KEYS)):
+            found = takewhile(lambda key: self.find(key) is not None, KEYS[start:])
+            assert self.tier.lookup_prefix(KEYS[start:]) == tuple(found)
         assert self.tier.num_free_slots == sum(count == 0 for count in self.pins.values())
         for slot in self.pins:
             assert self.tier.key_of(slot) == self.contents.get(slot)

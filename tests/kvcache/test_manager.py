@@ -150,6 +150,23 @@ def test_what_is_forgotten_is_not_found() -> None:
     assert kv.find_prefix(make_request("b", 9)) == NO_HIT
 
 
+def test_blocks_that_one_row_is_computing_are_counted_up_to_those_of_another_row() -> None:
+    kv = make_manager(24)
+    short, long, late = make_request("a", 13), make_request("b", 25), make_request("c", 33)
+    for row, request in enumerate((short, long)):
+        hit = kv.find_prefix(request)
+        assert kv.allocate(row, request.num_tokens, hit)
+        kv.announce(row, request, hit)
+    assert kv.find_computing(late, kv.find_prefix(late)) == (3, 0)
+    kv.commit(0, short, 8)
+    assert kv.find_computing(late, kv.find_prefix(late)) == (1, 0)
+    kv.commit(0, short, 12)
+    assert kv.find_computing(late, kv.find_prefix(late)) == (3, 1)
+    kv.free(1)
+    assert kv.find_computing(late, kv.find_prefix(late)) == (0, -1)
+    kv.check_invariants()
+
+
 def test_without_prefix_caching_nothing_is_kept() -> None:
     kv = make_manager(enable_prefix_caching=False)
     enter(kv, 0, make_request("a", 9))

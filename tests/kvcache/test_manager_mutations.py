@@ -23,7 +23,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.kv_machine import KVMachine
 from tidewheel.errors import InternalError
-from tidewheel.kvcache import prefix, session_store
+from tidewheel.kvcache import prefix
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.session_store import SessionStore
@@ -53,7 +53,7 @@ def tail_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransferQueue, "pin", lambda self, slots, copy_source: self._host.pin(slots))
+    patch.setattr(TransferQueue, "pin", lambda self, slots, copy_sources: self._host.pin(slots))
     real = TransferQueue.take
 
     def take(self: TransferQueue, step_id: int) -> Any:
@@ -86,16 +86,14 @@ def slot_given_away(patch: pytest.MonkeyPatch) -> None:
 
 def tenant_forgotten(patch: pytest.MonkeyPatch) -> None:
     real = prefix.root_hash
-    for module in (prefix, session_store):
-        patch.setattr(module, "root_hash", lambda tenant, salt: real("", salt))
+    patch.setattr(prefix, "root_hash", lambda tenant, salt: real("", salt))
 
 
 def written_out_too_early(patch: pytest.MonkeyPatch) -> None:
     def offload(self: KVCacheManager, row: int, request: Any, num_computed_tokens: int) -> int:
         num_full = request.num_tokens // self.block_size
         prefix.extend_block_hashes(request, num_full, self.block_size)
-        for index, key in enumerate(request.block_hashes[:num_full]):
-            self._transfers.swap_out(self._tables[row][index], key)
+        self._transfers.swap_out(self._tables[row], request.block_hashes[:num_full])
         return 0
 
     patch.setattr(KVCacheManager, "offload", offload)

@@ -263,7 +263,7 @@ def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
     kv = make_manager()
     kv.allocate(0, 9)
     hit = kv.fork_hit(0, kv_request("c", 9))
-    assert (len(hit.block_ids), hit.num_tokens, hit.is_shared_only) == (2, 8, True)
+    assert (len(hit.block_ids), hit.num_tokens, hit.tail_block) == (2, 8, -1)
 
 
 def test_there_is_no_fork_of_a_row_whose_content_has_yet_to_arrive() -> None:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidewheel.errors import InternalError
-from tidewheel.kvcache.sessions import Session, SessionLimits, SessionTable
-from tidewheel.kvcache.tally import Tally
+from tidewheel.kvcache.sessions import Session, SessionLimits, SessionTable, Tally
 from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 TENANTS = ("", "acme", "initech")

@@ -55,8 +55,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.scheduler_machine import SchedulerMachine
 from tidewheel.errors import DeadlineExceeded, InternalError
-from tidewheel.kvcache import finder, prefix
-from tidewheel.kvcache.manager import Departures, KVCacheManager
+from tidewheel.kvcache import hits, prefix
+from tidewheel.kvcache.departures import Departures
+from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.transfers import NO_TRANSFERS, Transfers
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import entrance, queue, reserve, service_class, victims
@@ -102,7 +103,7 @@ def hash_before_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit_too_long(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(finder, "max_hit_blocks", lambda num_tokens, block_size: num_tokens // block_size)
+    patch.setattr(hits, "max_hit_blocks", lambda num_tokens, block_size: num_tokens // block_size)
 
 
 def tokens_in_flight_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -314,7 +315,7 @@ def cached_prefix_before_class(patch: pytest.MonkeyPatch) -> None:
 
 
 def computed_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVCacheManager, "_stop_computing", lambda self, row, block_hashes: None)
+    patch.setattr(hits.PrefixFinder, "drop_announced", lambda self, row, block_hashes=None: None)
 
 
 def growth_forgotten(patch: pytest.MonkeyPatch) -> None:

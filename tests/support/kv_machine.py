@@ -162,7 +162,7 @@ class KVMachine(RuleBasedStateMachine):
     def num_host_hits(self, request: Request, num_pool_hits: int) -> int:
         """Blocks that the host tier has behind those."""
         pending = dict(zip(self.kv._transfers._out_slots, self.kv._transfers._out_blocks, strict=True))
-        tails = {session.tail_key for session in self.kv._sessions._table._sessions.values()}
+        tails = {session.tail_key for session in self.kv._sessions._sessions.values()}
         slots = [slot for key, slot in self.kv._host._slots.items() if key not in tails]
         known = {(self.memory[pending[slot]] if slot in pending else self.host_memory[slot])[-1] for slot in slots}
         limit = (request.num_tokens - 1) // self.kv.block_size
@@ -171,7 +171,7 @@ class KVMachine(RuleBasedStateMachine):
     def num_session_tokens(self, request: Request, num_hit_blocks: int) -> int:
         """What the session, while it is in the pool, must bring beyond whole blocks."""
         session = self.sessions.get((request.tenant, request.session_id))
-        actual = self.kv._sessions.get(request)
+        actual = self.kv._sessions.get(request.tenant, request.session_id)
         if session is None or actual is None or not actual.blocks or session.owner != self.owner(request):
             return 0
         size = self.kv.block_size
@@ -470,7 +470,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def note_sessions(self) -> None:
         """Sessions that went under pressure are those whose last use is longest ago, of their tenant or of all."""
-        actual = self.kv._sessions._table._sessions
+        actual = self.kv._sessions._sessions
         assert list(actual) == [name for name in self.sessions if name in actual]
         for name in self.sessions.keys() - actual.keys():
             survivors = [other for other in list(self.sessions)[: list(self.sessions).index(name)] if other in actual]

@@ -1,35 +1,128 @@
-"""What the cache already holds of a request, as a value."""
+"""Finds the tokens of a request that the cache has, and the ones that another row is computing."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import groupby, islice
 from typing import NamedTuple
 
-from tidewheel.kvcache.sessions import Session
+import numpy as np
+
+from tidewheel.kvcache.block_pool import BlockPool
+from tidewheel.kvcache.host_tier import HostTier
+from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks, parent_hash, tokens_between
+from tidewheel.kvcache.sessions import Session, SessionTable
+from tidewheel.request import Request
 
 
 class PrefixHit(NamedTuple):
-    """From the first token on: whole blocks of the pool, then whole blocks of the host tier, then a part of a block.
+    """A prefix of a request: whole blocks of the pool, then whole blocks of the host tier, then a part of a block.
 
-    The part is copied into a block of the row's own, for the row writes the rest of that block (copy on write).
+    The row gets a copy of the part, because it writes the rest of that block (copy on write).
     """
 
     block_ids: tuple[int, ...]  # of the pool, to be shared
-    num_tokens: int  # that need not be computed, with those of the host tier and of the part
+    num_tokens: int  # that need not be computed: of pool, host tier and part
     host_keys: tuple[bytes, ...] = ()  # contents in the host tier that come next
     tail_block: int = -1  # the block that holds the part; -1: none in the pool
     tail_key: bytes = b""  # its content in the host tier; empty: none there
-    session: Session | None = None  # that the part belongs to; None: a fork's leader, or no part
-    num_session_tokens: int = 0  # of `num_tokens`, those that the request's session has
+    session: Session | None = None  # owner of the part; None: a fork's leader, or no part
+    num_session_tokens: int = 0  # of `num_tokens`, those of the request's session
 
     @property
     def num_blocks(self) -> int:
-        """Whole blocks."""
         return len(self.block_ids) + len(self.host_keys)
-
-    @property
-    def is_shared_only(self) -> bool:
-        """Nothing needs to be copied."""
-        return not self.host_keys and self.tail_block < 0 and not self.tail_key
 
 
 NO_HIT = PrefixHit((), 0)
+
+
+class PrefixFinder:
+    def __init__(self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int) -> None:
+        self._pool = pool
+        self._host = host
+        self._sessions = sessions
+        self._block_size = block_size
+        self.computing: dict[bytes, int] = {}  # digest of a prompt's block → row that is computing it
+        self._announced: dict[int, list[bytes]] = {}  # row → digests of the blocks that it may be computing
+
+    def find(self, request: Request) -> PrefixHit:
+        """Return the longest cached prefix; it leaves at least one token to compute."""
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        extend_block_hashes(request, limit, self._block_size)
+        hashes = request.block_hashes
+        block_ids = self._pool.lookup_prefix(islice(hashes, limit))
+        host_keys = self._host.lookup_prefix(islice(hashes, len(block_ids), limit))
+        hit = PrefixHit(block_ids, (len(block_ids) + len(host_keys)) * self._block_size, host_keys)
+        session = self._sessions.get(request.tenant, request.session_id) if request.session_id else None
+        return hit if session is None else self._with_session(hit, session, request)
+
+    def estimate(self, request: Request) -> int:
+        """Estimate the tokens of `find`, by binary search: a block is rarely there without those before it."""
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        extend_block_hashes(request, limit, self._block_size)
+        return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
+
+    def slots_of(self, hit: PrefixHit) -> list[int] | None:
+        """Return the host slots of the hit's contents; None if one has been evicted since."""
+        keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
+        slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
+        return slots if len(slots) == len(keys) else None
+
+    def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
+        if not self.computing:
+            return 0, -1
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
+        row, run = next(groupby(rows), (None, ()))  # a loop in C, as in `BlockPool.lookup_prefix`
+        return (0, -1) if row is None else (len(list(run)), row)
+
+    def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
+        num_full = request.num_tokens // self._block_size
+        self._announced[row] = announced = request.block_hashes[hit.num_blocks : num_full]
+        for block_hash in announced:
+            self.computing.setdefault(block_hash, row)
+
+    def drop_announced(self, row: int, block_hashes: Sequence[bytes] | None = None) -> None:
+        """Withdraw these blocks, which the row has computed; None: all blocks that it announced."""
+        for block_hash in self._announced.pop(row, ()) if block_hashes is None else block_hashes:
+            if self.computing.get(block_hash) == row:
+                del self.computing[block_hash]
+
+    def _is_missing(self, key: bytes) -> bool:
+        return self._pool.lookup(key) is None and self._host.lookup(key) is None
+
+    def _with_session(self, hit: PrefixHit, session: Session, request: Request) -> PrefixHit:
+        """Add the session's tail to the hit, and count the tokens that the session has."""
+        num_shared = min(hit.num_blocks, len(session.keys))
+        while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
+            num_shared -= 1
+        hit = hit._replace(num_session_tokens=num_shared * self._block_size)
+        num_tokens = self._num_tail_tokens(hit, session, request)
+        is_in_pool = session.tail_block >= 0
+        if not num_tokens or not (is_in_pool or self._host.lookup(session.tail_key) is not None):
+            return hit
+        return hit._replace(
+            num_tokens=hit.num_tokens + num_tokens,
+            tail_block=session.tail_block,
+            tail_key=b"" if is_in_pool else session.tail_key,
+            session=session,
+            num_session_tokens=hit.num_session_tokens + num_tokens,
+        )
+
+    def _num_tail_tokens(self, hit: PrefixHit, session: Session, request: Request) -> int:
+        """Count the tokens behind the hit that request and session share; one token is left to compute."""
+        if not session.tail_tokens or len(session.keys) != hit.num_blocks:
+            return 0
+        if session.parent != parent_hash(request, hit.num_blocks):
+            return 0
+        stop = min(hit.num_tokens + self._block_size, request.num_tokens - 1)
+        return _num_common(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Count the leading int32 tokens that both have."""
+    size = min(len(one), len(other)) // 4
+    differs = np.frombuffer(one, "<i4", size) != np.frombuffer(other, "<i4", size)
+    return int(differs.argmax()) if differs.any() else size

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.invariants import require
 
 
 class HostTier:
-    """Gives slots ``0 … num_slots - 1`` to contents, named by the digests of `prefix`, and keeps those used last.
+    """Gives slots ``0 … num_slots - 1`` to contents, named by the digests of `prefix`, and keeps the newest.
 
     A slot is in one of three states:
 
     * *empty*: it holds nothing.
     * *idle*: it holds a content that `lookup` finds and `insert` may evict, least recently used first.
-    * *pinned*: a copy to or from it is queued or in flight. It is neither evicted nor given away until `unpin`.
+    * *pinned*: a copy to or from it is queued or in flight. It is not reused before `unpin`.
 
     A content is written once, by the copy for which `insert` gave the slot, and never changed.
     """
@@ -33,22 +34,21 @@ class HostTier:
 
     @property
     def num_free_slots(self) -> int:
-        """Empty or evictable."""
+        """Empty and idle slots."""
         return len(self._empty) + len(self._idle)
 
-    @property
-    def num_contents(self) -> int:
-        return len(self._slots)
-
     def lookup(self, key: bytes) -> int | None:
-        """The slot that holds this content."""
         return self._slots.get(key)
+
+    def lookup_prefix(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        """Return the leading keys whose contents are here."""
+        return tuple(takewhile(self._slots.__contains__, keys))
 
     def key_of(self, slot: int) -> bytes | None:
         return self._keys[slot]
 
     def insert(self, key: bytes) -> int | None:
-        """A slot for a content that is in none, pinned once; None, and nothing changed, when all are pinned."""
+        """Give a new content a slot, pinned once. Return None and change nothing if all slots are pinned."""
         if key in self._slots:
             raise InternalError("a content would be in two slots of the host tier")
         if self._empty:
@@ -72,7 +72,7 @@ class HostTier:
             self._pins[slot] += 1
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """A slot that nobody pins any more counts as used now. Of several, the first given is evicted first."""
+        """Remove one pin of each slot. A slot without pins counts as used now; the first given is evicted first."""
         for slot in slots:
             if self._pins[slot] == 0:
                 raise InternalError(f"host slot {slot} is unpinned more often than it was pinned")
@@ -84,9 +84,9 @@ class HostTier:
             else:
                 self._idle[slot] = None
 
-    def drop(self, key: bytes) -> None:
-        """This content, if it is here, must not be found any more. A pinned slot stays with its copy until then."""
-        slot = self._slots.get(key)
+    def drop(self, key: bytes | None) -> None:
+        """Make the content impossible to find, if it is here. A pinned slot is empty once its copy is done."""
+        slot = None if key is None else self._slots.get(key)
         if slot is None:
             return
         self._forget(slot)
@@ -95,7 +95,6 @@ class HostTier:
             self._empty.append(slot)
 
     def check_invariants(self) -> None:
-        """Raises `InternalError` naming what is broken. O(num_slots)."""
         pinned = [slot for slot, count in enumerate(self._pins) if count > 0]
         states = (*self._empty, *self._idle, *pinned)
         require(len(set(states)) == len(states) == self.num_slots, "a host slot is in no state or in two")

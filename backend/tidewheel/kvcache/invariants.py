@@ -1,4 +1,4 @@
-"""How the owners of state in this layer say that they are broken."""
+"""The check behind every `check_invariants`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from tidewheel.errors import InternalError
 
 
 def require(condition: bool, message: str) -> None:
-    """Unlike `assert`, also under ``python -O``: an engine that is idle checks itself."""
+    """Raise `InternalError` unless the condition holds; unlike `assert`, also under ``python -O``."""
     if not condition:
         raise InternalError(f"invariant broken: {message}")

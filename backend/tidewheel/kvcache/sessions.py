@@ -1,4 +1,4 @@
-"""Which sessions there are, in which order they go, and what each of them may keep."""
+"""Sessions by name, the order in which they are evicted, and their quotas."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.kvcache.invariants import require
-from tidewheel.kvcache.tally import Tally
 from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 SessionName = tuple[str, str]  # tenant, session_id
 
 
 class SessionLimits(NamedTuple):
-    """Blocks are those of the pool; what lies in the host tier has that tier's limit. None: no limit."""
+    """Limits on blocks count those of the pool; the host tier has its own size. None: no limit."""
 
     max_sessions: int = 4096  # of all tenants
     max_session_blocks: int | None = None
@@ -26,7 +25,7 @@ class SessionLimits(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """The content that one session keeps: full blocks by their digests, then the tokens of the last, partial one."""
+    """The content of one session: the digests of its full blocks, then the tokens of the last, partial block."""
 
     tenant: str
     session_id: str
@@ -34,7 +33,7 @@ class Session:
     keys: tuple[bytes, ...]
     tail_tokens: bytes  # int32 little endian; empty: no tail
     tail_key: bytes
-    blocks: tuple[int, ...]  # in the pool, the tail's last; empty once they were given up
+    blocks: tuple[int, ...]  # in the pool, the tail's last; empty once the pool has taken them back
     expires_at: float
 
     @property
@@ -43,8 +42,38 @@ class Session:
 
     @property
     def tail_block(self) -> int:
-        """-1: none in the pool."""
+        """The tail's block in the pool; -1: none."""
         return self.blocks[-1] if self.tail_tokens and self.blocks else -1
+
+
+class Tally:
+    """Counts by name that change by one at a time, and the name with the highest. Every call is O(1)."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._names: dict[int, OrderedDict[str, None]] = {}  # by count, the one that changed longest ago first
+        self._highest = 0
+
+    def count(self, name: str) -> int:
+        return self._counts.get(name, 0)
+
+    def add(self, name: str, change: int) -> None:
+        """Add `change`, 1 or -1."""
+        old = self._counts.pop(name, 0)
+        if old:
+            del self._names[old][name]
+            if not self._names[old]:
+                del self._names[old]
+        new = old + change
+        if new:
+            self._counts[name] = new
+            self._names.setdefault(new, OrderedDict())[name] = None
+        if new > self._highest or self._highest not in self._names:
+            self._highest = new
+
+    def leader(self) -> str:
+        """Return the name with the highest count; of equal ones, the one that changed longest ago."""
+        return next(iter(self._names[self._highest]))
 
 
 @dataclass(eq=False, slots=True)
@@ -57,12 +86,12 @@ class _TenantSessions:
 
 
 class SessionTable:
-    """Sessions by name, and those of each tenant in the order of their last use. Every call is O(1), amortised.
+    """Sessions by name, and by tenant in the order of their last use. Every call is O(1), amortised.
 
-    Over `max_sessions`, the account with most sessions gives one up: of its tenant with most, the one used longest
-    ago. Unknown tenants share an account unless `*` says `each`; a tenant with an entry has its own.
+    Over `max_sessions`, the account with most sessions loses one: the least recently used one of its tenant with
+    most. Unknown tenants share an account unless `*` says `each`; a tenant with an entry has its own.
 
-    Knows nothing of the pool: the caller releases the blocks of sessions that `put`, `remove` and `expire` return.
+    The caller releases the blocks of the sessions that `put`, `remove` and `expire` return.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
@@ -72,7 +101,7 @@ class SessionTable:
         self._tenants: dict[str, _TenantSessions] = {}
         self._accounts = Tally()  # sessions by account
         self._members: dict[str, Tally] = {}  # sessions by tenant, for each account
-        self._expiries: list[tuple[float, int, Session]] = []  # heap; has also sessions that are gone
+        self._expiries: list[tuple[float, int, Session]] = []  # heap; may name sessions that are gone
         self._num_put = 0
 
     def __len__(self) -> int:
@@ -82,18 +111,18 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        """Return the blocks in the pool that the tenant's sessions keep; one that two of them share counts twice."""
+        """Return how many blocks the tenant's sessions keep in the pool. A block of two sessions counts twice."""
         return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def max_blocks(self, tenant: str) -> int | None:
-        """Return the number of blocks that one session of this tenant may keep."""
+        """Return how many blocks one session of the tenant may keep; None: any number."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def put(self, session: Session) -> list[Session]:
-        """Add the session, used just now, and return the sessions that go for it.
+        """Add the session, used just now, and return the evicted ones.
 
-        First goes an older session of the same name. Then go sessions of the tenant while it is over its quota of
+        First goes an older session of the same name; then sessions of the tenant while it is over its quota of
         blocks, of its account while that has too many sessions, and of the largest account over `max_sessions`.
         """
         former = self.remove(*session.name)
@@ -126,18 +155,17 @@ class SessionTable:
         return gone
 
     def oldest_resident(self) -> Session | None:
-        """Return the session with blocks in the pool that was used longest ago."""
+        """Return the least recently used session with blocks in the pool."""
         return next(iter(self._resident.values()), None)
 
     def give_up_blocks(self, session: Session, num_kept: int = 0) -> tuple[int, ...]:
-        """Take all but the first `num_kept` blocks from the session, which goes on without them, and return them."""
+        """Take all but the first `num_kept` blocks from the session and return them."""
         given = session.blocks[num_kept:]
         self._take_blocks(session, len(given))
         session.blocks = session.blocks[:num_kept]
         return given
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(blocks of sessions)."""
         resident = {name: session for name, session in self._sessions.items() if session.blocks}
         require(list(resident) == list(self._resident), "sessions with blocks are listed wrongly")
         require({tenant for tenant, _ in self._sessions} == self._tenants.keys(), "tenants are listed wrongly")
@@ -197,7 +225,7 @@ class SessionTable:
             of_tenant.resident.pop(session.name, None)
 
     def _compact_expiries(self) -> None:
-        """A session in steady use leaves an entry each time; most of them stand for what is gone."""
+        """Drop stale entries once most are: a session in steady use leaves one each time."""
         if len(self._expiries) > 2 * len(self._sessions) + 64:
             live = [entry for entry in self._expiries if self._sessions.get(entry[2].name) is entry[2]]
             heapq.heapify(live)

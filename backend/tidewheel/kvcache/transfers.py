@@ -1,9 +1,8 @@
-"""Copies of blocks that the next batch carries: between pool and host tier, and inside the pool."""
+"""Copies of blocks that the next batch carries out: between pool and host tier, and inside the pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -25,40 +24,35 @@ class Transfers(NamedTuple):
     swap_in_blocks: Int32Array
 
 
-_NONE = np.empty(0, dtype=np.int32)
-NO_TRANSFERS = Transfers(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE)
+NO_TRANSFERS = Transfers(*[np.empty(0, dtype=np.int32)] * 6)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a row that has just entered waits for."""
+class Arrival(NamedTuple):
+    """Content that a new row gets with its first batch."""
 
-    keys: tuple[bytes, ...] = ()  # contents of the full blocks among the next
-    slots: tuple[int, ...] = ()  # host slots, to be read into
-    blocks: tuple[int, ...] = ()  # these blocks of the row
-    copy_source: int = -1  # a block whose beginning is copied; -1: none
-    copy_target: int = -1
+    keys: tuple[bytes, ...]  # contents of the full blocks among `blocks`
+    slots: list[int]  # host slots that are read
+    blocks: list[int]  # the row's blocks that they fill
+    copy_sources: list[int]  # a block whose beginning is copied, or none
+    copy_targets: list[int]
 
 
-@dataclass(slots=True)
-class _Carried:
-    """Pinned until the step is done."""
+class _Carried(NamedTuple):
+    """Slots and blocks that are pinned until the step is done."""
 
-    out_slots: list[int] = field(default_factory=list)
-    in_slots: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
+    out_slots: list[int]
+    in_slots: list[int]
+    sources: list[int]
 
 
 class TransferQueue:
-    """Queues transfers for the next batch, and pins what they read and write until that batch is done.
+    """Queues transfers for the next batch, and pins their sources and targets until that batch is done.
 
-    A batch carries out its transfers before it writes anything: out, in, then copies. Therefore
+    A batch carries out its transfers before it computes anything: out, in, then copies. Therefore
 
-    * a block that is written out needs no pin: it may be given away at once, for what comes to be in it comes later;
+    * a block that is written out needs no pin: its next content comes later in the batch;
     * a block that is copied from is held, so that no swap of the same batch overwrites it;
-    * the slots of both directions are pinned: a slot that is being read is not written by the same batch.
-
-    What a row waits for is queued under the row, and goes with it when it leaves before its batch.
+    * the slots of both directions are pinned, so that no batch writes a slot that it reads.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier) -> None:
@@ -71,49 +65,48 @@ class TransferQueue:
         self._arrivals: dict[int, Arrival] = {}
         self._carried: dict[int, _Carried] = {}  # by step
 
-    def swap_out(self, block_id: int, key: bytes) -> bool:
-        """Queues a copy of the block to the host tier, unless it is there; False when there is no room."""
-        if self._host.lookup(key) is not None:
-            return True
-        slot = self._host.insert(key)
-        if slot is None:
-            return False
-        self._out_blocks.append(block_id)
-        self._out_slots.append(slot)
-        return True
+    def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
+        """Queue copies to the host tier until it is full. Return how many of the leading keys will be there."""
+        for index, (block_id, key) in enumerate(zip(block_ids, keys, strict=False)):
+            if self._host.lookup(key) is not None:
+                continue
+            slot = self._host.insert(key)
+            if slot is None:
+                return index
+            self._out_blocks.append(block_id)
+            self._out_slots.append(slot)
+        return len(keys)
 
-    def pin(self, slots: Sequence[int], copy_source: int) -> None:
-        """To be called before blocks are taken for a row: taking them may evict what it waits for."""
+    def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
+        """Protect the sources of an arrival. Call it before taking blocks for the row, which may evict them."""
         self._host.pin(slots)
-        if copy_source >= 0:
-            self._pool.touch([copy_source])
+        self._pool.touch(copy_sources)
 
     def arrive(self, row: int, arrival: Arrival) -> None:
-        """Queues what `pin` has pinned."""
+        """Queue an arrival whose sources `pin` has protected."""
         self._arrivals[row] = arrival
 
     def is_arriving(self, row: int) -> bool:
         return row in self._arrivals
 
     def cancel(self, row: int) -> None:
-        """The row leaves before its batch: its transfers are not carried out."""
+        """Drop the transfers of a row that leaves before its batch."""
         arrival = self._arrivals.pop(row, None)
         if arrival is not None:
             self._host.unpin(arrival.slots[::-1])
-            if arrival.copy_source >= 0:
-                self._pool.free([arrival.copy_source])
+            self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[Transfers, dict[int, Arrival]]:
-        """All that is queued, now in the hands of this step, and the rows that get their content by it."""
+        """Hand all queued transfers to this step. Return them, and the arrivals by row."""
         if not self._arrivals and not self._out_blocks:
             return NO_TRANSFERS, {}
         arrivals, self._arrivals = self._arrivals, {}
-        copies = [arrival for arrival in arrivals.values() if arrival.copy_source >= 0]
         in_slots = [slot for arrival in arrivals.values() for slot in arrival.slots]
         in_blocks = [block_id for arrival in arrivals.values() for block_id in arrival.blocks]
-        sources = [arrival.copy_source for arrival in copies]
-        targets = [arrival.copy_target for arrival in copies]
-        transfers = Transfers(*map(_ids, (sources, targets, self._out_blocks, self._out_slots, in_slots, in_blocks)))
+        sources = [block_id for arrival in arrivals.values() for block_id in arrival.copy_sources]
+        targets = [block_id for arrival in arrivals.values() for block_id in arrival.copy_targets]
+        columns = (sources, targets, self._out_blocks, self._out_slots, in_slots, in_blocks)
+        transfers = Transfers(*[np.array(column, dtype=np.int32) for column in columns])
         self._carried[step_id] = _Carried(self._out_slots, in_slots, sources)
         self.num_swapped_out += len(self._out_blocks)
         self.num_swapped_in += len(in_blocks)
@@ -121,44 +114,37 @@ class TransferQueue:
         return transfers, arrivals
 
     def done(self, step_id: int) -> None:
-        """The step has carried out what it took."""
-        carried = self._carried.pop(step_id, None) if self._carried else None
+        """Unpin what the step took: it has carried it out."""
+        carried = self._carried.pop(step_id, None)
         if carried is not None:
             self._unpin(carried)
 
     def abandon(self) -> None:
-        """What is queued or in flight may never have been carried out: what was to be written out is not there."""
-        carried = [*self._carried.values(), _Carried(out_slots=self._out_slots)]
+        """Drop the contents of all queued and carried writes to the host tier: they may never have happened."""
+        carried = [*self._carried.values(), _Carried(self._out_slots, [], [])]
         self._carried.clear()
         self._out_blocks, self._out_slots = [], []
         for step in carried:
             for slot in step.out_slots:
-                key = self._host.key_of(slot)
-                if key is not None:
-                    self._host.drop(key)
+                self._host.drop(self._host.key_of(slot))
             self._unpin(step)
 
     def check_invariants(self) -> None:
-        """Raises `InternalError` naming what is broken."""
         require(len(self._out_blocks) == len(self._out_slots), "blocks to write out have no slots")
         for row, arrival in self._arrivals.items():
             require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")
 
     def held_sources(self) -> list[int]:
-        """Blocks held because they are copied from, once for each time."""
-        queued = [arrival.copy_source for arrival in self._arrivals.values() if arrival.copy_source >= 0]
-        return [*queued, *(block_id for step in self._carried.values() for block_id in step.sources)]
+        """Return the blocks held because they are copied from, once for each copy."""
+        queued = [block_id for arrival in self._arrivals.values() for block_id in arrival.copy_sources]
+        return queued + self.carried_sources()
 
     def carried_sources(self) -> list[int]:
-        """Those of them that a batch in flight holds."""
+        """Return the ones that batches in flight hold."""
         return [block_id for step in self._carried.values() for block_id in step.sources]
 
     def _unpin(self, carried: _Carried) -> None:
-        # Last block first: a content is of use only together with those before it.
+        # Last block first: a content is useless without the ones before it.
         self._host.unpin(carried.out_slots[::-1])
         self._host.unpin(carried.in_slots[::-1])
         self._pool.free(carried.sources)
-
-
-def _ids(values: Sequence[int]) -> Int32Array:
-    return np.array(values, dtype=np.int32)

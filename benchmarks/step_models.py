@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tidewheel.scheduler.budget import SeqsGovernor, TpotController
+from tidewheel.scheduler.budget import AppliedStep, SeqsGovernor, TpotController
 from tidewheel.scheduler.strategy import Dynamic, JoinView
 
 SEED = 0
@@ -64,7 +64,7 @@ def run_tpot(scenario: TpotScenario) -> Trace:
         budget = controller.budget
         step = scenario.model.seconds(budget, rows * scenario.kv_tokens_per_row, chance)
         now += step
-        controller.observe(step, rows, budget)
+        controller.observe(AppliedStep(now, step, rows, budget, rows, 0.0, 1.0))
         add(trace, now, budget, 1e3 * step, 1e3 * controller.target_s, rows)
     return trace
 
@@ -124,7 +124,7 @@ def run_governor(scenario: GovernorScenario, governed: bool = True) -> Trace:
             rows.preempt_youngest()
             num_preempted += 1
         usage = sum(rows.held) / scenario.pool_tokens
-        governor.observe(usage, step, 1.0, len(rows.held), now)
+        governor.observe(AppliedStep(now, step, len(rows.held), len(rows.held), len(rows.held), usage, 1.0))
         add(trace, now, limit, len(rows.held), 1e2 * usage, 1e3 * step, 1e3 * governor.target_s, num_preempted)
     return trace
 

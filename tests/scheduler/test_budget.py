@@ -10,9 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler.budget import GOVERNOR_PERIOD_S, KV_HIGH, SeqsGovernor, TpotController
+from support.scheduling import make_config
+from tidewheel.scheduler.budget import (
+    GOVERNOR_PERIOD_S,
+    KV_HIGH,
+    AppliedStep,
+    Knobs,
+    SeqsGovernor,
+    TpotController,
+    make_controllers,
+)
 
 TARGET_S = 0.05
+
+
+def budget_after(controller: TpotController, seconds: float, num_decodes: int, num_tokens: int) -> int:
+    controller.observe(AppliedStep(0.0, seconds, num_decodes, num_tokens, num_decodes, 0.5, 1.0))
+    return controller.budget
+
+
+def limit_after(
+    governor: SeqsGovernor, kv_usage: float, seconds: float, busy: float, num_running: int, now: float
+) -> int:
+    governor.observe(AppliedStep(now, seconds, num_running, num_running, num_running, kv_usage, busy))
+    return governor.max_num_seqs
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 1e3), st.integers(0, 300), st.integers(0, 4096)), max_size=100))
@@ -21,7 +42,7 @@ def test_the_budget_stays_in_its_limits(steps: list[tuple[float, int, int]]) -> 
     controller = TpotController(TARGET_S, max_budget=2048, min_budget=64)
     assert controller.budget == 2048
     for seconds, decodes, tokens in steps:
-        assert 64 <= controller.observe(seconds, decodes, tokens) <= 2048
+        assert 64 <= budget_after(controller, seconds, decodes, tokens) <= 2048
 
 
 def budgets(overhead: float, per_token: float, target: float, num_steps: int, delay: int = 1) -> list[int]:
@@ -30,7 +51,7 @@ def budgets(overhead: float, per_token: float, target: float, num_steps: int, de
     seen = [4096] * delay
     for _ in range(num_steps):
         used = seen[-delay]
-        seen.append(controller.observe(overhead + per_token * used, 16, used))
+        seen.append(budget_after(controller, overhead + per_token * used, 16, used))
     return seen
 
 
@@ -47,30 +68,30 @@ def test_the_budget_settles_on_the_target_without_overshoot(overhead: float, goa
 def test_a_target_that_cannot_be_met_leaves_the_least_budget_and_winds_nothing_up() -> None:
     controller = TpotController(TARGET_S, max_budget=2048, min_budget=64)
     for _ in range(1000):
-        controller.observe(0.5, 16, controller.budget)
+        budget_after(controller, 0.5, 16, controller.budget)
     assert controller.budget == 64
-    controller.observe(0.01, 16, 64)
+    budget_after(controller, 0.01, 16, 64)
     assert controller.budget > 64  # the first good step is answered
 
 
 def test_a_step_that_did_not_use_its_budget_does_not_raise_it() -> None:
     controller = TpotController(TARGET_S, max_budget=2048, min_budget=64)
     for _ in range(20):
-        controller.observe(0.1, 16, controller.budget)
+        budget_after(controller, 0.1, 16, controller.budget)
     budget = controller.budget
     for _ in range(100):
-        controller.observe(0.01, 16, 16)
+        budget_after(controller, 0.01, 16, 16)
     assert controller.budget == budget
-    assert controller.observe(0.01, 16, budget) > budget
+    assert budget_after(controller, 0.01, 16, budget) > budget
 
 
 def test_a_step_without_decoding_rows_has_no_tpot() -> None:
     controller = TpotController(TARGET_S, max_budget=2048, min_budget=64)
-    assert controller.observe(10.0, 0, 2048) == 2048
+    assert budget_after(controller, 10.0, 0, 2048) == 2048
 
 
 def test_the_least_budget_is_never_above_the_largest() -> None:
-    assert TpotController(TARGET_S, max_budget=100, min_budget=200).observe(1.0, 1, 100) == 100
+    assert budget_after(TpotController(TARGET_S, max_budget=100, min_budget=200), 1.0, 1, 100) == 100
 
 
 def test_a_higher_target_raises_the_budget_again() -> None:
@@ -78,7 +99,7 @@ def test_a_higher_target_raises_the_budget_again() -> None:
     for target, goal in ((0.05, 400), (0.1, 900), (0.03, 200)):
         controller.target_s = target
         for _ in range(100):
-            controller.observe(0.01 + 1e-4 * controller.budget, 16, controller.budget)
+            budget_after(controller, 0.01 + 1e-4 * controller.budget, 16, controller.budget)
         assert controller.budget == pytest.approx(0.95 * goal, rel=0.06)
 
 
@@ -96,48 +117,48 @@ def test_the_governor_stays_in_its_limits(steps: list[tuple[float, float, float,
     governor, now = SeqsGovernor(most, TARGET_S), 0.0
     for kv_usage, seconds, busy, running, gap in steps:
         now += gap
-        assert 1 <= governor.observe(kv_usage, seconds, busy, running, now) <= most
+        assert 1 <= limit_after(governor, kv_usage, seconds, busy, running, now) <= most
 
 
 def test_the_governor_decides_every_period() -> None:
     governor = SeqsGovernor(64)
-    assert governor.observe(0.95, 0.01, 1.0, 64, 0.0) == 57  # 64 · 0.85 / 0.95
-    assert governor.observe(1.0, 0.01, 1.0, 40, 0.9 * GOVERNOR_PERIOD_S) == 57
-    assert governor.observe(1.0, 0.01, 1.0, 40, GOVERNOR_PERIOD_S) == 34
+    assert limit_after(governor, 0.95, 0.01, 1.0, 64, 0.0) == 57  # 64 · 0.85 / 0.95
+    assert limit_after(governor, 1.0, 0.01, 1.0, 40, 0.9 * GOVERNOR_PERIOD_S) == 57
+    assert limit_after(governor, 1.0, 0.01, 1.0, 40, GOVERNOR_PERIOD_S) == 34
 
 
 def test_the_governor_does_not_lower_twice_for_the_same_requests() -> None:
     governor = SeqsGovernor(64)
     for number in range(20):  # they run on: the limit is answered only as they end
-        assert governor.observe(0.95, 0.01, 1.0, 64, float(number)) == 57
+        assert limit_after(governor, 0.95, 0.01, 1.0, 64, float(number)) == 57
 
 
 @pytest.mark.parametrize("kv_usage", [0.81, 0.85, 0.89])
 def test_between_the_bands_nothing_moves(kv_usage: float) -> None:
     governor = SeqsGovernor(64)
-    governor.observe(1.0, 0.01, 1.0, 64, 0.0)
-    assert governor.observe(kv_usage, 0.01, 0.5, 54, 1.0) == 54
+    limit_after(governor, 1.0, 0.01, 1.0, 64, 0.0)
+    assert limit_after(governor, kv_usage, 0.01, 0.5, 54, 1.0) == 54
 
 
 def test_an_idle_device_raises_the_limit_to_the_full_again() -> None:
     governor = SeqsGovernor(64)
-    governor.observe(1.0, 0.01, 1.0, 64, 0.0)
-    limits = [governor.observe(0.01, 0.01, 0.3, 4, 30.0 + 30.0 * number) for number in range(10)]
+    limit_after(governor, 1.0, 0.01, 1.0, 64, 0.0)
+    limits = [limit_after(governor, 0.01, 0.01, 0.3, 4, 30.0 + 30.0 * number) for number in range(10)]
     assert limits == [56, 58, 60, 62, 64, 64, 64, 64, 64, 64]
 
 
 def test_the_limit_is_not_raised_to_where_the_blocks_would_not_reach() -> None:
     governor = SeqsGovernor(64)
-    governor.observe(1.0, 0.01, 1.0, 40, 0.0)
-    governor.observe(1.0, 0.01, 1.0, 20, 1.0)
-    limits = [governor.observe(0.6, 0.01, 0.3, 14, 2.0 + 30.0 * number) for number in range(3)]
+    limit_after(governor, 1.0, 0.01, 1.0, 40, 0.0)
+    limit_after(governor, 1.0, 0.01, 1.0, 20, 1.0)
+    limits = [limit_after(governor, 0.6, 0.01, 0.3, 14, 2.0 + 30.0 * number) for number in range(3)]
     assert limits == [17, 19, 19]  # first as if each still held 5 % of the blocks, then 0.6 / 14
 
 
 def test_a_busy_device_that_the_limit_does_not_hold_back_keeps_it() -> None:
     governor = SeqsGovernor(64)
-    governor.observe(1.0, 0.01, 1.0, 64, 0.0)
-    assert governor.observe(0.5, 0.01, 0.95, 30, 1.0) == 54
+    limit_after(governor, 1.0, 0.01, 1.0, 64, 0.0)
+    assert limit_after(governor, 0.5, 0.01, 0.95, 30, 1.0) == 54
 
 
 @dataclass
@@ -163,7 +184,7 @@ class Engine:
             self.ages = [age + step for age in self.ages if age + step < self.life_s]
             while self.usage() > 1.0:
                 self.ages.pop()
-            limit = governor.observe(self.usage(), step, 1.0, len(self.ages), now)
+            limit = limit_after(governor, self.usage(), step, 1.0, len(self.ages), now)
             seen.append((limit, self.usage(), step))
         return seen
 
@@ -194,3 +215,13 @@ def test_step_time_settles_under_its_target(overhead: float) -> None:
     seen = engine.run(SeqsGovernor(512, TARGET_S), 120.0)[-1000:]
     assert all(0.85 * TARGET_S < step <= 1.02 * TARGET_S for _, _, step in seen)
     assert turns([limit for limit, _, _ in seen]) <= 2
+
+
+def test_each_controller_sets_its_own_knob() -> None:
+    config = make_config(target_tpot_s=TARGET_S, enable_seqs_governor=True)
+    knobs = Knobs(config.max_num_batched_tokens, config.max_num_seqs)
+    assert make_controllers(make_config()) == []
+    for controller in make_controllers(config):
+        controller.observe(AppliedStep(1.0, 10 * TARGET_S, 4, 16, 4, 0.95, 1.0))
+        knobs = controller.set(knobs)
+    assert knobs.token_budget < config.max_num_batched_tokens and knobs.max_num_seqs < config.max_num_seqs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tidewheel.errors import DeadlineExceeded
 from tidewheel.request import FinishReason, Priority, Request
-from tidewheel.scheduler.queue_time import ServiceEstimate
 from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_time import ServiceEstimate
 
 
 def check_deadline(

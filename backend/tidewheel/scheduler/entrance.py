@@ -11,10 +11,10 @@ from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.breaker import Breaker
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.deadlines import check_deadline
-from tidewheel.scheduler.queue_time import ServiceEstimate
 from tidewheel.scheduler.service_class import dropped, is_over_quota
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.stats import WaitingRoom
+from tidewheel.scheduler.step_time import ServiceEstimate
 from tidewheel.scheduler.tenancy import TenantTable
 from tidewheel.scheduler.tenant_counts import TenantCounts
 

@@ -12,9 +12,9 @@ from tidewheel.scheduler.events import Event, EventHeap
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import POLICIES, Rank, rank_of
 from tidewheel.scheduler.predictor import OutputPredictor
-from tidewheel.scheduler.preemption_cost import PreemptionCost
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.stats import Counters
+from tidewheel.scheduler.step_time import PreemptionCost
 
 
 class State:

@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps: what recomputing and waiting will cost."""
+"""How long steps take, learned from the steps, and what follows for waiting, prefill and recomputing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 
 _FORGET = 0.98  # weight that a step keeps at the next one: about the last 50 count
 _MIN_STEPS = 8
-_TIME_CONSTANT_S = 10.0  # in which the steps that were seen lose two thirds of their weight as evidence
+_TIME_CONSTANT_S = 10.0  # in which evidence loses two thirds of its weight
+_MIN_BACKLOG_S = 0.5  # measured backlog before a pace is believed
 _MAX_FACTOR = 2.0  # a step counts as this many expected ones at most: a pause says nothing of the next step
 
 
 class StepTime:
     """``seconds ≈ overhead + seconds_per_token · chunk tokens``: least squares with exponential forgetting.
 
-    Chunk tokens are those of prompts (and of requests that are computed again). Decoding rows cost about the same in
-    every step, so they are part of the overhead, which follows their number as old steps are forgotten. Attention
-    over what a prompt has computed before is in the slope only on average.
+    Chunk tokens are those of prompts and of requests that are computed again. Decoding rows are part of the overhead,
+    which follows their number as old steps are forgotten. Attention over earlier chunks of a prompt is in the slope
+    on average.
     Weighted means and covariances are updated in place (West, "Updating mean and variance estimates", CACM 1979).
     """
 
@@ -32,12 +33,12 @@ class StepTime:
 
     @property
     def is_known(self) -> bool:
-        """Enough steps were seen, and their chunks differed in length."""
+        """Whether enough steps were seen, with chunks of different lengths."""
         return self.num_steps >= _MIN_STEPS and self._var > self._weight
 
     @property
     def seconds_per_token(self) -> float:
-        """Of a chunk; 0 until known."""
+        """Seconds per chunk token; 0 until known."""
         return max(self._cov / self._var, 0.0) if self.is_known else 0.0
 
     def is_fresh(self, now: float) -> bool:
@@ -66,5 +67,85 @@ class StepTime:
         return math.exp(-max(now - self._last, 0.0) / _TIME_CONSTANT_S)
 
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Of a step with so many chunk tokens; 0 before the first step, the mean until the slope is known."""
+        """Predict a step with so many chunk tokens: 0 before the first step, the mean until the slope is known."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
+
+
+class ServiceEstimate:
+    """Predicts waiting and prefill from step times and from the pace at which prompt tokens left the waiting set.
+
+    The pace is measured only while requests wait: an idle engine is not slow. Evidence ages by the clock, whether
+    steps run or not. Without fresh evidence, waiting and prefill count as 0.
+    """
+
+    __slots__ = ("_budget", "_last", "_seconds", "_seen_at", "_step_time", "_tokens")
+
+    def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
+        self._step_time = step_time
+        self._budget = max_num_batched_tokens
+        self._last: float | None = None  # end of the last step, if it left requests waiting
+        self._seen_at = 0.0  # when tokens and seconds were last added to
+        self._tokens = 0.0  # that started under backlog, older ones faded
+        self._seconds = 0.0  # of backlog, faded alike
+
+    def observe_step(self, now: float, num_started_tokens: int, num_waiting: int) -> None:
+        """Learn from a step: prompt tokens of the requests that entered in it, and the requests still waiting."""
+        elapsed = 0.0 if self._last is None else max(now - self._last, 0.0)
+        self._last = now if num_waiting else None
+        if elapsed <= 0.0:
+            return
+        fade = self._fade(now)
+        self._tokens = self._tokens * fade + num_started_tokens
+        self._seconds = self._seconds * fade + elapsed
+        self._seen_at = now
+
+    def tokens_per_second(self, now: float) -> float | None:
+        """Return the pace of the waiting set under backlog; None while there is no fresh evidence."""
+        if self._seconds * self._fade(now) < _MIN_BACKLOG_S or self._tokens <= 0.0:
+            return None
+        return self._tokens / self._seconds
+
+    def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
+        """Return the time until everything ahead has started; with rows free for all of it, the time of its prefill
+        at most."""
+        pace = self.tokens_per_second(now)
+        if pace is None:
+            return 0.0
+        if has_free_rows and self._step_time.is_fresh(now):
+            return min(num_tokens_ahead / pace, self.prefill_seconds(num_tokens_ahead, now))
+        return num_tokens_ahead / pace
+
+    def prefill_seconds(self, num_tokens: int, now: float) -> float:
+        """Return the time of a prompt that has the budget of every step for itself; 0 without fresh evidence."""
+        if not self._step_time.is_fresh(now):
+            return 0.0
+        whole, rest = divmod(num_tokens, self._budget)
+        seconds = whole * self._step_time.seconds(self._budget)
+        return seconds + self._step_time.seconds(rest) if rest else seconds
+
+    def _fade(self, now: float) -> float:
+        return math.exp(-max(now - self._seen_at, 0.0) / _TIME_CONSTANT_S)
+
+
+class PreemptionCost:
+    """Chooses the way that brings a preempted request back sooner, by time on the device.
+
+        recompute    computed tokens · seconds per chunk token        as `StepTime` has learned it
+        swap         2 · blocks · seconds per block                   once out, once in
+
+    After vLLM (Kwon et al., SOSP 2023, section 4.5), which offers both ways and leaves the choice to the user.
+    """
+
+    __slots__ = ("_step_time", "_swap_seconds_per_block")
+
+    def __init__(self, step_time: StepTime, swap_seconds_per_block: float | None) -> None:
+        """Take the seconds of one copy of a block in one direction; None: there is no host tier."""
+        self._step_time = step_time
+        self._swap_seconds_per_block = swap_seconds_per_block
+
+    def should_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
+        """Return whether a swap is cheaper; without a host tier, or before the step time is known, it is not."""
+        if self._swap_seconds_per_block is None:
+            return False
+        swap_seconds = 2.0 * num_blocks * self._swap_seconds_per_block
+        return swap_seconds < num_computed_tokens * self._step_time.seconds_per_token

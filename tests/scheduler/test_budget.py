@@ -218,7 +218,7 @@ def test_step_time_settles_under_its_target(overhead: float) -> None:
 
 
 def test_each_controller_sets_its_own_knob() -> None:
-    config = make_config(target_tpot_s=TARGET_S, enable_seqs_governor=True)
+    config = make_config(max_num_batched_tokens=64, target_tpot_s=TARGET_S, enable_seqs_governor=True)
     knobs = Knobs(config.max_num_batched_tokens, config.max_num_seqs)
     assert make_controllers(make_config()) == []
     for controller in make_controllers(config):

@@ -250,7 +250,8 @@ def test_a_lowered_limit_costs_one_row_for_a_critical() -> None:
 def test_criticals_under_a_lowered_limit_cost_at_most_a_row_each(number: int) -> None:
     driver = Driver(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
     requests = fill(driver, 8)
-    driver.scheduler._control.knobs = driver.scheduler._control.knobs._replace(max_num_seqs=3)
+    control = driver.scheduler._control
+    control.knobs = control.knobs._replace(max_num_seqs=3)
     criticals = [driver.add(make_request(f"c{n}", [39, n], max_tokens=2, priority=CRITICAL)) for n in range(number)]
     driver.schedule()
     assert all(critical.state is RUNNING for critical in criticals)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFull
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.queue import WaitingSet
+from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
 from tidewheel.scheduler.stats import WaitingRoom
-
-MAX_DISPLACED = 16  # waiting requests that one newcomer takes the place of
 
 _FIRST_RETRY_MS = 250  # while no pace is known
 _MIN_RETRY_MS = 50

@@ -13,15 +13,16 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 
+MAX_DISPLACED = 16  # waiting requests that one newcomer takes the place of
 MAX_LANES = 16  # tenants that are looked at when all requests of the one served next wait for something
 WINDOW = 64  # waiting requests whose cached prefixes are compared
 
 
 class SortedQueue:
-    """Requests by a unique key.
+    """Requests by a unique key, in a sorted list.
 
-    A sorted list: an insert or a removal is a binary search and one `memmove` of pointers. For the thousands of
-    entries that admission allows, that is cheaper than a heap with lazy deletion.
+    An insert or a removal is a binary search and one `memmove` of pointers: for thousands of entries that is cheaper
+    than a heap with lazy deletion.
     """
 
     def __init__(self) -> None:
@@ -52,10 +53,13 @@ class SortedQueue:
 
 
 class Lane(NamedTuple):
-    """Waiting requests that are ordered among themselves: one tenant's, or all of them."""
+    """Waiting requests in one order: those of one tenant, or all."""
 
     new: SortedQueue  # never started
     returning: SortedQueue  # preempted, or forked from a leader that has started
+
+    def queue_of(self, request: Request) -> SortedQueue:
+        return self.returning if request.has_begun else self.new
 
 
 class WaitingSet:
@@ -65,21 +69,21 @@ class WaitingSet:
     """
 
     def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
-        """`counters` decide between the lanes of a policy by tenant."""
+        """Take the counters that decide between the lanes of a policy by tenant."""
         self._policy = policy
         self._counters = counters
         self._lanes: dict[str, Lane] = {}
-        self._ages = SortedQueue()  # new ones of all lanes: by class, then arrival
-        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new ones, by class
-        self._num_new: dict[str, int] = {}  # by lane
-        self._crowds: list[tuple[float, str]] = []  # (new requests over weight, lane), ascending; by tenant only
+        self._ages = SortedQueue()  # new entries of all lanes: by class, then arrival
+        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new requests, by class
+        self._num_new: dict[str, int] = {}  # by tenant; by tenant only
+        self._crowds: list[tuple[float, str]] = []  # (new requests over weight, tenant), ascending; by tenant only
         self.num_new = 0  # requests that never started: what admission bounds
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield every entry; the followers of a leader have none."""
+        """Yield every entry; followers have none."""
         return (request for lane in self._lanes.values() for queue in lane for request in queue)
 
     @property
@@ -111,27 +115,20 @@ class WaitingSet:
         """Add the request, with its group if it is new."""
         request.rank = rank_of(self._policy, request)
         name = self._lane_of(request)
-        lane = self._lanes.get(name)
-        if lane is None:
-            lane = self._lanes[name] = Lane(SortedQueue(), SortedQueue())
+        if name not in self._lanes:
+            self._lanes[name] = Lane(SortedQueue(), SortedQueue())
             if self._counters is not None:
                 self._counters.activate(name)
-        if request.has_begun:
-            lane.returning.push(request.rank, request)
-        else:
-            lane.new.push(request.rank, request)
-            self._ages.push(_age(request), request)
+        self._insert(self._lanes[name], request)
+        if not request.has_begun:
             self.count(request, 1 + len(request.followers))
 
     def remove(self, request: Request) -> None:
         """Take the request out, with its group if it is new."""
         name = self._lane_of(request)
         lane = self._lanes[name]
-        if request.has_begun:
-            lane.returning.remove(request.rank, request)
-        else:
-            lane.new.remove(request.rank, request)
-            self._ages.remove(_age(request), request)
+        self._take(lane, request)
+        if not request.has_begun:
             self.count(request, -1 - len(request.followers))
         if not lane.new and not lane.returning:
             del self._lanes[name]
@@ -155,22 +152,18 @@ class WaitingSet:
     def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
         """Move the request, and its group, to a class; an overdue one goes by arrival there."""
         lane = self._lanes[self._lane_of(request)]
-        queue = lane.returning if request.has_begun else lane.new
-        queue.remove(request.rank, request)
-        if not request.has_begun:
-            self._ages.remove(_age(request), request)
-            self._new_tokens[request.service_class] -= (1 + len(request.followers)) * request.num_tokens
+        self._take(lane, request)
+        num_tokens = 0 if request.has_begun else (1 + len(request.followers)) * request.num_tokens
+        self._new_tokens[request.service_class] -= num_tokens
+        self._new_tokens[service_class] += num_tokens
         request.service_class = service_class
         request.rank = rank_of(self._policy, request, is_overdue=is_overdue)
-        queue.push(request.rank, request)
-        if not request.has_begun:
-            self._ages.push(_age(request), request)
-            self._new_tokens[service_class] += (1 + len(request.followers)) * request.num_tokens
+        self._insert(lane, request)
 
     def candidates(self, *, with_new: bool) -> Iterator[Request]:
-        """Yield those that may enter next, in order; where tenants take turns, of the one served next first.
+        """Yield entries in the order in which they enter; without `with_new`, only those that return.
 
-        Without `with_new`, only those that return. The set must not change meanwhile.
+        Where tenants take turns, those of the tenant served next go first. The set must not change meanwhile.
         """
         for lane in self._next_lanes(with_new=with_new):
             if with_new:
@@ -187,29 +180,40 @@ class WaitingSet:
 
         The lowest class goes first, in it the newest; never one of the newcomer's class or a better one. Where
         tenants take turns, the tenant that has most waiting over its weight gives places, while that is more than
-        the newcomer's tenant would have; after that the newcomer's own tenant gives those of lower classes.
+        the newcomer's tenant would have; after that the newcomer's own tenant gives those of lower classes. No more
+        than `MAX_DISPLACED` may be taken.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)
             return
-        lane = self._lanes.get(newcomer.tenant)
-        lower = _lower(lane.new, service_class) if lane is not None else iter(())
-        own = self._num_new.get(newcomer.tenant, 0) + count
-        crowds = _Crowds(self._crowds, newcomer.tenant)
-        left: dict[str, int] = {}
+        tenant, weight = newcomer.tenant, self._counters.weight
+        largest = [name for _, name in self._crowds[-MAX_DISPLACED - 1 :] if name != tenant]
+        counts = {name: self._num_new[name] for name in largest}
+        entries = {name: reversed(self._lanes[name].new) for name in largest}
+        lower = _lower(self._lanes[tenant].new, service_class) if tenant in self._lanes else iter(())
+        own = self._num_new.get(tenant, 0) + count
         while True:
-            share, name = crowds.biggest()
-            if share > own / self._counters.weight(newcomer.tenant):
-                victim = crowds.next_of(name, self._lanes[name].new)
-                left[name] = left.get(name, self._num_new[name]) - 1 - len(victim.followers)
-                crowds.shrink(name, left[name] / self._counters.weight(name))
-                yield victim
-                continue
-            own_victim = next(lower, None)
-            if own_victim is None:
-                return
-            yield own_victim
-            own -= 1 + len(own_victim.followers)
+            share, name = max(((counts[name] / weight(name), name) for name in counts), default=(0.0, ""))
+            if share > own / weight(tenant):
+                victim = next(entries[name])
+                counts[name] -= 1 + len(victim.followers)
+            else:
+                own_victim = next(lower, None)
+                if own_victim is None:
+                    return
+                victim = own_victim
+                own -= 1 + len(victim.followers)
+            yield victim
+
+    def _insert(self, lane: Lane, request: Request) -> None:
+        lane.queue_of(request).push(request.rank, request)
+        if not request.has_begun:
+            self._ages.push(_age(request), request)
+
+    def _take(self, lane: Lane, request: Request) -> None:
+        lane.queue_of(request).remove(request.rank, request)
+        if not request.has_begun:
+            self._ages.remove(_age(request), request)
 
     def _lane_of(self, request: Request) -> str:
         return "" if self._counters is None else request.tenant
@@ -262,37 +266,9 @@ def next_in_line(
     return max((first, *takewhile(is_peer, islice(waiting, WINDOW - 1))), key=num_cached_tokens)
 
 
-class _Crowds:
-    """Finds the tenant with most waiting over its weight while some of them give places away."""
-
-    def __init__(self, crowds: list[tuple[float, str]], left_out: str) -> None:
-        self._untouched = (entry for entry in reversed(crowds) if entry[1] != left_out)
-        self._next = next(self._untouched, (0.0, ""))
-        self._touched: list[tuple[float, str]] = []  # those that gave, as they are now
-        self._entries: dict[str, Iterator[Request]] = {}
-
-    def biggest(self) -> tuple[float, str]:
-        """Return the largest share and its tenant; a share of 0 if there is none."""
-        return max([self._next, *self._touched])
-
-    def next_of(self, name: str, new: SortedQueue) -> Request:
-        """Return the entry of the tenant that goes next."""
-        return next(self._entries.setdefault(name, reversed(new)))
-
-    def shrink(self, name: str, share: float) -> None:
-        if self._next[1] == name:
-            self._next = next(self._untouched, (0.0, ""))
-        self._touched = [entry for entry in self._touched if entry[1] != name]
-        if share > 0.0:
-            self._touched.append((share, name))
-
-
 def _lower(queue: SortedQueue, service_class: Priority) -> Iterator[Request]:
     """Yield requests of lower classes, the last first."""
-    for request in reversed(queue):
-        if request.service_class <= service_class:
-            return
-        yield request
+    return takewhile(lambda request: request.service_class > service_class, reversed(queue))
 
 
 def _age(request: Request) -> Rank:

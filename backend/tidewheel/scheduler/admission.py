@@ -25,7 +25,7 @@ class Admission:
         self._start_interval: float | None = None  # seconds between starts, smoothed
 
     def check_limits(self, request: Request, count: int) -> None:
-        """Raises `InvalidRequest` if `count` requests like this can never wait together, or never run."""
+        """Raise `InvalidRequest` if `count` requests like this can never wait together, or never run."""
         self._check_lengths(request)
         self._check_count(request, count)
         self._check_pool(request)
@@ -93,10 +93,9 @@ class Admission:
         self._last_start = now
 
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
-        """Return the time until about half of the waiting set has started.
+        """Return the time until about half of the waiting set has started, so that clients spread their retries.
 
-        That is later than the first free place, so that refused clients do not all come back for that one. A head
-        that waits longer than usual counts as a slower pace.
+        A head that waits longer than usual counts as a slower pace.
         """
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS

@@ -31,48 +31,37 @@ class Gaps(NamedTuple):
 class TenantIds:
     """Small numbers for the tenants of running rows, so that sums by tenant are vector operations."""
 
-    def __init__(self) -> None:
-        self._ids: dict[str, int] = {}
-        self._num_rows: list[int] = []  # by id
-        self._names: list[str] = []  # by id
-        self._free: list[int] = []
-
-    def find(self, tenant: str) -> int | None:
-        return self._ids.get(tenant)
-
-    def name(self, tenant_id: int) -> str:
-        return self._names[tenant_id]
+    def __init__(self, num_rows: int) -> None:
+        self.ids: dict[str, int] = {}
+        self.names = [""] * num_rows  # by id
+        self._num_rows = [0] * num_rows  # by id
+        self._free = list(range(num_rows))
 
     def acquire(self, tenant: str) -> int:
-        tenant_id = self._ids.get(tenant)
-        if tenant_id is None:
-            tenant_id = self._ids[tenant] = self._free.pop() if self._free else self._grow()
-            self._names[tenant_id] = tenant
+        if tenant not in self.ids:
+            self.ids[tenant] = self._free.pop()
+        tenant_id = self.ids[tenant]
+        self.names[tenant_id] = tenant
         self._num_rows[tenant_id] += 1
         return tenant_id
 
     def release(self, tenant: str) -> None:
-        tenant_id = self._ids[tenant]
+        tenant_id = self.ids[tenant]
         self._num_rows[tenant_id] -= 1
         if self._num_rows[tenant_id] == 0:
-            del self._ids[tenant]
+            del self.ids[tenant]
             self._free.append(tenant_id)
-
-    def _grow(self) -> int:
-        self._num_rows.append(0)
-        self._names.append("")
-        return len(self._names) - 1
 
 
 class Columns:
     """Struct of arrays, so that a step costs a few vector operations and not a loop over attributes.
 
-    *In flight* is what is scheduled and not yet applied. In every running row
+    *In flight* means scheduled and not yet applied. In every running row
 
         num_computed_tokens + num_inflight_tokens <= num_tokens + num_inflight_samples <= max_num_tokens
 
-    On the left is the position that is scheduled next; in the middle are the row's tokens, with those that only the
-    device knows yet; the difference is what is left to compute.
+    The left side is the position scheduled next. The middle counts the row's tokens, with those that only the device
+    knows yet. The difference is left to compute.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -99,7 +88,7 @@ class Columns:
         self.num_entered_tokens = _int32(num_rows)  # that the request had when it entered
         self.num_shared_slots = _int32(num_rows)  # in blocks that the row found when it entered
         self.tenant_ids = _int32(num_rows)  # of `tenants`
-        self.tenants = TenantIds()
+        self.tenants = TenantIds(num_rows)
         self.num_recent = _int32(num_rows)
         self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)  # tokens not yet in the request
         self._requests = np.full(num_rows, None, dtype=object)
@@ -116,7 +105,7 @@ class Columns:
         return cast(Request, self._requests[row])
 
     def requests(self, rows: RowArray) -> list[Request]:
-        """Return the requests of the rows; not to be changed, since the next call may return the same list."""
+        """Return the requests of the rows. Do not change the list: the next call may return it again."""
         if not (len(rows) == len(self._last_rows) and np.array_equal(rows, self._last_rows)):
             self._last_rows = rows
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
@@ -174,13 +163,13 @@ class Columns:
         return request
 
     def write_back_some(self, step_id: int) -> None:
-        """Write back every `NUM_RECENT`th row: each has its turn before it is full, and no step pays for all."""
+        """Write back every `NUM_RECENT`th row: each has its turn before it is full."""
         for row in range(step_id % NUM_RECENT, self.num_rows, NUM_RECENT):
             if self.num_recent[row]:
                 self.write_back(row)
 
     def leave(self, row: int) -> None:
-        """Free the row; the request gets what the row kept for it. Results in flight are of a past epoch then."""
+        """Free the row and write its figures to the request. Results in flight belong to a past epoch then."""
         request = self.write_back(row)
         request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
@@ -196,7 +185,7 @@ class Columns:
         self.tenants.release(request.tenant)
 
     def take_left_rows(self) -> Int32Array:
-        """Rows that requests left since the last call."""
+        """Return the rows that requests left since the last call."""
         left = np.array(self._left_rows, dtype=np.int32)
         self._left_rows.clear()
         return left
@@ -220,10 +209,8 @@ class Columns:
         return (self.num_slots[rows] - self.num_shared_slots[rows]).astype(np.float64)
 
     def num_slots_of(self, tenant: str) -> int:
-        """Of the tenant's running rows. O(rows)."""
-        tenant_id = self.tenants.find(tenant)
-        if tenant_id is None:
-            return 0
+        """Count the slots of the tenant's running rows. O(rows)."""
+        tenant_id = self.tenants.ids.get(tenant, -1)
         return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
     def is_prefilling(self, row: int) -> bool:
@@ -248,7 +235,7 @@ class Columns:
         self.last_step[rows] = step_id
 
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
-        """Append one sampled token to each row; return their requests. No row may be full of recent ones."""
+        """Append one sampled token to each row, none of which is full of recent ones; return their requests."""
         num_tokens = self.num_tokens.take(rows) + 1
         self.num_tokens[rows] = num_tokens
         self.num_inflight_samples[rows] -= 1

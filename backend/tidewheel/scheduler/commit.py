@@ -94,7 +94,7 @@ def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray)
     """One token for each row, summed by tenant."""
     num_tokens = np.bincount(columns.tenant_ids.take(rows))
     for tenant_id in num_tokens.nonzero()[0].tolist():
-        counters.charge(columns.tenants.name(tenant_id), 0, int(num_tokens[tenant_id]))
+        counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
 
 
 def find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:

@@ -41,8 +41,7 @@ def check_deadline(
 def num_tokens_ahead(state: State, service_class: Priority) -> int:
     """Count prompt tokens that are sure to be served before a newcomer of the class.
 
-    Where the order inside a class is not that of arrival, the newcomer may overtake its class; where tenants take
-    turns, it may overtake everything.
+    It may overtake its class where that is not served by arrival, and everything where tenants take turns.
     """
     policy, waiting = state.policy, state.waiting
     if policy.by_tenant:

@@ -69,7 +69,7 @@ class Entrance:
         return self._admission.room(self._state.waiting, now)
 
     def observe_starts(self, requests: list[Request], now: float) -> None:
-        """They were scheduled for the first time."""
+        """Note requests that were scheduled for the first time."""
         counters = self._state.counters
         for request in requests:
             seconds = max(now - request.arrival_time, 0.0)
@@ -81,8 +81,8 @@ class Entrance:
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
     def observe_ends(self, requests: list[Request], now: float) -> None:
-        """Whatever the reason. Only outputs that ended by themselves teach how long outputs are; who was refused
-        after all, or cancelled, says nothing about the health of the engine."""
+        """Settle ended requests. Only outputs that ended by themselves teach how long outputs are; refusals and
+        cancels say nothing about the health of the engine."""
         for request in requests:
             self._tenants.settle(request, now)
             self.tenant_counts.observe_end(request)
@@ -106,7 +106,7 @@ class Entrance:
             seen.add(request.request_id)
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
-        """`num_tokens`: what each of them is expected to use."""
+        """Refuse for deadline, rate or overload; `num_tokens` is what each request is expected to use."""
         request, count = requests[0], len(requests)
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)
@@ -123,7 +123,7 @@ class Entrance:
         self._tenants.reserve(requests, num_tokens, now)
 
     def _observe_oldest(self, now: float) -> None:
-        """Who waits longer than the breaker allows is told to it before it starts: it may never start."""
+        """Tell the breaker of requests that wait too long before they start: they may never start."""
         limit = self._config.breaker_queue_time_s
         for service_class in Priority if limit is not None else ():
             oldest = self._state.waiting.oldest(service_class)

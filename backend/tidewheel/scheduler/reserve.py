@@ -1,10 +1,8 @@
 """The decisions of one step: which rows get how many tokens and blocks, which leave, and which requests enter.
 
 Requests enter in the order of the policy, and one that cannot enter is not overtaken: it would starve while smaller
-ones slip past it. It waits for a row, for blocks, or for the budget of the next step; running requests free all of
-these, and what they free goes to it first. Three kinds do not hold up others: new requests that the strategy lets
-not join yet, requests that wait a step for a prefix that a row is computing, and CRITICAL ones, which take row and
-blocks from lower classes.
+ones slip past it. Rows, blocks and tokens that running requests free go to it first. Two kinds do not hold up others:
+new requests that may not join yet by the strategy, and requests that wait a step for a prefix that a row computes.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ class Entry(enum.Enum):
 def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
     """Give tokens first to rows that miss one, so that a long prompt never holds up a decode.
 
-    What is left of the budget goes to prompts in the order of the policy, those that are under way and those that
-    wait alike; one that does not fit shares it with short ones behind it, as `StepPlan` says.
+    The rest of the budget goes to prompts in the order of the policy, running and waiting alike. A prompt that does
+    not fit shares it with short ones behind it, as `StepPlan` says.
     """
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
@@ -114,7 +112,7 @@ class _Admission:
         self._cached: dict[str, int] = {}  # tokens of cached prefixes, by request id
 
     def run(self, before: Rank | None = None) -> None:
-        """Let those enter that are served `before` this key, until one cannot."""
+        """Let requests enter that are served `before` this key, until one cannot."""
         while self._is_open and self._state.waiting:
             request = self._next()
             if request is None or (before is not None and self._state.waiting.key(request) >= before):
@@ -193,7 +191,7 @@ class _Admission:
         return True
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether there is a row, and blocks that running requests are not expected to need."""
+        """Return whether there is a row, and blocks that running requests are not expected to need."""
         state, plan = self._state, self._plan
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
@@ -202,7 +200,7 @@ class _Admission:
         return self._growth.leaves_room(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
-        """Preempt lower classes for a CRITICAL request that would not enter otherwise; whether rows have left."""
+        """Preempt lower classes for a CRITICAL request that cannot enter otherwise; return whether rows have left."""
         state, plan = self._state, self._plan
         if not self._may_make_way(request):
             return False
@@ -221,7 +219,7 @@ class _Admission:
         return not columns.num_free_rows or columns.num_running >= self._plan.limits.max_running
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a row is computing what the request would compute too: at the end of this step, or most of it."""
+        """Return whether a row computes what the request would compute too: all of it in this step, or most of it."""
         state = self._state
         num_blocks, row = state.kv.find_computing(request, hit)
         if not num_blocks:

@@ -1,13 +1,12 @@
 """How the class that a request is served in moves away from the one that it asked for.
 
-* Ageing: each time a request has waited `ageing_s`, it is lifted one class, to HIGH at most: after two of them LOW
-  stands among HIGH with an older arrival than anybody who came later, and only CRITICAL may still overtake it.
+* Ageing lifts a request one class each time it has waited `ageing_s`, to HIGH at most. A prompt under way ages too.
   Where a class is not served by arrival (`sjf`, `deadline`, `density`), a request that has waited once more in HIGH,
-  or in CRITICAL, is *overdue*: it goes by arrival, before those of its class that are not. So nobody starves.
-* Its tenant is over its quota of blocks when the request arrives or is about to enter: it drops one class, once.
-* Its soft deadline passes: it drops one class.
+  or in CRITICAL, is *overdue*: it goes by arrival, before those of its class that are not. So no request starves.
+* A request drops one class, once, when its tenant is over its quota of blocks as it arrives or is about to enter.
+* A request drops one class when its soft deadline passes.
 
-A class that was dropped can be aged back, except CRITICAL.
+Ageing brings a dropped class back, except CRITICAL.
 """
 
 from __future__ import annotations

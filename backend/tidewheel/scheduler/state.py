@@ -26,8 +26,8 @@ class State:
         end           any → FINISHED
 
     The followers of a group wait with their leader, outside of the waiting set, until it has computed their prompt.
-    A request that leaves its row while a batch in flight names it leaves two things behind: its blocks, which are
-    held until that batch is applied, and a result that is dropped, told by the row's epoch.
+    When a request leaves its row while a batch in flight names it, its blocks are held until that batch is applied,
+    and the result is dropped, told by the row's epoch.
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig, preemption_cost: PreemptionCost) -> None:
@@ -89,7 +89,7 @@ class State:
         self._schedule_lift(leader, since=leader.arrival_time)
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float) -> None:
-        """Serve the request, and what follows it, in another class, in which it has waited `since` then."""
+        """Move the request and its followers to another class, in which it has waited since then."""
         self._place(request, service_class)
         self._schedule_lift(request, since=since)
         for follower in request.followers:
@@ -107,7 +107,7 @@ class State:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def set_overdue(self, request: Request) -> None:
-        """Let the request go by arrival from now on: it has waited long in the best class that it may reach."""
+        """Serve the request by arrival from now on: it has waited long in the best class that it may reach."""
         request.lift_time = None
         self._place(request, request.service_class, is_overdue=True)
 
@@ -121,8 +121,7 @@ class State:
         self.columns.classes[request.row] = self._class_that_counts(request)
 
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
-        """Give the request a free row and blocks for all its tokens; return its block table, None if blocks are
-        short."""
+        """Give the request a row and blocks for all its tokens; return its block table, None if blocks are short."""
         kv, columns = self.kv, self.columns
         row = columns.next_free_row()
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
@@ -177,9 +176,9 @@ class State:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Let followers wait for rows whose leader has computed their prompt, but for its last token.
+        """Let followers enter whose leader has computed their prompt but for the last token.
 
-        Each of them computes that one for itself: its first token is sampled from it.
+        Each follower computes that one itself and samples its first token from it.
         """
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self._leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]

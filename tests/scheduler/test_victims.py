@@ -7,6 +7,7 @@ import pytest
 from support.fake_runner import naive_output
 from support.scheduling import Driver, make_request, make_scheduler, numbered
 from tidewheel.request import Priority, Request, RequestState
+from tidewheel.scheduler import victims
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.scheduler.victims import order_of_victims, protected_row
@@ -207,6 +208,23 @@ def test_no_row_leaves_for_a_block_while_one_that_ends_gives_it_back() -> None:
     driver.run()
     assert (growing.num_preemptions, ending.num_preemptions) == (0, 0)
     assert growing.output_token_ids == naive_output(growing)[0]
+
+
+def test_blocks_that_a_staying_row_shares_are_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that share the prefix of a CRITICAL can free little: that is seen without a look at their tables."""
+    driver = Driver(num_blocks=24, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    driver.add(make_request("holder", prompt=[*range(40), 0], max_tokens=8, priority=CRITICAL))
+    driver.step()
+    for n in range(4):
+        driver.add(make_request(f"low{n}", prompt=[*range(40), n], max_tokens=8, priority=LOW, arrival_time=1.0))
+    driver.step()
+    assert driver.scheduler.num_running == 5
+    monkeypatch.setattr(victims, "choose_victims", None)
+    wide = driver.add(make_request("wide", prompt=[39] * 60, max_tokens=1, priority=CRITICAL, arrival_time=9.0))
+    driver.step()
+    assert wide.state is RequestState.WAITING
+    driver.cancel("wide")
+    driver.run()
 
 
 def swapping_driver(**changes: object) -> Driver:

@@ -54,10 +54,6 @@ def victims_for(
         num_missing += _num_growing_next(columns) - state.num_returning_blocks()
     if num_missing <= 0 and not min_victims:
         return []
-    lower = columns.running & (columns.classes > Priority.CRITICAL)
-    num_held = int(columns.num_slots[lower].sum()) // kv.block_size  # shared blocks count for each row
-    if num_missing > min(num_held, kv.num_blocks - kv.num_free_blocks) + len(plan.growing_rows):
-        return None
     planned = plan.chunk_ends
     decoding = set(plan.decode_rows.tolist()) if needs_tokens else None
     rows = [
@@ -66,7 +62,19 @@ def victims_for(
         if row not in planned and (decoding is None or row in decoding)
     ]
     growing = plan.growing_rows.tolist()
+    if num_missing > _most_freed(state, rows) + len(growing):
+        return None
     return choose_victims(state, rows, num_missing, kept=hit.block_ids, growing=growing, min_victims=min_victims)
+
+
+def _most_freed(state: State, rows: list[int]) -> int:
+    """Return a bound on the blocks that come free if all of these rows leave. O(rows), whatever they share."""
+    columns, kv = state.columns, state.kv
+    stays = columns.running.copy()
+    stays[rows] = False
+    num_held = int(columns.num_slots[rows].sum())
+    num_kept = int(columns.num_slots[stays].max(initial=0))
+    return min(num_held // kv.block_size, kv.num_blocks - kv.num_free_blocks - num_kept // kv.block_size)
 
 
 def protected_row(columns: Columns) -> int:

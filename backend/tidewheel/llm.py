@@ -13,7 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -30,7 +30,7 @@ from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingS
 from tidewheel.frontend.defaults import GenerationDefaults
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.request import FinishReason, Request
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, pack_biases
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -169,10 +169,13 @@ class LLM:
             () if tokenizer is None else tuple(ids for w in sampling.bad_words for ids in tokenizer.phrase_ids(w))
         )
         eos_ids = frozenset() if sampling.ignore_eos else self._eos_ids
+        bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
             key=number,
             prompt=prompt_ids.astype("<i4").tobytes(),
-            sampling=sampling,
+            sampling=replace(sampling, logit_bias={}),
+            bias_token_ids=bias_token_ids,
+            bias_amounts=bias_amounts,
             stop_token_ids=tuple(sorted({*eos_ids, *sampling.stop_token_ids})),
             bad_words_ids=bad_words,
             **options.to_wire(now_ns),

@@ -113,6 +113,13 @@ def test_parameters_for_each_prompt(reference: Reference) -> None:
     assert (third.token_ids, third.finish_reason) == (reference.tokens[2][:cut], "stop")
 
 
+def test_biases_reach_the_model(reference: Reference) -> None:
+    prompt = {"input_ids": reference.prompts[0]}
+    forced = dataclasses.replace(GREEDY, logit_bias={77: -100.0, 42: 100.0})
+    with load(reference.folder) as llm:
+        assert llm.generate(prompt, forced, use_tqdm=False)[0].token_ids == [42] * NUM_TOKENS
+
+
 def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
     prompt = {"input_ids": reference.prompts[5]}
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)

@@ -17,7 +17,7 @@ import msgspec
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.stats import TenantFigures
 
-PROTOCOL = 2
+PROTOCOL = 3
 WHOLE_REQUEST = -1  # as the index of a delta: the answer to a request of which no sequence came to be
 
 
@@ -37,7 +37,7 @@ class Hello(Message, frozen=True):
 class AddRequest(Message, frozen=True):
     key: int
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # `max_tokens` resolved; `stop` strings stay in the front end
+    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end, `logit_bias` has fields of its own
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids unless ignored, and the request's own
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
@@ -49,6 +49,8 @@ class AddRequest(Message, frozen=True):
     soft_deadline_ns: int = 0
     session_id: str = ""
     session_ttl_s: float | None = None  # None: the default of the engine
+    bias_token_ids: bytes = b""  # int32 little endian, ascending; `pack_biases` makes both
+    bias_amounts: bytes = b""  # float32 little endian, one for each id
 
 
 class Cancel(Message, frozen=True):
@@ -110,6 +112,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
     @property
     def num_cache_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output of one request at most. The last token is never cached."""
+        return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
     def max_concurrency(self) -> float:

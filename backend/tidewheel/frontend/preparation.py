@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
+from tidewheel.engine.requests import check_request
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.chat import ChatTemplate
 from tidewheel.frontend.defaults import GenerationDefaults
@@ -18,7 +19,7 @@ from tidewheel.frontend.prompt import PromptReader
 from tidewheel.frontend.stop import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import GenerateRequest
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import SamplingParams, pack_biases
 
 
 class Prepared(NamedTuple):
@@ -32,6 +33,7 @@ class Preparer:
 
     def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
         """Raises `ConfigError` in one line when the folders do not describe a usable tokenizer."""
+        self._info = info
         self.tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
         self._defaults = GenerationDefaults.load(Path(info.model))
         self._eos_token_ids = tuple(
@@ -50,17 +52,20 @@ class Preparer:
         sampling, options = parse_parameters(request.parameters, self._defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
-        sampling.check_vocabulary(self.tokenizer.vocab_size)
         prompt = self._prompts.read(request)
         max_tokens = self._max_tokens(sampling, len(prompt.token_ids))
+        bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
             key=key,
             prompt=prompt.token_ids.astype("<i4").tobytes(),
-            sampling=dataclasses.replace(sampling, max_tokens=max_tokens, stop=(), bad_words=()),
+            sampling=dataclasses.replace(sampling, max_tokens=max_tokens, stop=(), bad_words=(), logit_bias={}),
             stop_token_ids=self._stop_token_ids(sampling),
             bad_words_ids=tuple(ids for word in sampling.bad_words for ids in self.tokenizer.phrase_ids(word)),
+            bias_token_ids=bias_token_ids,
+            bias_amounts=bias_amounts,
             **options.to_wire(arrival_ns, request.timeout_us),
         )
+        check_request(message, self._info)
         echo = request.echo and not request.stream
 
         def open_streams() -> list[OutputStream]:

@@ -15,9 +15,8 @@ from support.fake_engine import RecordingSink
 from support.front_ends import delta
 from tidewheel.frontend.live import Ending, LiveRequest
 from tidewheel.frontend.stats import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
+from tidewheel.frontend.threads import Watcher, Workers
 from tidewheel.frontend.values import GenerateRequest
-from tidewheel.frontend.watcher import Watcher
-from tidewheel.frontend.workers import Workers
 
 
 class CountingSink(RecordingSink):

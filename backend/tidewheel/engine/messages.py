@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tidewheel.batch import TopLogprobs
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.stats import TenantFigures
 
@@ -150,24 +151,18 @@ class Dropped(Message, frozen=True):
     error: ErrorInfo
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sent with the last delta. Times in ns of the monotonic clock; 0: never happened."""
+    """Figures of one sequence, sent with its last delta. Times in ns of the monotonic clock; 0: never happened."""
 
-    first_scheduled_ns: int
-    first_token_ns: int
-    last_token_ns: int
-    num_cached_tokens: int
-    num_reused_blocks: int
-    num_new_blocks: int
-    num_preemptions: int
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_cached_tokens: int = 0
+    num_reused_blocks: int = 0
+    num_new_blocks: int = 0
+    num_preemptions: int = 0
     priority: int = 0  # the class that was granted, 1 to 4
+    arrival_ns: int = 0  # filled in by the front end, which took the time
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -177,7 +172,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     finish_reason: str = ""  # a `FinishReason`; empty while it goes on
     error: ErrorInfo | None = None  # with finish_reason "error"
-    logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
+    logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
     index: int = 0  # of the sequence, with `n` over 1; each has a last delta, unless one is of the `WHOLE_REQUEST`
 

@@ -1,4 +1,4 @@
-"""Token ids to text, as they come: what is returned never has to be taken back."""
+"""Token ids to text as they come. Text that was returned never has to be taken back."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from tidewheel.batch import Int32Array
 from tidewheel.frontend.tokenizer import Tokenizer
 
-_REPLACEMENT = "�"  # what a decoder makes of bytes that are no character, or not one yet
+_REPLACEMENT = "�"  # a decoder's text for bytes that are no character, or not one yet
 _MAX_CHARACTER_BYTES = 4
 _PROMPT_CONTEXT = 6  # tokens
-_MAX_HELD = 32  # tokens without one whole character at their end: their bytes are no text at all
+_MAX_HELD = 32  # tokens without a whole character at their end: their bytes are no text
 
 
 class Detokenizer:
-    """Text of one request's output, as a continuation of its prompt.
+    """Text of one sequence, as a continuation of its prompt.
 
-    Each call decodes a short window: the last tokens whose text is out, because the space before the next token may
-    depend on them, and what came since. A character whose bytes are not all there is held back. What `push` and at
-    last `flush` return is together what the whole sequence decodes to behind the prompt. (Byte-fallback vocabularies
-    decode a whole run of bytes anew when one of them turns out wrong; what was readable until then stays as sent.)
+    Each call decodes a short window: the newest tokens, and before them the last tokens whose text is out, because
+    the space before a token may depend on its predecessor. A character is held back until all its bytes are there.
+    The results of `push` and the final `flush` join to the text that the whole sequence has after the prompt. (With
+    byte-fallback vocabularies, text that was sent stays as it is even if later bytes change how its run decodes.)
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class Detokenizer:
         self._sent = len(self._decode(self._ids))  # leading characters of the window's text that are out
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these tokens complete."""
-        # Hidden tokens have no text; a flood of them must not let the window grow.
+        """Return the text that these tokens complete."""
+        # Hidden tokens have no text, and must not let the window grow.
         new_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
         if not new_ids:
             return ""
@@ -48,11 +48,11 @@ class Detokenizer:
         return self._emit_garbage() if num_new > _MAX_HELD else ""
 
     def flush(self) -> str:
-        """What was held back; nothing more will come to complete it."""
+        """Return what was held back. Call after the last token."""
         return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))
 
     def _emit(self, text: str, *, begin: int, end: int) -> str:
-        """What is new in the text of the first `end` tokens; those from `begin` on stay as context."""
+        """Return what is new in the text of the first `end` tokens. Tokens from `begin` on stay as context."""
         new_text = text[self._sent :]
         self._sent = len(self._decode(self._ids[begin:end]))
         self._num_context = end - begin
@@ -60,7 +60,7 @@ class Detokenizer:
         return new_text
 
     def _emit_garbage(self) -> str:
-        """All but what may still become a character, of tokens whose bytes are none for so long."""
+        """Return the text of a long run of undecodable tokens, except for a tail that may become a character."""
         text = self._decode(self._ids)
         num_held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_CHARACTER_BYTES - 1)
         new_text = text[self._sent : len(text) - num_held]
@@ -70,7 +70,7 @@ class Detokenizer:
         return new_text
 
     def _context_of(self, prompt_ids: Sequence[int] | Int32Array) -> list[int]:
-        """The last tokens of the prompt, from the beginning of a character on."""
+        """Return the last tokens of the prompt, beginning with a whole character."""
         tail = prompt_ids[-4 * _PROMPT_CONTEXT :]
         ids = [int(token_id) for token_id in tail if token_id not in self._hidden]
         for num_tokens in range(_PROMPT_CONTEXT, _PROMPT_CONTEXT + _MAX_CHARACTER_BYTES):

@@ -1,4 +1,4 @@
-"""From the parameters that a request carries, in several places and spellings, to checked sampling parameters."""
+"""From a request's parameters, in several carriers and spellings, to checked sampling parameters and options."""
 
 from __future__ import annotations
 
@@ -8,51 +8,45 @@ from typing import NamedTuple
 
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.absent import ABSENT
-from tidewheel.frontend.coercion import Coercion, show, to_bias, to_bool, to_float, to_int, to_ints, to_text, to_texts
+from tidewheel.frontend.coercion import (
+    Coercion,
+    show,
+    to_bias,
+    to_bool,
+    to_float,
+    to_int,
+    to_ints,
+    to_priority,
+    to_text,
+    to_texts,
+)  # fmt: skip
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
 
-_MAX_KEY_CHARS = 64  # a longer key resembles none of ours
+_MAX_KEY_CHARS = 64  # longer keys resemble no known one
 
-_SAMPLING: dict[str, Coercion] = {
-    "max_tokens": to_int,
-    "min_tokens": to_int,
-    "temperature": to_float,
-    "top_k": to_int,
-    "top_p": to_float,
-    "min_p": to_float,
-    "repetition_penalty": to_float,
-    "presence_penalty": to_float,
-    "frequency_penalty": to_float,
-    "seed": to_int,
-    "stop": to_texts,
-    "stop_token_ids": to_ints,
-    "include_stop_str_in_output": to_bool,
-    "ignore_eos": to_bool,
-    "bad_words": to_texts,
-    "logit_bias": to_bias,
-    "logprobs": to_int,
-    "skip_special_tokens": to_bool,
-}
 _OPTIONS: dict[str, Coercion] = {
     "n": to_int,
-    "priority": to_int,
-    "tenant": to_text,
-    "cache_salt": to_text,
-    "deadline_ms": to_float,
-    "soft_deadline_ms": to_float,
-    "session_id": to_text,
-    "session_ttl_s": to_float,
+    "priority": to_priority,
+    **dict.fromkeys(("tenant", "cache_salt", "session_id"), to_text),
+    **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), to_float),
     "close_session": to_bool,
 }
-_OTHERS: dict[str, Coercion] = {
+_COERCIONS: dict[str, Coercion] = {
+    **_OPTIONS,
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), to_int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), to_float),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), to_float),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), to_bool),
+    **dict.fromkeys(("stop", "bad_words"), to_texts),
+    "stop_token_ids": to_ints,
+    "logit_bias": to_bias,
     "best_of": to_int,
     "end_id": to_int,  # one more stop token
     "pad_id": to_int,  # sequences are never padded, so every id is honoured
 }
-_COERCIONS = {**_SAMPLING, **_OPTIONS, **_OTHERS}
 _ALIASES = {
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
@@ -71,7 +65,7 @@ class ParsedParameters(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """Place of a request in queues of the front end; 0 for a deadline that is not given."""
+    """Place of a request in queues of the front end. A deadline of 0: none."""
 
     priority: int = Priority.NORMAL
     deadline_ns: int = 0
@@ -86,10 +80,10 @@ class _Given(NamedTuple):
 def parse_parameters(
     sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
 ) -> ParsedParameters:
-    """Merges all carriers over the model's `defaults` (names of `SamplingParams`).
+    """Merge all carriers over the model's `defaults` (names of `SamplingParams`). A null counts as not given.
 
-    Raises `InvalidRequest` for what is unknown, malformed, out of range or given twice with two values, and
-    `Unsupported` for what is known and not offered. A null counts as not given.
+    Raise `InvalidRequest` for what is unknown, malformed, out of range or given twice with two values, and
+    `Unsupported` for what is known and not offered.
     """
     given = _collect(sources)
     options = _options(given)
@@ -102,7 +96,7 @@ def parse_parameters(
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
-    """Return what a request says of its urgency, before the rest of it is looked at.
+    """Read the urgency of a request before its other parameters.
 
     A malformed value counts as not given: `parse_parameters` refuses it later.
     """
@@ -119,7 +113,7 @@ def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
 
 
 def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
-    """Coerced values by canonical name."""
+    """Return coerced values by canonical name."""
     given: dict[str, _Given] = {}
     for source in sources:
         for key, raw in source.values.items():
@@ -128,7 +122,7 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
             name = _ALIASES.get(key, key)
             value = _COERCIONS[name](key, raw)
             if value == () or value == {}:
-                continue  # an empty list asks for nothing, and contradicts nothing
+                continue  # an empty list asks for nothing
             entry = _Given(value, f"{key} in {source.origin}")
             earlier = given.get(name)
             if earlier is not None and earlier.value != value:
@@ -140,7 +134,7 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Whether a key that is not offered has the value that asks for nothing; unknown keys are refused here."""
+    """Return whether a known key that is not offered asks for nothing. Raise for other keys that are not offered."""
     if key in _COERCIONS or key in _ALIASES:
         return False
     feature = ABSENT.get(key)
@@ -163,10 +157,10 @@ def _union(ids: object, end_id: object) -> tuple[int, ...]:
 
 
 def _options(given: dict[str, _Given]) -> RequestOptions:
-    """Takes what is none of sampling out of `given`."""
+    """Take the options out of `given`."""
     _check_closing(given)
-    values: dict[str, object] = {key: given.pop(key).value for key in (_OPTIONS.keys() - {"priority"}) & given.keys()}
-    options = RequestOptions(priority=_priority(given.pop("priority", None)), **values)  # type: ignore[arg-type]
+    values = {key: given.pop(key).value for key in _OPTIONS.keys() & given.keys()}
+    options = RequestOptions(**values)  # type: ignore[arg-type]
     best_of = given.pop("best_of", None)
     if best_of is not None and best_of.value != options.n:
         raise Unsupported(f"best_of is {best_of.value} and n is {options.n}: all sequences are returned, none chosen")
@@ -178,15 +172,3 @@ def _check_closing(given: Mapping[str, _Given]) -> None:
     others = sorted(given.keys() - _OF_CLOSING)
     if closing is not None and closing.value and others:
         raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
-
-
-def _priority(given: _Given | None) -> Priority:
-    if given is None:
-        return Priority.NORMAL
-    assert isinstance(given.value, int)
-    try:
-        return Priority.from_wire(given.value)
-    except ValueError:
-        raise InvalidRequest(
-            f"{given.label} is {given.value}: it must be 0 (default) to {max(Priority)} (lowest)"
-        ) from None

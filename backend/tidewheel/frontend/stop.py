@@ -1,7 +1,7 @@
-"""Stop strings in a stream of text: what could be the start of one is held back, and the cut is exact.
+"""Stop strings in a stream of text: a possible start of one is held back, so that the cut is exact.
 
-A request ends at the first character after which its output ends with a stop string; where several end there, the
-longest counts. So the result does not depend on how the text was split into pieces.
+A sequence ends at the first character that completes a stop string; if it completes several, the longest counts. So
+the result does not depend on how the text was split into pieces.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable
 class StopStrings:
     """Stop strings of one request, which its sequences share.
 
-    They are only sorted: the beginnings of a string stand right before it, so one binary search tells whether a text
-    begins any of them. A text that is followed character by character takes two searches a character on average.
+    They are only sorted: a beginning of a string sorts right before it, so one binary search tells whether a text
+    begins any of them. Following a text takes two searches per character on average.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -23,7 +23,7 @@ class StopStrings:
         self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
 
     def extend(self, held: str, char: str) -> str:
-        """Return the longest end of `held + char` that begins a stop string; `held` is such an end itself."""
+        """Return the longest end of `held + char` that begins a stop string, for a `held` that is such an end."""
         text = held + char
         while text and not self._begin_with(text):
             text = text[1:]
@@ -50,9 +50,9 @@ class StopChecker:
         self.is_hit = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Return text that is certain to be output, and nothing after a hit.
+        """Return the text that is certain to be output, and nothing after a hit.
 
-        `may_stop` false: a stop string that ends in `text` does not count.
+        With `may_stop` false, a stop string that ends in `text` does not count.
         """
         if self.is_hit:
             return ""
@@ -68,6 +68,6 @@ class StopChecker:
         return buffer[: len(buffer) - len(self._held)]
 
     def flush(self) -> str:
-        """Return what was held back; nothing more will come."""
+        """Return what was held back. Call after the last text."""
         text, self._held = self._held, ""
         return text

@@ -187,7 +187,7 @@ def test_a_snapshot_stands_still() -> None:
 
 def test_imports_without_torch() -> None:
     code = (
-        "import tidewheel.frontend.frontend, tidewheel.frontend.stop, sys;"
+        "import tidewheel.frontend.frontend, tidewheel.frontend.text, sys;"
         "print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -30,7 +30,7 @@ ABSENT: dict[str, AbsentFeature] = {
     **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
     **_each("prompt_embedding_table prompt_embeds image", "prompts are text or token ids"),
     **_each("return_context_logits return_generation_logits", "logits are not returned: ask for logprobs"),
-    **_each("chat_template chat_template_kwargs continue_final_message documents", "the chat template is the model's"),
+    **_each("chat_template chat_template_kwargs continue_final_message documents", "the template is the model's own"),
     **_each("tools tool_choice", "tool calls are not offered", (*_OFF, "none")),
     **_each("embedding_bias_words embedding_bias_weights", "use logit_bias, which takes token ids"),
     "prompt_logprobs": AbsentFeature("log-probabilities of the prompt are not offered"),

@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -73,8 +74,6 @@ class Frontend:
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
         self._tokenizers = Workers("tokenizer", _NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
-    # --- requests -------------------------------------------------------------------------------------------------
-
     def stats(self) -> FrontendStats:
         return self._recorder.snapshot()
 
@@ -116,8 +115,6 @@ class Frontend:
         if not self._senders.join(_CLOSE_TIMEOUT_S):
             logger.warning("%d requests could not be answered: their sinks block", len(self._live))
 
-    # --- tokeniser threads ----------------------------------------------------------------------------------------
-
     def _prepare(self, request: LiveRequest) -> None:
         try:
             if not request.is_over:
@@ -148,12 +145,8 @@ class Frontend:
         self._door.forget(request.key)  # its answer may have come before the claim
 
     def _send_held(self) -> None:
-        for key in self._door.offer():
-            request = self._live.get(key)
-            if request is not None:
-                self._send_to_engine(request)
-
-    # --- the engine's listener thread -----------------------------------------------------------------------------
+        for request in self._known(self._door.offer()):
+            self._send_to_engine(request)
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         now_ns = time.monotonic_ns()
@@ -170,19 +163,18 @@ class Frontend:
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._door.hear(None)
-        for key in keys:
-            request = self._live.get(key)
-            if request is not None:
-                self._end(request, Ending(error=error), is_at_engine=False)
+        for request in self._known(keys):
+            self._end(request, Ending(error=error), is_at_engine=False)
         self._send_held()
 
     def on_room(self, room: Room) -> None:
-        for key in room.received:
-            request = self._live.get(key)
-            if request is not None:
-                request.is_heard = True
+        for request in self._known(room.received):
+            request.is_heard = True
         self._door.hear(room)
         self._send_held()
+
+    def _known(self, keys: list[int]) -> Iterator[LiveRequest]:
+        return (request for key in keys if (request := self._live.get(key)) is not None)
 
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
         """Return whether the engine has no room, and the request now waits for room at the door."""
@@ -195,8 +187,6 @@ class Frontend:
             self._door.forget(request.key)
         self._send_held()  # room may have been made since the engine looked
         return True
-
-    # --- ends from outside ----------------------------------------------------------------------------------------
 
     def _cancel(self, request: LiveRequest) -> None:
         self._end(request, Ending(FinishReason.CANCELLED))
@@ -216,8 +206,6 @@ class Frontend:
             self._engine.cancel([request.key])
         if request.claim_turn():
             self._turns.put(request)
-
-    # --- sender threads -------------------------------------------------------------------------------------------
 
     def _turn(self, request: LiveRequest) -> None:
         """Send all that is new in a request as one response."""
@@ -285,9 +273,8 @@ class Frontend:
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:
     """Measure from the last delta of the sequence, and the first token of a request from its arrival."""
-    last_ns = request.last_token_ns.get(delta.index, 0)
     is_first = not request.has_begun
-    since_ns = request.arrival_ns if is_first else last_ns
+    since_ns = request.arrival_ns if is_first else request.last_token_ns.get(delta.index, 0)
     request.last_token_ns[delta.index] = now_ns
     num_prompt_tokens = request.outputs.num_input_tokens if is_first and request.outputs is not None else 0
     seconds = (now_ns - since_ns) * 1e-9 if since_ns else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.sampling import SamplingParams
@@ -55,19 +55,15 @@ class GenerationDefaults(NamedTuple):
             SamplingParams(**sampling)  # type: ignore[arg-type]
         except InvalidRequest as error:
             raise ConfigError(f"{path}: {error.message}") from None
-        config_path = folder / "config.json"
-        eos = (
-            *_token_ids(path, generation, "eos_token_id"),
-            *_token_ids(config_path, read_object(config_path), "eos_token_id"),
-        )
+        eos = (*_eos_token_ids(path), *_eos_token_ids(folder / "config.json"))
         return cls(sampling, frozenset(eos))  # type: ignore[arg-type]
 
 
-def _token_ids(path: Path, values: dict[str, object], key: str) -> tuple[int, ...]:
+def _eos_token_ids(path: Path) -> list[int]:
     """Read a token id or a list of them; empty when absent or null."""
-    value = values.get(key)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    value = read_object(path).get("eos_token_id")
+    ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ConfigError(f"{path}: {key} is {value!r}, it must be a token id or a list of them")
-    return tuple(ids)
+            raise ConfigError(f"{path}: eos_token_id is {value!r}, it must be a token id or a list of them")
+    return ids

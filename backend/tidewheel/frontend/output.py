@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from tidewheel.batch import TopLogprobs
-from tidewheel.engine.messages import WHOLE_REQUEST, Delta, RequestStats
-from tidewheel.frontend.detokenizer import Detokenizer
-from tidewheel.frontend.stop import StopChecker, StopStrings
+from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
+from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import Chunk, Generation, Response
 from tidewheel.request import FinishReason
@@ -118,13 +117,11 @@ class Outputs:
     Used by one thread at a time. `open_streams` is called with the first output: a refused request costs none.
     """
 
-    def __init__(
-        self, open_streams: Callable[[], list[OutputStream]], num_input_tokens: int, arrival_ns: int
-    ) -> None:
-        self.num_input_tokens = num_input_tokens
+    def __init__(self, message: AddRequest, open_streams: Callable[[], list[OutputStream]]) -> None:
+        self.num_input_tokens = len(message.prompt) // 4
         self._open_streams = open_streams
         self._streams: list[OutputStream] = []
-        self._arrival_ns = arrival_ns
+        self._arrival_ns = message.arrival_ns
         self._stats: dict[int, RequestStats] = {}  # by index, of sequences that the engine ended
 
     @property

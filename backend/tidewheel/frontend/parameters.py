@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.frontend import coercion
 from tidewheel.frontend.absent import ABSENT
-from tidewheel.frontend.coercion import (
-    Coercion,
-    show,
-    to_bias,
-    to_bool,
-    to_float,
-    to_int,
-    to_ints,
-    to_priority,
-    to_text,
-    to_texts,
-)  # fmt: skip
+from tidewheel.frontend.coercion import Coercion, show
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 from tidewheel.request import Priority
@@ -28,24 +18,24 @@ from tidewheel.sampling import SamplingParams
 _MAX_KEY_CHARS = 64  # longer keys resemble no known one
 
 _OPTIONS: dict[str, Coercion] = {
-    "n": to_int,
-    "priority": to_priority,
-    **dict.fromkeys(("tenant", "cache_salt", "session_id"), to_text),
-    **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), to_float),
-    "close_session": to_bool,
+    "n": coercion.to_int,
+    "priority": coercion.to_priority,
+    **dict.fromkeys(("tenant", "cache_salt", "session_id"), coercion.to_text),
+    **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), coercion.to_float),
+    "close_session": coercion.to_bool,
 }
 _COERCIONS: dict[str, Coercion] = {
     **_OPTIONS,
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), to_int),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), to_float),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), to_float),
-    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), to_bool),
-    **dict.fromkeys(("stop", "bad_words"), to_texts),
-    "stop_token_ids": to_ints,
-    "logit_bias": to_bias,
-    "best_of": to_int,
-    "end_id": to_int,  # one more stop token
-    "pad_id": to_int,  # sequences are never padded, so every id is honoured
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), coercion.to_int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), coercion.to_float),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), coercion.to_float),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), coercion.to_bool),
+    **dict.fromkeys(("stop", "bad_words"), coercion.to_texts),
+    "stop_token_ids": coercion.to_ints,
+    "logit_bias": coercion.to_bias,
+    "best_of": coercion.to_int,
+    "end_id": coercion.to_int,  # one more stop token
+    "pad_id": coercion.to_int,  # sequences are never padded, so every id is honoured
 }
 _ALIASES = {
     "num_return_sequences": "n",
@@ -89,10 +79,10 @@ def parse_parameters(
     options = _options(given)
     given.pop("pad_id", None)
     end_id = given.pop("end_id", None)
-    values: dict[str, object] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
+    values: dict[str, Any] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
     if end_id is not None:
-        values["stop_token_ids"] = _union(values.get("stop_token_ids", ()), end_id.value)
-    return ParsedParameters(SamplingParams(**values), options)  # type: ignore[arg-type]
+        values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), end_id.value)))
+    return ParsedParameters(SamplingParams(**values), options)
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
@@ -124,12 +114,11 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
             if value == () or value == {}:
                 continue  # an empty list asks for nothing
             entry = _Given(value, f"{key} in {source.origin}")
-            earlier = given.get(name)
-            if earlier is not None and earlier.value != value:
+            earlier = given.setdefault(name, entry)
+            if earlier is not entry and earlier.value != value:
                 raise InvalidRequest(
                     f"{earlier.label} is {show(earlier.value)} and {entry.label} is {show(value)}: give one value"
                 )
-            given[name] = entry
     return given
 
 
@@ -151,24 +140,14 @@ def _unknown(key: str) -> str:
     return f"unknown parameter {show(key)}: {hint}"
 
 
-def _union(ids: object, end_id: object) -> tuple[int, ...]:
-    assert isinstance(ids, tuple) and isinstance(end_id, int)
-    return ids if end_id in ids else (*ids, end_id)
-
-
 def _options(given: dict[str, _Given]) -> RequestOptions:
     """Take the options out of `given`."""
-    _check_closing(given)
+    closing, others = given.get("close_session"), sorted(given.keys() - _OF_CLOSING)
+    if closing is not None and closing.value and others:
+        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
     values = {key: given.pop(key).value for key in _OPTIONS.keys() & given.keys()}
     options = RequestOptions(**values)  # type: ignore[arg-type]
     best_of = given.pop("best_of", None)
     if best_of is not None and best_of.value != options.n:
         raise Unsupported(f"best_of is {best_of.value} and n is {options.n}: all sequences are returned, none chosen")
     return options
-
-
-def _check_closing(given: Mapping[str, _Given]) -> None:
-    closing = given.get("close_session")
-    others = sorted(given.keys() - _OF_CLOSING)
-    if closing is not None and closing.value and others:
-        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")

@@ -16,7 +16,7 @@ from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.output import Outputs, OutputStream
 from tidewheel.frontend.parameters import parse_parameters
-from tidewheel.frontend.stop import StopStrings
+from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import GenerateRequest, Generation
 from tidewheel.sampling import SamplingParams, pack_biases
@@ -29,7 +29,7 @@ class Prepared(NamedTuple):
 
 
 class Preparer:
-    """Makes the message of a generation, and its outputs. Thread-safe. Raises `ConfigError` for a broken folder.
+    """Makes the message and the outputs of a generation. Thread-safe. Raises `ConfigError` for a broken folder.
 
     Without a tokenizer, prompts are token ids and outputs have no text.
     """
@@ -43,7 +43,7 @@ class Preparer:
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
 
     def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> Prepared:
-        """Raise `InvalidRequest` as `check_request` does."""
+        """Return a checked message. Raise `InvalidRequest`."""
         sampling = given.sampling
         bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
@@ -57,8 +57,7 @@ class Preparer:
             **given.options.to_wire(arrival_ns, timeout_us),
         )
         check_request(message, self._info, prompt_name=given.prompt_name)
-        outputs = Outputs(lambda: self._open_streams(given), len(given.prompt_ids), arrival_ns)
-        return Prepared(message, outputs, bool(sampling.stop))
+        return Prepared(message, Outputs(message, lambda: self._open_streams(given)), bool(sampling.stop))
 
     def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         eos = () if sampling.ignore_eos else self._eos_token_ids

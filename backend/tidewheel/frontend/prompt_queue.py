@@ -1,8 +1,7 @@
 """Requests that wait to be tokenised.
 
 The order is by class, then by the earlier of the deadline and `_AGEING_NS` after the arrival. Each `_AGEING_NS` of
-waiting lifts a request by one class, so nothing waits for ever behind a flood. Long prompts leave one thread to short
-ones.
+waiting lifts a request by one class, so that no request starves. Long prompts leave one thread to short ones.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ _MAX_SHARE = 0.2  # of a thread's time: with 100 µs a question and 20 ms betwee
 _MIN_STALE = 64  # deadlines of ended requests, before the heap is rebuilt without them
 
 T = TypeVar("T")
+_End = Callable[[LiveRequest], None]
 
 
 class Workers(Generic[T]):
@@ -53,14 +54,7 @@ class Watcher:
     100 µs, so one thread asks for one request after another, and spends a bounded share of its time on it.
     """
 
-    def __init__(
-        self,
-        live: Mapping[int, LiveRequest],
-        cancel: Callable[[LiveRequest], None],
-        expire: Callable[[LiveRequest], None],
-        *,
-        interval_s: float,
-    ) -> None:
+    def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
         self._live = live
         self._cancel = cancel
         self._expire = expire

@@ -62,8 +62,7 @@ class Tokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
         """Return what one token adds to a text, with the leading space that decoders drop from a first token."""

@@ -67,7 +67,7 @@ class _Group:
     error: TidewheelError | None = None  # why it was never accepted
 
     def results(self) -> list[GenerationResult]:
-        self.outputs.end(FinishReason.ERROR.value)  # those that an error ended have no end yet
+        self.outputs.end(FinishReason.ERROR.value)  # for sequences that an error ended
         pairs = zip(self.requests, self.outputs.take(), strict=True)
         return [self._result(index, request, chunk) for index, (request, chunk) in enumerate(pairs)]
 
@@ -93,7 +93,7 @@ class _Route(NamedTuple):
 class LLM:
     """One model, ready to generate. Not thread safe.
 
-    `settings` are those of `EngineConfig`: `dtype`, `num_blocks`, `block_size`, `max_num_batched_tokens`, …
+    `settings` are fields of `EngineConfig`: `dtype`, `num_blocks`, `block_size`, `max_num_batched_tokens`, …
     With `skip_tokenizer_init` prompts are token ids, and results have no text. Raises `ConfigError`.
     """
 

@@ -99,7 +99,7 @@ def pack_biases(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request samples. Raises `InvalidRequest` naming the field, the value and the limit."""
+    """Sampling of one request. Raises `InvalidRequest` naming the field, the value and the limit."""
 
     max_tokens: int | None = None  # None: what still fits the context
     min_tokens: int = 0

@@ -76,7 +76,7 @@ def _part(name: str, part: object) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. Thread-safe. `named_tokens` are those that templates refer to, such as `bos_token`."""
+    """A compiled template. Thread-safe. Templates refer to `named_tokens`, such as `bos_token`."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         try:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from tidewheel.errors import InvalidRequest
-from tidewheel.request import Priority
 
 Coercion = Callable[[str, object], object]
 
@@ -69,14 +68,6 @@ def to_float(name: str, value: object) -> float:
     return float(_in_range(name, number) if isinstance(number, int) else number)
 
 
-def to_priority(name: str, value: object) -> Priority:
-    number = to_int(name, value)
-    try:
-        return Priority.from_wire(number)
-    except ValueError:
-        raise InvalidRequest(f"{name} is {number}: it must be 0 (default) to {max(Priority)} (lowest)") from None
-
-
 def to_bool(name: str, value: object) -> bool:
     meant = _BOOLEANS.get(to_text(name, value).strip().lower()) if isinstance(value, str | bytes) else value
     if isinstance(meant, int | float) and meant in (0, 1):
@@ -92,16 +83,11 @@ def to_text(name: str, value: object) -> str:
             raise InvalidRequest(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from None
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} is {show(value)}: it must be text")
-    check_unicode(name, value)
-    return value
-
-
-def check_unicode(name: str, text: str) -> None:
-    """Refuse lone surrogates: JSON can spell them, and no tokenizer takes them."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell a lone surrogate, and no tokenizer takes one
         raise InvalidRequest(f"{name} is not valid Unicode: a lone surrogate at character {error.start}") from None
+    return value
 
 
 def to_texts(name: str, value: object) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class LiveRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has tokens."""
+        """True once it has tokens."""
         return bool(self.last_token_ns)
 
     @property

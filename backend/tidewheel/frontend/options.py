@@ -1,4 +1,4 @@
-"""How a request is served: class, tenant, deadlines, session, number of sequences."""
+"""Options of a request beside sampling: class, tenant, deadlines, session, number of sequences."""
 
 from __future__ import annotations
 

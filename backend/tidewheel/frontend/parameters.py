@@ -17,9 +17,18 @@ from tidewheel.sampling import SamplingParams
 
 _MAX_KEY_CHARS = 64  # longer keys resemble no known one
 
+
+def _to_priority(name: str, value: object) -> Priority:
+    number = coercion.to_int(name, value)
+    try:
+        return Priority.from_wire(number)
+    except ValueError:
+        raise InvalidRequest(f"{name} is {number}: it must be 0 (default) to {max(Priority)} (lowest)") from None
+
+
 _OPTIONS: dict[str, Coercion] = {
     "n": coercion.to_int,
-    "priority": coercion.to_priority,
+    "priority": _to_priority,
     **dict.fromkeys(("tenant", "cache_salt", "session_id"), coercion.to_text),
     **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), coercion.to_float),
     "close_session": coercion.to_bool,

@@ -11,7 +11,7 @@ from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.frontend.chat import ChatTemplate, parse_messages
-from tidewheel.frontend.coercion import check_unicode, to_text
+from tidewheel.frontend.coercion import to_text
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.output import Outputs, OutputStream
@@ -112,8 +112,7 @@ class RequestReader:
     def _render(self, messages: str | bytes) -> str:
         if self._template is None:
             raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
-        text = self._template.render(parse_messages(messages))
-        check_unicode("messages", text)
+        text = to_text("messages", self._template.render(parse_messages(messages)))
         self._check_bytes("messages, as the chat template writes them,", len(text.encode("utf-8")))
         return text
 

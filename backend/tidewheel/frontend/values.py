@@ -1,4 +1,4 @@
-"""What crosses the border between front end and adapter: a generation asked for, and what comes back."""
+"""Values that cross the border between front end and adapter: a request for a generation, and its responses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Generation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new in one sequence since the last response."""
+    """News of one sequence since the last response."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)

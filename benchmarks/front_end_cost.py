@@ -20,7 +20,7 @@ import record
 from tidewheel.engine.messages import AddRequest, Room
 from tidewheel.errors import WaitingSetFull
 from tidewheel.frontend.door import RefusingDoor
-from tidewheel.frontend.stop import StopChecker, StopStrings
+from tidewheel.frontend.text import StopChecker, StopStrings
 from tidewheel.request import Priority
 from tidewheel.sampling import MAX_STOP_BYTES, MAX_STOP_STRINGS, SamplingParams
 

@@ -33,7 +33,7 @@ from tidewheel.engine.requests import SessionTtl, to_requests
 from tidewheel.errors import Busy
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Priority, Request
-from tidewheel.sampling import MAX_LOGIT_BIAS, SamplingParams
+from tidewheel.sampling import MAX_LOGIT_BIAS, SamplingParams, pack_biases
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.scheduler import Scheduler
@@ -205,9 +205,17 @@ TTL = SessionTtl(300.0, 3600.0)
 
 
 def payload(scene: Scene, tenant: str, num_biases: int, n: int) -> bytes:
-    biases = dict.fromkeys(range(num_biases), 1.0)
-    sampling = SamplingParams(max_tokens=16, logit_bias=biases)
-    return encoder.encode(AddRequest(next(scene.ids), scene.prompt.tobytes(), sampling, tenant=tenant, n=n))
+    bias_token_ids, bias_amounts = pack_biases(dict.fromkeys(range(num_biases), 1.0))
+    request = AddRequest(
+        next(scene.ids),
+        scene.prompt.tobytes(),
+        SamplingParams(max_tokens=16),
+        tenant=tenant,
+        n=n,
+        bias_token_ids=bias_token_ids,
+        bias_amounts=bias_amounts,
+    )
+    return encoder.encode(request)
 
 
 def message(name: str, setting: Setting, patience: Patience, *, num_biases: int = 0, n: int = 1) -> Cost:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tidewheel.batch import Int32Array
     from tidewheel.errors import TidewheelError
-    from tidewheel.sampling import SamplingParams
+    from tidewheel.sampling import LogitBias, SamplingParams
 
 
 class Priority(enum.IntEnum):
@@ -52,7 +53,7 @@ class Request:
     __slots__ = (
         "arrival_time", "bad_words_ids", "block_hashes", "cache_salt", "deadline", "error", "finish_reason",
         "first_scheduled_time", "first_token_time", "followers", "last_token_time", "leader", "lift_time",
-        "max_tokens", "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks",
+        "logit_bias", "max_tokens", "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks",
         "output_token_ids", "predicted_output_tokens", "priority", "prompt_token_ids", "rank", "request_id",
         "reserved_tokens", "row", "sampling", "seed", "sequence", "service_class", "session_id",
         "session_ttl", "soft_deadline", "state", "stop_reason", "stop_token_ids", "tenant",
@@ -71,6 +72,7 @@ class Request:
         priority: Priority = Priority.NORMAL,
         stop_token_ids: tuple[int, ...] = (),
         bad_words_ids: tuple[tuple[int, ...], ...] = (),
+        logit_bias: LogitBias | None = None,
         cache_salt: str = "",
         tenant: str = "",
         deadline: float | None = None,
@@ -88,6 +90,7 @@ class Request:
         self.priority = priority  # asked for; from its admission on, granted
         self.stop_token_ids = stop_token_ids  # end-of-sequence ids unless ignore_eos, and the request's own
         self.bad_words_ids = bad_words_ids
+        self.logit_bias = logit_bias  # takes the place of that of `sampling`; None: it has none of its own
         self.cache_salt = cache_salt
         self.tenant = tenant
         self.deadline = deadline  # seconds of the same clock: it ends then, whatever it has; None: never
@@ -118,6 +121,11 @@ class Request:
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
+
+    @property
+    def row_sampling(self) -> SamplingParams:
+        """`sampling` with the biases; made for each row, so that a refused request never pays for it."""
+        return self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
 
     @property
     def has_begun(self) -> bool:

@@ -12,8 +12,10 @@ import pytest
 from support.fake_triton import InferenceRequest, Tensor
 from tidewheel.adapter.io import MAX_PARAMETER_BYTES, ResponseFormat, read_request, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
+from tidewheel.batch import TopLogprobs
+from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError
-from tidewheel.frontend.values import Chunk, GenerateRequest, PerfMetrics, Response, TokenLogprob
+from tidewheel.frontend.values import Chunk, GenerateRequest, Response
 
 _DTYPES = {
     "TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,
@@ -192,13 +194,14 @@ CHUNK = Chunk(
     text="né",
     token_ids=[5, 6],
     logprobs=[
-        TokenLogprob(token_id=5, entries={5: (-0.5, 1, "n"), 9: (float("-inf"), 2, "m")}),
-        TokenLogprob(token_id=6, entries={6: (-1.5, 3, "é")}),
+        TopLogprobs(-0.5, 1, (5, 9), (-0.5, float("-inf"))),
+        TopLogprobs(-1.5, 3, (), ()),
     ],
+    token_texts={5: "n", 6: "é", 9: "m"},
     cumulative_logprob=-2.0,
     num_input_tokens=4,
     finish_reason="length",
-    perf=PerfMetrics(
+    stats=RequestStats(
         arrival_ns=1,
         first_scheduled_ns=2,
         first_token_ns=3,
@@ -246,6 +249,16 @@ def test_every_output() -> None:
     ]
 
 
+def test_the_chosen_token_comes_first_and_once() -> None:
+    logprobs = [TopLogprobs(-1.5, 2, (9, 5), (-0.5, -1.5))]
+    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 9: "m"})
+    (entry,) = json.loads(values(chunk, ResponseFormat(logprobs=True))["logprobs"][0])
+    assert list(entry.items()) == [
+        ("5", {"logprob": -1.5, "rank": 2, "decoded_token": "n"}),
+        ("9", {"logprob": -0.5, "rank": 1, "decoded_token": "m"}),
+    ]
+
+
 def test_a_chunk_in_the_middle() -> None:
     outputs = values(Chunk(text="", token_ids=[7], num_input_tokens=4), EVERYTHING)
     assert outputs == {
@@ -255,7 +268,7 @@ def test_a_chunk_in_the_middle() -> None:
 
 
 def test_an_element_for_each_sequence() -> None:
-    second = dataclasses.replace(CHUNK, text="z", token_ids=[9], logprobs=[], perf=None, cumulative_logprob=-3.0)
+    second = dataclasses.replace(CHUNK, text="z", token_ids=[9], logprobs=[], stats=None, cumulative_logprob=-3.0)
     outputs = several([CHUNK, second], EVERYTHING)
     del outputs["logprobs"]
     assert outputs == {

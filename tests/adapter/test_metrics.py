@@ -11,10 +11,9 @@ import pytest
 from support.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.engine_figures import BREAKER_STATES
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
-from tidewheel.engine.messages import EngineInfo, EngineStats
+from tidewheel.engine.messages import EngineInfo, EngineStats, RequestStats
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend.stats import StatsRecorder, TokenTiming
-from tidewheel.frontend.values import PerfMetrics
 from tidewheel.scheduler.breaker import BreakerState
 from tidewheel.scheduler.stats import TenantFigures
 
@@ -176,7 +175,7 @@ def make_stats(recorder: StatsRecorder) -> StatsRecorder:
     for _ in range(5):
         recorder.received()
     recorder.tokens([TokenTiming(0.05, 1, 7), TokenTiming(0.07, 1, 5), TokenTiming(0.04, 2, 0)])
-    perf = PerfMetrics(
+    perf = RequestStats(
         arrival_ns=0, first_scheduled_ns=400_000_000, first_token_ns=1, last_token_ns=2, num_reused_blocks=0,
         num_new_blocks=1, priority=3,
     )  # fmt: skip

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 import pytest
 
 from support.faulty_engine import prompt_bytes
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.engine.requests import (
     MAX_BAD_SEQUENCES,
-    MAX_SALT_CHARS,
+    MAX_SALT_BYTES,
     MAX_STOP_IDS,
     SessionTtl,
     check_num_sequences,
@@ -19,7 +22,7 @@ from tidewheel.engine.requests import (
 )
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
-from tidewheel.sampling import SamplingParams
+from tidewheel.sampling import MAX_LOGIT_BIAS, LogitBias, SamplingParams, pack_biases
 
 INFO = EngineInfo(
     pid=1, model="m", architecture="A", device="cpu", dtype="float32", vocab_size=100, max_model_len=16,
@@ -40,6 +43,11 @@ def convert_all(
 def convert(sampling: SamplingParams | None = None, *, prompt: bytes | None = None, **fields: object) -> Request:
     (request,) = convert_all(sampling, prompt=prompt, **fields)
     return request
+
+
+def biases(given: dict[int, float]) -> dict[str, bytes]:
+    """Fields of a message."""
+    return dict(zip(("bias_token_ids", "bias_amounts"), pack_biases(given), strict=True))
 
 
 def test_everything_arrives() -> None:
@@ -72,6 +80,43 @@ def test_a_session_needs_prefix_caching() -> None:
     message = AddRequest(7, prompt_bytes(1, 2, 3), SamplingParams(), session_id="s")
     with pytest.raises(InvalidRequest, match="session_id needs enable_prefix_caching, which is false"):
         to_requests(message, info, SessionTtl(300.0, 3600.0), request_ids=["r"], seed=5, now=0.0)
+
+
+def test_biases_arrive_as_arrays() -> None:
+    bias = convert(**biases({7: 1.5, 3: -100.0, 99: 100.0})).row_sampling.logit_bias
+    assert isinstance(bias, LogitBias)
+    assert (bias.token_ids.dtype, bias.amounts.dtype) == (np.int32, np.float32)
+    assert (bias.token_ids.tolist(), bias.amounts.tolist()) == ([3, 7, 99], [-100.0, 1.5, 100.0])
+    assert bias == {3: -100.0, 7: 1.5, 99: 100.0}
+    subject = convert(SamplingParams(temperature=0.5))
+    assert subject.row_sampling is subject.sampling
+
+
+@pytest.mark.parametrize(
+    ("ids", "amounts", "text"),
+    [
+        ([5, 5], [1.0, 1.0], "logit_bias has the token id 5 twice"),
+        ([5, 9, 7], [1.0] * 3, "logit_bias has the token id 7 after 9: they must ascend"),
+        ([-1, 5], [1.0] * 2, "logit_bias token id is -1: it must be 0 to"),
+        ([5, 100], [1.0] * 2, "logit_bias has token id 100: the model's ids are 0 to 99"),
+        ([5, 6], [1.0, math.nan], r"logit_bias\[6\] is nan: it must be finite"),
+        ([5, 6], [math.inf, 1.0], r"logit_bias\[5\] is inf: it must be finite"),
+        ([5, 6], [1.0, 100.5], r"logit_bias\[6\] is 100.5: it must be -100.0 to 100.0"),
+        ([5, 6], [1.0], "logit_bias has 2 token ids and 1 biases"),
+        ([], [1.0], "logit_bias has 0 token ids and 1 biases"),
+        ([5], [], "logit_bias has 1 token ids and 0 biases"),
+        (range(MAX_LOGIT_BIAS + 1), [1.0] * (MAX_LOGIT_BIAS + 1), "logit_bias has 1025 entries: at most 1024"),
+    ],
+)
+def test_biases_that_are_refused(ids: Sequence[int], amounts: list[float], text: str) -> None:
+    packed = {
+        "bias_token_ids": np.array(ids, dtype="<i4").tobytes(),
+        "bias_amounts": np.array(amounts, dtype="<f4").tobytes(),
+    }
+    with pytest.raises(InvalidRequest, match=text):
+        convert(**packed)
+    with pytest.raises(InvalidRequest, match="bytes: each entry has four"):
+        convert(**packed | {"bias_token_ids": packed["bias_token_ids"] + b"1"})
 
 
 @pytest.mark.parametrize(("given", "first"), [(9, 9), (None, 5), (2**64 - 1, 2**64 - 1)])
@@ -113,9 +158,9 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
         (None, {"prompt": prompt_bytes(1, -1)}, "token id -1 at position 1: the model's ids are 0 to 99"),
         (None, {"prompt": prompt_bytes(100)}, "token id 100 at position 0"),
         (SamplingParams(max_tokens=14), {}, "max_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
-        (SamplingParams(min_tokens=14), {}, "min_tokens is 14: at most 13 fit"),
+        (SamplingParams(min_tokens=14), {}, "min_tokens is 14: the prompt has 3 tokens.*leaves room for 13"),
         (SamplingParams(stop_token_ids=(100,)), {}, "stop_token_ids has token id 100"),
-        (SamplingParams(logit_bias={100: 1.0}), {}, "logit_bias has token id 100"),
+        (SamplingParams(logit_bias={9: 1.0}), {}, "logit_bias is not packed: send it as bias_token_ids"),
         (None, {"stop_token_ids": (-1,)}, "stop_token_ids has token id -1"),
         (None, {"stop_token_ids": (1,) * (MAX_STOP_IDS + 1)}, "at most 128"),
         (None, {"bad_words_ids": ((),)}, "empty token sequence"),
@@ -125,10 +170,11 @@ def test_the_longest_prompt_leaves_one_token_of_output() -> None:
         (None, {"priority": 5}, "priority is 5"),
         (None, {"priority": -1}, "priority is -1"),
         (None, {"tenant": "x" * 129}, "tenant has 129 characters: at most 128"),
-        (None, {"session_id": "x" * 257}, "session_id has 257 characters: at most 256"),
+        (None, {"session_id": "x" * 257}, "session_id has 257 bytes: at most 256"),
         (None, {"session_id": "s", "session_ttl_s": 3601.0}, "session_ttl_s is 3601.*3600.*max_session_ttl_s"),
         (None, {"session_id": "s", "session_ttl_s": 0.0}, "session_ttl_s is 0: it must be above 0"),
-        (None, {"cache_salt": "x" * (MAX_SALT_CHARS + 1)}, "cache_salt has 257 characters"),
+        (None, {"cache_salt": "x" * (MAX_SALT_BYTES + 1)}, "cache_salt has 257 bytes"),
+        (None, {"cache_salt": "é" * (MAX_SALT_BYTES // 2 + 1)}, "cache_salt has 258 bytes"),
     ],
 )
 def test_refusals_name_the_field_and_the_limit(

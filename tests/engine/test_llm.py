@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -113,6 +114,13 @@ def test_parameters_for_each_prompt(reference: Reference) -> None:
     assert (third.token_ids, third.finish_reason) == (reference.tokens[2][:cut], "stop")
 
 
+def test_biases_reach_the_model(reference: Reference) -> None:
+    prompt = {"input_ids": reference.prompts[0]}
+    forced = dataclasses.replace(GREEDY, logit_bias={77: -100.0, 42: 100.0})
+    with load(reference.folder) as llm:
+        assert llm.generate(prompt, forced, use_tqdm=False)[0].token_ids == [42] * NUM_TOKENS
+
+
 def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
     prompt = {"input_ids": reference.prompts[5]}
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
@@ -122,6 +130,15 @@ def test_seeds_repeat_whatever_else_runs(reference: Reference) -> None:
         among = llm.generate([prompt] * 4, [free, seeded, free, free], use_tqdm=False)
     assert among[1].token_ids == alone.token_ids
     assert len({tuple(result.token_ids) for result in among}) == 4
+
+
+def test_an_end_of_sequence_id_that_the_model_cannot_output(tmp_path: Path) -> None:
+    save(llama, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 384, 100_000]}))
+    with load(tmp_path) as llm:
+        (result,) = llm.generate({"input_ids": [1, 2, 3]}, GREEDY, use_tqdm=False)
+    assert result.error is None
+    assert result.finish_reason == "length" or result.token_ids[-1] == 5
 
 
 def test_no_prompts_no_results(reference: Reference) -> None:

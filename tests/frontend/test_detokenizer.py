@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.tokenizers_on_the_spot import BACKENDS, TEXT, make_tokenizer
-from tidewheel.frontend.detokenizer import Detokenizer
+from tidewheel.frontend.text import Detokenizer
 from tidewheel.frontend.tokenizer import Tokenizer
 
 get_tokenizer = cache(make_tokenizer)

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from support.fake_engine import RecordingSink
 from support.front_ends import Harness, delta, error_info, logprobs, prompt_ids, stats
+from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, ConfigError, EngineDead
 from tidewheel.frontend import prompt_queue
 from tidewheel.frontend.door import RefusingDoor
@@ -60,7 +62,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert harness.message(key).stop_token_ids == (1, 2)  # of all files, and none that the model cannot output
     key, _ = harness.submit("the fox", parameters={"ignore_eos": True})
     message = harness.message(key)
-    assert message.sampling.max_tokens == 256 - len(harness.encode("the fox"))
+    assert check_request(message, harness.info).max_tokens == 256 - len(harness.encode("the fox"))
     assert message.sampling.temperature == 0.7
     assert (message.stop_token_ids, message.priority) == ((), 3)
     harness.frontend.close()
@@ -138,9 +140,7 @@ def test_without_streaming_there_is_one_response(harness: Harness) -> None:
     assert chunk.text == "the fox jumps"
     assert chunk.token_ids == [*ids, 2]  # what was sampled, the end token included
     assert chunk.finish_reason == "stop"
-    assert chunk.perf is not None
-    assert (chunk.perf.first_scheduled_ns, chunk.perf.first_token_ns, chunk.perf.num_reused_blocks) == (5, 7, 3)
-    assert chunk.perf.priority == 2
+    assert chunk.stats == msgspec.structs.replace(stats(), arrival_ns=harness.message(key).arrival_ns)
 
 
 def test_echo_is_not_for_streams(harness: Harness) -> None:
@@ -218,10 +218,10 @@ def test_logprobs(harness: Harness) -> None:
     harness.deliver(key, [a, b], logprobs=[logprobs(a, [c]), logprobs(b, [a, c])])
     harness.deliver(key, [], "length")
     sink.wait_end()
-    tokens = [token for chunk in sink.chunks for token in chunk.logprobs or []]
-    assert [token.token_id for token in tokens] == [a, b]
-    assert list(tokens[0].entries.items()) == [(a, (-1.5, 2, "a")), (c, (-0.5, 1, "c"))]
-    assert tokens[1].entries[c] == (-1.0, 2, "c")
+    entries = [entry for chunk in sink.chunks for entry in chunk.logprobs or []]
+    assert entries == [logprobs(a, [c]), logprobs(b, [a, c])]
+    assert sink.chunks[0].token_texts[a] == "a" and sink.chunks[0].token_texts[c] == "c"
+    assert {text for chunk in sink.chunks for text in chunk.token_texts.values()} == {"a", "b", "c"}
     assert sink.chunks[-1].cumulative_logprob == -3.0
 
 
@@ -243,14 +243,14 @@ def test_no_logprobs_unless_asked(harness: Harness) -> None:
         ({"text": b"caf\xe9"}, ["text_input", "UTF-8", "byte 3"]),
         ({"text": "\ud800"}, ["text_input", "Unicode"]),
         ({"text": b"x" * 5000}, ["TW-TOO-LARGE", "text_input", "5000 bytes", "4096"]),
-        ({"text": b"the " * 300}, ["text_input", "tokens", "255", "256"]),
-        ({"text": b"the " * 1000}, ["text_input", "tokens or more", "255", "256"]),
+        ({"text": b"the " * 300}, ["TW-TOO-LARGE", "text_input", "tokens", "255", "256"]),
+        ({"text": b"the " * 1000}, ["TW-TOO-LARGE", "text_input", "tokens or more", "255", "256"]),
         ({"text": b"x" * 256}, ["text_input has 256 tokens", "255"]),
         ({"input_ids": np.array([], dtype=np.int32)}, ["input_ids", "no tokens"]),
         ({"input_ids": np.array([5, 9999], dtype=np.int32)}, ["input_ids", "9999", "position 1", "419"]),
         ({"input_ids": np.array([419, 420], dtype=np.int32)}, ["input_ids", "420", "419"]),
         ({"input_ids": np.array([-1], dtype=np.int32)}, ["input_ids", "-1"]),
-        ({"input_ids": np.zeros(256, dtype=np.int32)}, ["input_ids has 256 tokens", "255"]),
+        ({"input_ids": np.zeros(256, dtype=np.int32)}, ["TW-TOO-LARGE", "input_ids has 256 tokens", "255"]),
         ({"messages": "[]"}, ["messages"]),
         ({"text": "x", "parameters": {"max_tokens": 256}}, ["max_tokens is 256", "1 tokens", "255", "256"]),
         ({"text": "x", "parameters": {"min_tokens": 256}}, ["min_tokens is 256", "255"]),
@@ -278,7 +278,7 @@ def test_messages_without_a_template(tmp_path: Path) -> None:
 
 def test_the_longest_prompt_that_fits(harness: Harness) -> None:
     key, _ = harness.submit(input_ids=np.full(255, 7, dtype=np.int32))
-    assert harness.message(key).sampling.max_tokens == 1
+    assert check_request(harness.message(key), harness.info).max_tokens == 1
 
 
 def test_a_wrong_tokenizer_stops_the_load(tmp_path: Path, harness: Harness) -> None:
@@ -306,7 +306,7 @@ def test_a_preparation_that_crashes(harness: Harness, monkeypatch: pytest.Monkey
     def crash(*_: object) -> None:
         raise RuntimeError("secret path")
 
-    monkeypatch.setattr(harness.frontend._preparer, "prepare", crash)
+    monkeypatch.setattr(harness.frontend._reader, "read", crash)
     assert harness.refuse(text="x") == "[TW-INTERNAL] the request could not be prepared"
 
 
@@ -350,14 +350,14 @@ def test_a_client_that_is_gone(harness: Harness) -> None:
 
 def test_cancelled_while_it_waits_for_the_tokenizer(harness: Harness) -> None:
     started, go_on = threading.Event(), threading.Event()
-    prepare = harness.frontend._preparer.prepare
+    prepare = harness.frontend._reader.read
 
     def slow(*arguments: object) -> object:
         started.set()
         assert go_on.wait(30)
         return prepare(*arguments)  # type: ignore[arg-type]
 
-    harness.frontend._preparer.prepare = slow  # type: ignore[method-assign, assignment]
+    harness.frontend._reader.read = slow  # type: ignore[method-assign, assignment]
     sink = RecordingSink()
     harness.frontend.submit(GenerateRequest(text="x"), sink)
     assert started.wait(30)

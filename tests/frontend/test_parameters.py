@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.absent import ABSENT
+from tidewheel.frontend.coercion import parse_json
 from tidewheel.frontend.options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.frontend.parameters import _COERCIONS, _KNOWN, ParsedParameters, parse_parameters
-from tidewheel.frontend.strict_json import parse_json
 from tidewheel.frontend.values import ParameterSource
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams

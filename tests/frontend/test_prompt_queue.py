@@ -167,8 +167,8 @@ class Blocked:
         self._go_on = threading.Semaphore(0)
         self.prepared: list[str] = []
         self._in_work = threading.Semaphore(0)
-        self._prepare = self.harness.frontend._preparer.prepare
-        self.harness.frontend._preparer.prepare = self.prepare  # type: ignore[method-assign, assignment]
+        self._prepare = self.harness.frontend._reader.read
+        self.harness.frontend._reader.read = self.prepare  # type: ignore[method-assign, assignment]
 
     def prepare(self, key: int, request: GenerateRequest, arrival_ns: int) -> object:
         text = str(request.text)

@@ -72,7 +72,7 @@ def test_without_streaming_there_is_one_response(harness: Harness) -> None:
     sink.wait_end()
     (response,) = sink.responses
     assert [chunk.text for chunk in response] == ["the dogs", "the fox"]
-    assert [chunk.perf.first_scheduled_ns for chunk in response if chunk.perf] == [6, 5]
+    assert [chunk.stats.first_scheduled_ns for chunk in response if chunk.stats] == [6, 5]
 
 
 def test_several_tokens_in_one_response_when_it_is_behind(harness: Harness) -> None:

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from support.fake_engine import write_model_folder
 from support.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.defaults import GenerationDefaults
+from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
 
 

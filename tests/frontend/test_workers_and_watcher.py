@@ -15,9 +15,8 @@ from support.fake_engine import RecordingSink
 from support.front_ends import delta
 from tidewheel.frontend.live import Ending, LiveRequest
 from tidewheel.frontend.stats import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
+from tidewheel.frontend.threads import Watcher, Workers
 from tidewheel.frontend.values import GenerateRequest
-from tidewheel.frontend.watcher import Watcher
-from tidewheel.frontend.workers import Workers
 
 
 class CountingSink(RecordingSink):
@@ -188,7 +187,7 @@ def test_a_snapshot_stands_still() -> None:
 
 def test_imports_without_torch() -> None:
     code = (
-        "import tidewheel.frontend.frontend, tidewheel.frontend.stop, sys;"
+        "import tidewheel.frontend.frontend, tidewheel.frontend.text, sys;"
         "print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from support.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
-from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats, TokenLogprobs
+from tidewheel.batch import TopLogprobs
+from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -112,8 +113,8 @@ def stats(first_scheduled_ns: int = 5) -> RequestStats:
     )  # fmt: skip
 
 
-def logprobs(token_id: int, others: Sequence[int]) -> TokenLogprobs:
-    return TokenLogprobs(-1.5, 2, (*others, token_id), tuple(-0.5 * (i + 1) for i in range(len(others) + 1)))
+def logprobs(token_id: int, others: Sequence[int]) -> TopLogprobs:
+    return TopLogprobs(-1.5, 2, (*others, token_id), tuple(-0.5 * (i + 1) for i in range(len(others) + 1)))
 
 
 def prompt_ids(message: AddRequest) -> list[int]:

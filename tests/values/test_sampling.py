@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import InvalidRequest
-from tidewheel.sampling import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
+from tidewheel.sampling import MAX_LOGIT_BIAS, MAX_SEED, LogitBias, SamplingParams, pack_biases
 
 BAD: list[tuple[str, Any]] = [
     ("max_tokens", 0),
@@ -79,8 +79,11 @@ def test_any_float_is_taken_or_refused(field: str, value: float) -> None:
         assert math.isfinite(getattr(params, field))
 
 
-def test_ids_are_checked_against_the_output_width() -> None:
-    params = SamplingParams(stop_token_ids=(99,), logit_bias={100: 1.0})
-    params.check_vocabulary(101)
-    with pytest.raises(InvalidRequest, match="logit_bias has token id 100: the model's ids are 0 to 99"):
-        params.check_vocabulary(100)
+def test_packed_biases_read_like_a_dict() -> None:
+    bias = LogitBias.of({9: -2.5, 3: 1.0})
+    assert bias == {3: 1.0, 9: -2.5}
+    assert (list(bias), bias[9], 4 in bias, 10 in bias) == ([3, 9], -2.5, False, False)
+    assert LogitBias.of(bias) is bias
+    assert LogitBias.from_bytes(*pack_biases(bias)) == bias
+    assert pack_biases({}) == (b"", b"")
+    assert SamplingParams(logit_bias=bias) == SamplingParams(logit_bias={3: 1.0, 9: -2.5})

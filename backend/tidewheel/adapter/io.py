@@ -12,10 +12,11 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
-from tidewheel.batch import Int32Array
+from tidewheel.batch import Int32Array, TopLogprobs
+from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InvalidRequest, PromptTooLarge
-from tidewheel.frontend.strict_json import parse_json
-from tidewheel.frontend.values import GenerateRequest, ParameterSource, PerfMetrics, Response, TokenLogprob, is_last
+from tidewheel.frontend.coercion import parse_json, to_text
+from tidewheel.frontend.values import Chunk, GenerateRequest, ParameterSource, Response, is_last
 
 MAX_PARAMETER_BYTES = 1 << 18  # of one parameter; the largest legal `sampling_parameters` needs some 40 KB
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
@@ -105,9 +106,9 @@ def _parameter(tensor: Any) -> object:
     if items.dtype == np.object_:
         _check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
     if name in _LIST_NAMES:
-        return [_text(item, name) for item in items]
+        return [to_text(name, item) for item in items]
     value = _scalar(tensor)
-    return _text(value, name) if isinstance(value, bytes) else value
+    return to_text(name, value) if isinstance(value, bytes) else value
 
 
 def _scalar(tensor: Any) -> Any:
@@ -117,13 +118,6 @@ def _scalar(tensor: Any) -> Any:
     if array.dtype == np.float32:
         return float(str(array[0]))  # 0.7 as the client wrote it, not 0.699999988
     return array[0] if array.dtype == np.object_ else array[0].item()
-
-
-def _text(value: bytes, name: str) -> str:
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
@@ -166,58 +160,52 @@ def response_tensors(response: Response, response_format: ResponseFormat, texts:
     if response_format.cumulative_logprob and response[0].cumulative_logprob is not None:
         tensors.append(_tensor("cumulative_logprob", np.float32, [c.cumulative_logprob or 0.0 for c in response]))
     if response_format.logprobs:
-        tensors.append(_text_tensor("logprobs", [logprobs_json(chunk.logprobs or []) for chunk in response]))
+        tensors.append(_text_tensor("logprobs", [logprobs_json(chunk) for chunk in response]))
     if response_format.num_input_tokens:
         tensors.append(_tensor("num_input_tokens", np.uint32, [response[0].num_input_tokens]))
     if response_format.num_output_tokens:
         tensors.append(_tensor("num_output_tokens", np.uint32, [len(chunk.token_ids) for chunk in response]))
     if response_format.token_ids:
         tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
-    if response_format.perf_metrics and is_last(response) and any(chunk.perf is not None for chunk in response):
-        tensors.extend(_perf_tensors([chunk.perf or _NO_PERF for chunk in response]))
+    if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
+        # The client does not wait for the engine's figures of a sequence that a stop string ended.
+        tensors.extend(_perf_tensors([chunk.stats or RequestStats() for chunk in response]))
     return tensors
 
 
-def logprobs_json(logprobs: list[TokenLogprob]) -> str:
+def logprobs_json(chunk: Chunk) -> str:
     """One object per token: `{token_id: {logprob, rank, decoded_token}}`; null for a token that cannot be sampled."""
-    return json.dumps(
-        [
-            {
-                str(token_id): {
-                    "logprob": logprob if math.isfinite(logprob) else None,
-                    "rank": rank,
-                    "decoded_token": token,
-                }
-                for token_id, (logprob, rank, token) in entry.entries.items()
-            }
-            for entry in logprobs
-        ]
-    )
+    pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
+    return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
 
 
-_NO_PERF = PerfMetrics(
-    arrival_ns=0,
-    first_scheduled_ns=0,
-    first_token_ns=0,
-    last_token_ns=0,
-    num_reused_blocks=0,
-    num_new_blocks=0,
-    priority=0,
-)  # of a sequence that a stop string ended: nobody waits for the engine's last word on it
+def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
+    """Return the chosen token's entry, then those of the most likely ones."""
+    found = {token_id: (logprobs.logprob, logprobs.rank)}
+    for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
+        found.setdefault(top_id, (logprob, rank))
+    return {
+        str(known): {
+            "logprob": logprob if math.isfinite(logprob) else None,
+            "rank": rank,
+            "decoded_token": texts[known],
+        }
+        for known, (logprob, rank) in found.items()
+    }
 
 
-def _perf_tensors(perf: Sequence[PerfMetrics]) -> list[Any]:
-    def column(name: str, dtype: type[np.generic], of: Callable[[PerfMetrics], int]) -> Any:
-        return _tensor(name, dtype, [of(one) for one in perf])
+def _perf_tensors(stats: Sequence[RequestStats]) -> list[Any]:
+    def column(name: str, dtype: type[np.generic], of: Callable[[RequestStats], int]) -> Any:
+        return _tensor(name, dtype, [of(one) for one in stats])
 
     return [
-        column("arrival_time_ns", np.int64, lambda p: p.arrival_ns),
-        column("first_scheduled_time_ns", np.int64, lambda p: p.first_scheduled_ns),
-        column("first_token_time_ns", np.int64, lambda p: p.first_token_ns),
-        column("last_token_time_ns", np.int64, lambda p: p.last_token_ns),
-        column("kv_cache_reused_blocks", np.int32, lambda p: p.num_reused_blocks),
-        column("kv_cache_alloc_new_blocks", np.int32, lambda p: p.num_new_blocks),
-        column("priority", np.int32, lambda p: p.priority),
+        column("arrival_time_ns", np.int64, lambda s: s.arrival_ns),
+        column("first_scheduled_time_ns", np.int64, lambda s: s.first_scheduled_ns),
+        column("first_token_time_ns", np.int64, lambda s: s.first_token_ns),
+        column("last_token_time_ns", np.int64, lambda s: s.last_token_ns),
+        column("kv_cache_reused_blocks", np.int32, lambda s: s.num_reused_blocks),
+        column("kv_cache_alloc_new_blocks", np.int32, lambda s: s.num_new_blocks),
+        column("priority", np.int32, lambda s: s.priority),
     ]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteri
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import InvalidRequest, PromptTooLarge
-from tidewheel.frontend.defaults import GenerationDefaults
+from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.models.config_file import checkpoint_dtype, read_config
 from tidewheel.models.source import resolve_folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidewheel.batch import TopLogprobs
-from tidewheel.engine.messages import WHOLE_REQUEST, Delta, ErrorInfo, RequestStats, TokenLogprobs
+from tidewheel.engine.messages import WHOLE_REQUEST, Delta, ErrorInfo, RequestStats
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull
 from tidewheel.request import FinishReason, Request
 
@@ -11,7 +11,7 @@ from tidewheel.request import FinishReason, Request
 def final_delta(
     key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
 ) -> Delta:
-    """The last word on one sequence, with the tokens of its last step."""
+    """Return the last delta of a sequence, with the tokens of its last step."""
     error = request.error
     if error is None and request.finish_reason is FinishReason.ERROR:
         error = InternalError("the request ended with an error that left no message")
@@ -20,24 +20,20 @@ def final_delta(
         token_ids=token_ids,
         finish_reason=str(request.finish_reason),
         error=None if error is None else error_info(error),
-        logprobs=to_wire(logprobs),
+        logprobs=None if logprobs is None else [logprobs],
         stats=request_stats(request),
         index=index,
     )
 
 
 def refusal(key: int, error: TidewheelError) -> Delta:
-    """The answer to a request that never became one."""
+    """Return the answer to a request that was not accepted."""
     info = error_info(error)
     return Delta(key=key, token_ids=[], finish_reason=FinishReason.ERROR.value, error=info, index=WHOLE_REQUEST)
 
 
 def error_info(error: TidewheelError) -> ErrorInfo:
     return ErrorInfo(error.tag, error.message, error.retry_after_ms, isinstance(error, WaitingSetFull))
-
-
-def to_wire(logprobs: TopLogprobs | None) -> list[TokenLogprobs] | None:
-    return None if logprobs is None else [TokenLogprobs(*logprobs)]
 
 
 def request_stats(request: Request) -> RequestStats:

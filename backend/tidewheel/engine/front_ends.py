@@ -10,7 +10,7 @@ from typing import NamedTuple
 import zmq
 
 from tidewheel.batch import StepOutputs, TopLogprobs
-from tidewheel.engine.deltas import final_delta, refusal, to_wire
+from tidewheel.engine.deltas import final_delta, refusal
 from tidewheel.engine.messages import WHOLE_REQUEST, Delta, Deltas, FromEngine, Room, encoder
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Request
@@ -121,7 +121,7 @@ class FrontEnds:
                 self._finish(request, [token_id], logprobs.get(index))
             elif route := routes.get(request.request_id):
                 front_end, key, sequence = route
-                wire = to_wire(logprobs[index]) if index in logprobs else None
+                wire = [logprobs[index]] if index in logprobs else None
                 front_end.unsent.append(Delta(key, [token_id], "", None, wire, None, sequence))
         for request in outputs.finished:
             self._finish(request, [])

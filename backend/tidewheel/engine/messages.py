@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import msgspec
 
+from tidewheel.batch import TopLogprobs
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.stats import TenantFigures
 
-PROTOCOL = 2
+PROTOCOL = 3
 WHOLE_REQUEST = -1  # as the index of a delta: the answer to a request of which no sequence came to be
 
 
@@ -37,7 +38,7 @@ class Hello(Message, frozen=True):
 class AddRequest(Message, frozen=True):
     key: int
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # `max_tokens` resolved; `stop` strings stay in the front end
+    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end, `logit_bias` has fields of its own
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids unless ignored, and the request's own
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
@@ -49,6 +50,8 @@ class AddRequest(Message, frozen=True):
     soft_deadline_ns: int = 0
     session_id: str = ""
     session_ttl_s: float | None = None  # None: the default of the engine
+    bias_token_ids: bytes = b""  # int32 little endian, ascending; `pack_biases` makes both
+    bias_amounts: bytes = b""  # float32 little endian, one for each id
 
 
 class Cancel(Message, frozen=True):
@@ -112,6 +115,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
         return self.num_blocks * self.block_size
 
     @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output of one request at most. The last token is never cached."""
+        return min(self.max_model_len, self.num_cache_tokens + 1)
+
+    @property
     def max_concurrency(self) -> float:
         """Full-length requests that fit the cache at once."""
         return self.num_cache_tokens / self.max_model_len
@@ -143,24 +151,18 @@ class Dropped(Message, frozen=True):
     error: ErrorInfo
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...]
-    top_logprobs: tuple[float, ...]
-
-
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sent with the last delta. Times in ns of the monotonic clock; 0: never happened."""
+    """Figures of one sequence, sent with its last delta. Times in ns of the monotonic clock; 0: never happened."""
 
-    first_scheduled_ns: int
-    first_token_ns: int
-    last_token_ns: int
-    num_cached_tokens: int
-    num_reused_blocks: int
-    num_new_blocks: int
-    num_preemptions: int
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    num_cached_tokens: int = 0
+    num_reused_blocks: int = 0
+    num_new_blocks: int = 0
+    num_preemptions: int = 0
     priority: int = 0  # the class that was granted, 1 to 4
+    arrival_ns: int = 0  # filled in by the front end, which took the time
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -170,7 +172,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     finish_reason: str = ""  # a `FinishReason`; empty while it goes on
     error: ErrorInfo | None = None  # with finish_reason "error"
-    logprobs: list[TokenLogprobs] | None = None  # aligned with token_ids
+    logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
     index: int = 0  # of the sequence, with `n` over 1; each has a last delta, unless one is of the `WHOLE_REQUEST`
 

@@ -1,4 +1,8 @@
-"""From the wire to the scheduler: an `AddRequest` becomes `n` requests once everything in it was checked."""
+"""Check an `AddRequest` and turn it into the scheduler's requests.
+
+`check_request` is the one check: front ends and `LLM` call it before they send, and the engine calls it again because
+it does not trust messages.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
-from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS
+from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, LogitBias, SamplingParams
 from tidewheel.tenants import MAX_TENANT_CHARS
 
 # A front end adds to what a client may send: end-of-sequence ids, and a spelling of each word after a space.
@@ -19,8 +23,8 @@ MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
 MAX_BAD_TOKENS = 4096  # of all sequences
-MAX_SALT_CHARS = 256
-MAX_SESSION_ID_CHARS = 256
+MAX_SALT_BYTES = 256
+MAX_SESSION_ID_BYTES = 256
 MAX_SEQUENCES = 16
 
 
@@ -29,6 +33,15 @@ class SessionTtl(NamedTuple):
 
     default_s: float
     max_s: float
+
+
+class CheckedRequest(NamedTuple):
+    """Values of a message that was checked."""
+
+    prompt: Int32Array  # [num_prompt_tokens]
+    logit_bias: LogitBias | None
+    max_tokens: int  # as asked for, or what still fits the context
+    priority: Priority
 
 
 def to_requests(
@@ -40,36 +53,27 @@ def to_requests(
     seed: int,
     now: float,
 ) -> list[Request]:
-    """One request for each id; the first is the leader of the others, which share its prompt.
+    """Return one request for each id; the first is the leader of the others, which share its prompt.
 
-    Each sequence samples with the seed plus its index, modulo 2**64; `seed` is for messages without one. Raises
-    `InvalidRequest` naming the field, the value and the limit.
+    Each sequence samples with the seed plus its index, modulo 2**64; `seed` is for messages without one. Raise
+    `InvalidRequest` as `check_request` does, and for a `session_ttl_s` out of range.
     """
-    prompt = _prompt(message.prompt, info)
-    max_tokens = _max_tokens(message, len(prompt), info)
-    message.sampling.check_vocabulary(info.vocab_size)
-    _check_ids("stop_token_ids", message.stop_token_ids, info.vocab_size, MAX_STOP_IDS)
-    _check_bad_words(message.bad_words_ids, info.vocab_size)
-    _check_length("cache_salt", message.cache_salt, MAX_SALT_CHARS)
-    _check_length("tenant", message.tenant, MAX_TENANT_CHARS)
-    _check_length("session_id", message.session_id, MAX_SESSION_ID_CHARS)
-    if message.session_id and not info.enable_prefix_caching:
-        raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
+    checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
     ttl = _session_ttl(message, session_ttl)
-    priority = _priority(message.priority)
     requests: list[Request] = []
     for index, request_id in enumerate(request_ids):
         request = Request(
             request_id,
-            prompt,
+            checked.prompt,
             message.sampling,
-            max_tokens=max_tokens,
+            max_tokens=checked.max_tokens,
             arrival_time=min(now, message.arrival_ns * 1e-9) if message.arrival_ns > 0 else now,
             seed=(first_seed + index) % (MAX_SEED + 1),
-            priority=priority,
+            priority=checked.priority,
             stop_token_ids=message.stop_token_ids,
             bad_words_ids=message.bad_words_ids,
+            logit_bias=checked.logit_bias,
             cache_salt=message.cache_salt,
             tenant=message.tenant,
             deadline=_seconds(message.deadline_ns),
@@ -82,9 +86,39 @@ def to_requests(
     return requests
 
 
+def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
+    """Raise `InvalidRequest` naming the field, the value and the limit; `prompt_name` is the field of the prompt."""
+    prompt = _prompt(prompt_name, message.prompt, info)
+    max_tokens = _max_tokens(message.sampling, len(prompt), info)
+    for ids in (message.stop_token_ids, message.sampling.stop_token_ids):
+        _check_ids("stop_token_ids", ids, info.vocab_size, MAX_STOP_IDS)
+    _check_bad_words(message.bad_words_ids, info.vocab_size)
+    check_labels(message.tenant, message.cache_salt, message.session_id)
+    check_num_sequences(message.n)
+    if message.session_id and not info.enable_prefix_caching:
+        raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
+    return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, _priority(message.priority))
+
+
 def check_num_sequences(n: int) -> None:
     if not 1 <= n <= MAX_SEQUENCES:
         raise InvalidRequest(f"n is {n}: it must be 1 to {MAX_SEQUENCES}")
+
+
+def check_labels(tenant: str, cache_salt: str, session_id: str) -> None:
+    if len(tenant) > MAX_TENANT_CHARS:
+        raise InvalidRequest(f"tenant has {len(tenant)} characters: at most {MAX_TENANT_CHARS} are allowed")
+    _check_bytes("cache_salt", cache_salt, MAX_SALT_BYTES)
+    _check_bytes("session_id", session_id, MAX_SESSION_ID_BYTES)
+
+
+def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:
+    """Raise `PromptTooLarge` unless the prompt leaves room for one token of output."""
+    if num_tokens >= info.max_num_tokens:
+        raise PromptTooLarge(
+            f"{name} has {num_tokens} tokens{qualifier}: with one token of output the context of "
+            f"{info.max_num_tokens} leaves room for {info.max_num_tokens - 1}"
+        )
 
 
 def _seconds(moment_ns: int) -> float | None:
@@ -102,43 +136,51 @@ def _session_ttl(message: AddRequest, limits: SessionTtl) -> float:
     return message.session_ttl_s
 
 
-def _check_length(name: str, text: str, limit: int) -> None:
-    if len(text) > limit:
-        raise InvalidRequest(f"{name} has {len(text)} characters: at most {limit} are read")
+def _check_bytes(name: str, text: str, limit: int) -> None:
+    size = len(text.encode("utf-8", "surrogatepass"))
+    if size > limit:
+        raise InvalidRequest(f"{name} has {size} bytes: at most {limit} are allowed")
 
 
-def _prompt(raw: bytes, info: EngineInfo) -> Int32Array:
+def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
     if not raw:
-        raise InvalidRequest("the prompt is empty: at least one token is needed")
+        raise InvalidRequest(f"{name} is empty, it has no tokens: give at least one")
     if len(raw) % 4:
-        raise InvalidRequest(f"the prompt has {len(raw)} bytes: int32 token ids have four each")
-    if len(raw) // 4 >= info.max_model_len:
-        raise PromptTooLarge(
-            f"the prompt has {len(raw) // 4} tokens: with one token of output the context of {info.max_model_len} "
-            f"leaves room for {info.max_model_len - 1}"
-        )
+        raise InvalidRequest(f"{name} has {len(raw)} bytes: int32 token ids have four each")
+    check_prompt_length(name, len(raw) // 4, info)
     prompt = np.frombuffer(raw, dtype="<i4").astype(np.int32, copy=False)
     outside = (prompt < 0) | (prompt >= info.vocab_size)
     if outside.any():
         position = int(np.argmax(outside))
         raise InvalidRequest(
-            f"input_ids has token id {prompt[position]} at position {position}: "
+            f"{name} has token id {prompt[position]} at position {position}: "
             f"the model's ids are 0 to {info.vocab_size - 1}"
         )
     return prompt
 
 
-def _max_tokens(message: AddRequest, num_prompt_tokens: int, info: EngineInfo) -> int:
-    room = info.max_model_len - num_prompt_tokens
-    max_tokens = room if message.sampling.max_tokens is None else message.sampling.max_tokens
-    if max_tokens > room:
+def _max_tokens(sampling: SamplingParams, num_prompt_tokens: int, info: EngineInfo) -> int:
+    room = info.max_num_tokens - num_prompt_tokens
+    for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
+        if value is not None and value > room:
+            raise InvalidRequest(
+                f"{name} is {value}: the prompt has {num_prompt_tokens} tokens, so the context of "
+                f"{info.max_num_tokens} leaves room for {room}"
+            )
+    return room if sampling.max_tokens is None else sampling.max_tokens
+
+
+def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
+    if message.sampling.logit_bias:
+        raise InvalidRequest("logit_bias is not packed: send it as bias_token_ids and bias_amounts")
+    if not message.bias_token_ids and not message.bias_amounts:
+        return None
+    bias = LogitBias.from_bytes(message.bias_token_ids, message.bias_amounts)
+    if bias.last_token_id >= info.vocab_size:
         raise InvalidRequest(
-            f"max_tokens is {max_tokens}: the prompt has {num_prompt_tokens} tokens, so the context of "
-            f"{info.max_model_len} leaves room for {room}"
+            f"logit_bias has token id {bias.last_token_id}: the model's ids are 0 to {info.vocab_size - 1}"
         )
-    if message.sampling.min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens is {message.sampling.min_tokens}: at most {max_tokens} fit")
-    return max_tokens
+    return bias
 
 
 def _priority(value: int) -> Priority:

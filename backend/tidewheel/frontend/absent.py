@@ -1,4 +1,4 @@
-"""Parameters of other servers that are known here and not offered: refused by name, unless they ask for nothing."""
+"""Known parameters that are not offered. Each is refused by name, unless its value asks for nothing."""
 
 from __future__ import annotations
 
@@ -15,34 +15,25 @@ class AbsentFeature(NamedTuple):
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
 
 
-_NO_PENALTY = AbsentFeature("beam search is not offered, and without it the penalty means nothing", (0, 1, "1"))
-_NO_BEAMS = AbsentFeature("beam search is not offered", (*_OFF, 1, "1"))
-_NO_STRUCTURE = AbsentFeature("structured output is not offered")
-_NO_PROMPT_LOGPROBS = AbsentFeature("log-probabilities of the prompt are not offered")
-_NO_LORA = AbsentFeature("adapters are not offered", (*_OFF, 0))
-_NO_TEMPLATES = AbsentFeature("the chat template is the model's, fixed when it is loaded")
-_NO_TOOLS = AbsentFeature("tool calls are not offered", (*_OFF, "none"))
-_NO_LOGITS = AbsentFeature("logits are not returned: ask for logprobs")
-_NO_TENSORS = AbsentFeature("prompts are text or token ids")
-_NO_TOP_P_DECAY = AbsentFeature("top_p is constant over a request")
+def _each(names: str, reason: str, neutral: tuple[object, ...] = _OFF) -> dict[str, AbsentFeature]:
+    return dict.fromkeys(names.split(), AbsentFeature(reason, neutral))
 
-_STRUCTURE = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object", "guided_decoding",
-    "guided_decoding_backend", "guided_decoding_guide", "guided_decoding_guide_type",
-    "guided_whitespace_pattern", "structured_outputs",
-)  # fmt: skip
 
 ABSENT: dict[str, AbsentFeature] = {
-    **dict.fromkeys(("beam_width", "num_beams", "use_beam_search", "early_stopping"), _NO_BEAMS),
-    **dict.fromkeys(("length_penalty", "len_penalty"), _NO_PENALTY),
-    "prompt_logprobs": _NO_PROMPT_LOGPROBS,
-    **dict.fromkeys(_STRUCTURE, _NO_STRUCTURE),
-    **dict.fromkeys(("lora_name", "lora_task_id", "adapter_id"), _NO_LORA),
-    **dict.fromkeys(("top_p_min", "top_p_decay", "top_p_reset_ids"), _NO_TOP_P_DECAY),
-    **dict.fromkeys(("prompt_embedding_table", "prompt_embeds", "image"), _NO_TENSORS),
-    **dict.fromkeys(("return_context_logits", "return_generation_logits"), _NO_LOGITS),
-    **dict.fromkeys(("chat_template", "chat_template_kwargs", "continue_final_message", "documents"), _NO_TEMPLATES),
-    **dict.fromkeys(("tools", "tool_choice"), _NO_TOOLS),
+    **_each("beam_width num_beams use_beam_search early_stopping", "beam search is not offered", (*_OFF, 1, "1")),
+    **_each("length_penalty len_penalty", "beam search is not offered, and only it uses the penalty", (0, 1, "1")),
+    **_each("guided_json guided_regex guided_choice guided_grammar", "structured output is not offered"),
+    **_each("guided_json_object guided_whitespace_pattern structured_outputs", "structured output is not offered"),
+    **_each("guided_decoding guided_decoding_backend", "structured output is not offered"),
+    **_each("guided_decoding_guide guided_decoding_guide_type", "structured output is not offered"),
+    **_each("lora_name lora_task_id adapter_id", "adapters are not offered", (*_OFF, 0)),
+    **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
+    **_each("prompt_embedding_table prompt_embeds image", "prompts are text or token ids"),
+    **_each("return_context_logits return_generation_logits", "logits are not returned: ask for logprobs"),
+    **_each("chat_template chat_template_kwargs continue_final_message documents", "the template is the model's own"),
+    **_each("tools tool_choice", "tool calls are not offered", (*_OFF, "none")),
+    **_each("embedding_bias_words embedding_bias_weights", "use logit_bias, which takes token ids"),
+    "prompt_logprobs": AbsentFeature("log-probabilities of the prompt are not offered"),
     "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
     "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
     "logits_processors": AbsentFeature("code of clients is never run"),
@@ -50,8 +41,6 @@ ABSENT: dict[str, AbsentFeature] = {
     "truncate_prompt_tokens": AbsentFeature("prompts are never cut: send what fits the context"),
     "detokenize": AbsentFeature("text is always returned", (True,)),
     "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
-    "embedding_bias_words": AbsentFeature("use logit_bias, which takes token ids"),
-    "embedding_bias_weights": AbsentFeature("use logit_bias, which takes token ids"),
     "return_log_probs": AbsentFeature("ask for return_logprobs"),
     "add_generation_prompt": AbsentFeature("it is always added", (True,)),
     "timeout": AbsentFeature("it is a field of Triton's infer requests: set deadline_ms", (*_OFF, 0)),

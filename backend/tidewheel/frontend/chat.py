@@ -1,16 +1,17 @@
-"""The chat template of a model: messages to a prompt.
+"""Chat messages of a client to a prompt, by the template of the model's folder.
 
-The template comes from the model's folder, is compiled once when it is loaded and runs in Jinja's immutable
-sandbox. The environment is the one that Hugging Face templates are written for.
+The template is compiled once when the model is loaded and runs in Jinja's immutable sandbox. The environment is the
+one that Hugging Face templates are written for.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -18,13 +19,64 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tidewheel.errors import ConfigError, InvalidRequest
-from tidewheel.frontend.messages import ChatMessage
+from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
+from tidewheel.frontend.coercion import parse_json, show, to_text
 from tidewheel.frontend.model_files import read_object, read_text
+
+MAX_MESSAGES = 4096
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_TEXT_KEYS = frozenset({"role", "content", "name"})
+_TOOL_KEYS = frozenset({"tool_calls", "tool_call_id", "function_call"})
+
+ChatMessage = dict[str, str]
+
+
+def parse_messages(data: str | bytes) -> list[ChatMessage]:
+    """Read `[{"role": …, "content": text or [{"type": "text", "text": …}, …]}, …]`; newlines join parts.
+
+    Raise `InvalidRequest` naming the message and what is wrong with it.
+    """
+    messages = parse_json(data, "messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest(f"messages is {show(messages)}: it must be a list of one message or more")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"messages has {len(messages)} entries: at most {MAX_MESSAGES} are allowed")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(name: str, message: object) -> ChatMessage:
+    if not isinstance(message, dict):
+        raise InvalidRequest(f"{name} is {show(message)}: it must be an object with role and content")
+    for key in message.keys() - _TEXT_KEYS:
+        if key in _TOOL_KEYS:
+            raise Unsupported(f"{name}.{key} is set: tool calls are not offered")
+        raise InvalidRequest(f"{name} has the unknown key {show(key)}: known are {', '.join(sorted(_TEXT_KEYS))}")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidRequest(f"{name}.role is {show(role)}: it must be a name such as system, user or assistant")
+    checked = {"role": role, "content": _content(f"{name}.content", message.get("content"))}
+    if message.get("name") is not None:
+        checked["name"] = to_text(f"{name}.name", message["name"])
+    return checked
+
+
+def _content(name: str, content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join(_part(f"{name}[{index}]", part) for index, part in enumerate(content))
+    return to_text(name, content)
+
+
+def _part(name: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise InvalidRequest(f'{name} is {show(part)}: it must be {{"type": "text", "text": …}}')
+    if kind != "text":
+        raise Unsupported(f"{name}.type is {show(kind)}: only text is offered")
+    return to_text(f"{name}.text", part.get("text"))
 
 
 class ChatTemplate:
-    """Rendering is thread-safe. `named_tokens` are those that templates refer to, such as `bos_token`."""
+    """A compiled template. Thread-safe. Templates refer to `named_tokens`, such as `bos_token`."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         try:
@@ -35,22 +87,22 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """None when the folder has no template. Raises `ConfigError` for one that does not compile."""
+        """Return None when the folder has no template. Raise `ConfigError` for one that does not compile."""
         source = _find(folder)
         return None if source is None else cls(source, named_tokens)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt, up to where the assistant speaks. Raises `InvalidRequest` for what the template refuses."""
+        """Return the prompt up to the assistant's turn. Raise `InvalidRequest` for what the template refuses."""
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named_tokens
             )
-        except Exception as error:  # whatever a template runs into, it ran into it on these messages
+        except Exception as error:  # a template may raise anything, and these messages are the cause
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
 
 
 def _find(folder: Path) -> str | None:
-    """`chat_template.jinja` before `chat_template.json` before `tokenizer_config.json`."""
+    """Look in `chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`."""
     source = read_text(folder / "chat_template.jinja")
     if source is not None:
         return source
@@ -62,7 +114,7 @@ def _find(folder: Path) -> str | None:
 
 
 def _default_of(value: object, path: Path) -> str | None:
-    """A template, or the one named "default" of a list of named ones."""
+    """Return the template, or the one named "default" in a list of named ones."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -75,7 +127,7 @@ def _default_of(value: object, path: Path) -> str | None:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the assistant says, for training; here it is its content."""
+    """Keep the content of `{% generation %}…{% endgeneration %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -94,15 +146,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike Jinja's own, escapes nothing for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Escape nothing for HTML, unlike Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:

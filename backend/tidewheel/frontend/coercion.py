@@ -1,13 +1,15 @@
-"""Values as clients send them to the type that a parameter has: existing clients send numbers as strings.
+"""Values of clients: their JSON, and coercion to the type of a parameter, because clients send numbers as strings.
 
-Each function takes the name for its error and any value of JSON or of a tensor; what cannot be meant raises
-`InvalidRequest`. Ranges are checked later, by `SamplingParams`.
+Each function takes the parameter's name, and any value of JSON or of a tensor. It raises `InvalidRequest` for a value
+of another type. `SamplingParams` checks ranges later.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from tidewheel.errors import InvalidRequest
@@ -25,38 +27,51 @@ _shortened.maxlist = _shortened.maxtuple = _shortened.maxdict = 8
 
 
 def show(value: object) -> str:
-    """A value inside an error message, cut to a bearable length."""
+    """Return a value for an error message, cut to a readable length."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _INTEGER_LIMIT:
         return f"an integer of {value.bit_length()} bits"
     return _shortened.repr(value)
 
 
+def parse_json(text: str | bytes, name: str) -> object:
+    """Parse a client's JSON. Raise `InvalidRequest` naming the field it came in, also for a key given twice.
+
+    NaN and Infinity become floats, so that the check of their own field can name it.
+    """
+    try:
+        return json.loads(to_text(name, text), object_pairs_hook=lambda pairs: _unique(pairs, name))
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"{name} is not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise InvalidRequest(f"{name} is not JSON that can be read: it is nested too deep") from None
+    except ValueError:  # the interpreter's limit on the digits of an integer
+        raise InvalidRequest(f"{name} holds an integer with thousands of digits") from None
+
+
+def _unique(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) == len(pairs):
+        return values
+    ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+    raise InvalidRequest(f"{name} has the key {show(key)} twice")
+
+
 def to_int(name: str, value: object) -> int:
-    number = _number_from_text(name, value) if isinstance(value, str | bytes) else value
-    if isinstance(number, float) and number.is_integer():
-        number = int(number)
-    if isinstance(number, bool) or not isinstance(number, int):
+    number = _number(name, value, "an integer")
+    if isinstance(number, float) and not number.is_integer():
         raise InvalidRequest(f"{name} is {show(value)}: it must be an integer")
-    if abs(number) >= _INTEGER_LIMIT:
-        raise InvalidRequest(f"{name} is {show(number)}: it is out of range")
-    return number
+    return _in_range(name, int(number))
 
 
 def to_float(name: str, value: object) -> float:
-    number = _number_from_text(name, value) if isinstance(value, str | bytes) else value
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be a number")
-    if isinstance(number, int) and abs(number) >= _INTEGER_LIMIT:
-        raise InvalidRequest(f"{name} is {show(number)}: it is out of range")
-    return float(number)
+    number = _number(name, value, "a number")
+    return float(_in_range(name, number) if isinstance(number, int) else number)
 
 
 def to_bool(name: str, value: object) -> bool:
-    text = to_text(name, value) if isinstance(value, str | bytes) else None
-    if text is not None and (known := _BOOLEANS.get(text.strip().lower())) is not None:
-        return known
-    if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
-        return bool(value)
+    meant = _BOOLEANS.get(to_text(name, value).strip().lower()) if isinstance(value, str | bytes) else value
+    if isinstance(meant, int | float) and meant in (0, 1):
+        return bool(meant)
     raise InvalidRequest(f"{name} is {show(value)}: it must be true or false")
 
 
@@ -68,32 +83,27 @@ def to_text(name: str, value: object) -> str:
             raise InvalidRequest(f"{name} is not valid UTF-8: {error.reason} at byte {error.start}") from None
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} is {show(value)}: it must be text")
-    check_unicode(name, value)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can spell a lone surrogate, and no tokenizer takes one
+        raise InvalidRequest(f"{name} is not valid Unicode: a lone surrogate at character {error.start}") from None
     return value
 
 
-def check_unicode(name: str, text: str) -> None:
-    """JSON can spell half of a surrogate pair; no tokenizer and no wire can take it."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{name} is not valid Unicode: a lone surrogate at character {error.start}") from None
-
-
 def to_texts(name: str, value: object) -> tuple[str, ...]:
-    """A text or a list of them; empty ones are dropped, because clients send `[""]` for none."""
+    """Read a text or a list of them. Empty ones are dropped: clients send `[""]` for none."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(text for item in items if (text := to_text(name, item)))
 
 
 def to_ints(name: str, value: object) -> tuple[int, ...]:
-    """An integer or a list of them."""
+    """Read an integer or a list of them."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(to_int(name, item) for item in items)
 
 
 def to_bias(name: str, value: object) -> dict[int, float]:
-    """Token id to bias; JSON spells the ids as text."""
+    """Read an object of token id to bias. JSON spells the ids as text."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} is {show(value)}: it must be an object of token id to bias")
     bias: dict[int, float] = {}
@@ -105,10 +115,18 @@ def to_bias(name: str, value: object) -> dict[int, float]:
     return bias
 
 
-def _number_from_text(name: str, value: str | bytes) -> int | float:
-    text = to_text(name, value).strip()
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    if not _NUMBER.fullmatch(text):
-        raise InvalidRequest(f"{name} is {show(value)}: it must be a number")
-    return float(text)
+def _number(name: str, value: object, kind: str) -> int | float:
+    if isinstance(value, str | bytes):
+        text = to_text(name, value).strip()
+        if not _NUMBER.fullmatch(text):
+            raise InvalidRequest(f"{name} is {show(value)}: it must be a number")
+        value = int(text) if _INTEGER.fullmatch(text) else float(text)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be {kind}")
+    return value
+
+
+def _in_range(name: str, number: int) -> int:
+    if abs(number) >= _INTEGER_LIMIT:
+        raise InvalidRequest(f"{name} is {show(number)}: it is out of range")
+    return number

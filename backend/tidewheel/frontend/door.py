@@ -1,8 +1,8 @@
-"""The front end's mirror of the bound on the engine's waiting set: one credit counter, and two ways to act on it.
+"""The front end's copy of the bound on the engine's waiting set, and two ways to act on it.
 
-The engine holds the bound. It says in `Room` how full its waiting set is, and which requests it has heard of. The
-requests sent since are added here, so that a full set shows before the engine's step ends. Front ends that share an
-engine do not know of each other's newest requests, so the engine has the last word on every request.
+The engine reports in `Room` how full its waiting set is and which requests it has received. A door adds the requests
+sent since, so that a full set shows before the engine's step ends. Front ends of one engine do not know each other's
+newest requests, so the engine decides about every request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidewheel.request import Priority
 
 
 class _Claim(NamedTuple):
-    """A request's part of the bound."""
+    """Waiting places that a request takes."""
 
     num_requests: int
     num_tokens: int
@@ -33,22 +33,22 @@ _NOTHING = _Claim(0, 0)
 
 
 class Door:
-    """Any thread may call. Each call takes constant time for a request that it names, however many were sent."""
+    """A counter of claims. Any thread may call. Each call takes constant time per request that it names."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._room: Room | None = None  # the engine's last word
-        self._unheard: dict[int, _Claim] = {}  # by key; not part of that word
-        self._num_requests = 0  # of these
+        self._room: Room | None = None  # the engine's last report
+        self._unheard: dict[int, _Claim] = {}  # by key; not part of that report
+        self._num_requests = 0  # sums over `_unheard`
         self._num_tokens = 0
-        self._num_by_class = [0] * (max(Priority) + 1)  # those of no class in front, which mean nothing
+        self._num_by_class = [0] * (max(Priority) + 1)  # index 0 counts claims without a class
         self._held: dict[int, _Claim] = {}  # refused by the engine, in that order
 
     def enter(self, key: int) -> None:
-        """Note a request that was submitted; its size is not known yet."""
+        """Note a request that was submitted, whose size is not known yet."""
 
     def claim(self, message: AddRequest) -> None:
-        """Count a request that is about to be sent. May raise `WaitingSetFull`, and counts nothing then."""
+        """Count a request that is about to be sent, or raise `WaitingSetFull`."""
         claim = _Claim.of(message)
         with self._changed:
             if self._room is not None:
@@ -56,11 +56,11 @@ class Door:
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
-        """Return whether a request that the engine has no room for waits here until `offer` returns it."""
+        """Return whether a request that the engine had no room for waits until `offer` returns it."""
         return message.key in self._held
 
     def offer(self) -> list[int]:
-        """Return the held requests that there is room for by now, and count them as sent."""
+        """Return the held requests that now have room, and count them as sent."""
         keys = []
         with self._changed:
             while self._held and self._fits(claim := next(iter(self._held.values()))):
@@ -73,7 +73,7 @@ class Door:
         """Return when one more request may be submitted."""
 
     def hear(self, room: Room | None) -> None:
-        """Take the engine's word. None: it is gone, and the next one starts with an empty waiting set."""
+        """Take the engine's report. None: it is gone, and the next one starts with an empty waiting set."""
         with self._changed:
             if room is not None:
                 self._room = room
@@ -84,20 +84,20 @@ class Door:
             self._changed.notify_all()
 
     def forget(self, key: int) -> None:
-        """Drop a request that is over, or was not sent after all."""
+        """Drop a request that is over or was not sent."""
         with self._changed:
             self._held.pop(key, None)
             self._count(key, None)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Keep `wait` from waiting."""
+        """Let `wait` return from now on."""
 
     def _check(self, room: Room, claim: _Claim) -> None:
         """Raise `WaitingSetFull` if the request may not be sent."""
 
     def _count(self, key: int, claim: _Claim | None) -> None:
-        """Replace what is counted for a request. None: the engine has heard of it, or never will."""
+        """Replace the claim of a request. None: the engine has heard of it, or never will."""
         before, after = self._unheard.pop(key, _NOTHING), claim or _NOTHING
         if claim is not None:
             self._unheard[key] = claim
@@ -115,7 +115,7 @@ class Door:
 
 
 class RefusingDoor(Door):
-    """Refuses at once what the engine would refuse after its step, and nothing else."""
+    """Refuses at once the requests that the engine would refuse after its step."""
 
     def _check(self, room: Room, claim: _Claim) -> None:
         lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
@@ -132,8 +132,8 @@ class RefusingDoor(Door):
 class HoldingDoor(Door):
     """Holds the server's own queue back while the waiting set is full, and refuses nothing.
 
-    Requests count from their submission on. What the engine still has no room for, because another front end was
-    faster, is held: no more is let in until it fits.
+    Requests count from their submission on. If the engine has no room for one, because another front end was faster,
+    it is held, and no more are let in until it fits.
     """
 
     _is_closed = False

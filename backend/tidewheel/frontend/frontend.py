@@ -1,11 +1,11 @@
-"""The front end: requests in, chunks out.
+"""The front end: takes requests of clients, and sends them chunks of output.
 
     submit ─► tokeniser threads ─► door ─► engine ─► on_deltas ─► turn of the request ─► sender threads ─► sink
                                     ▲                    │
                                     └── no room for it ──┤
              watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
 
-Every submitted request ends its sink exactly once, however it ends. Nothing waits without a bound.
+Every submitted request ends its sink exactly once. Nothing waits without a bound.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,12 +25,11 @@ from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalErro
 from tidewheel.frontend.door import Door
 from tidewheel.frontend.live import Ending, LiveRequest
 from tidewheel.frontend.parameters import read_urgency
-from tidewheel.frontend.preparation import Preparer
+from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_queue import PromptQueue
 from tidewheel.frontend.stats import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.threads import Watcher, Workers
 from tidewheel.frontend.values import Chunk, GenerateRequest, Response, Sink, is_last
-from tidewheel.frontend.watcher import Watcher
-from tidewheel.frontend.workers import Workers
 from tidewheel.request import FinishReason
 
 logger = logging.getLogger(__name__)
@@ -40,11 +40,11 @@ _NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """Serves from construction to `close`. `on_deltas`, `on_lost` and `on_room` never block; one thread calls them.
+    """Serves from construction to `close`. One thread calls `on_deltas`, `on_lost` and `on_room`, which never block.
 
-    A request waits in one queue for its turn with a sender, and has at most one turn at a time, so its responses keep
-    their order. What comes in while it waits goes out in one response. A sink that blocks holds up one thread and no
-    other request; with as many blocked sinks as threads, all wait as long as Triton blocks.
+    Requests queue for a turn with a sender. A request has at most one turn at a time, so its responses keep their
+    order, and all that came in before the turn goes out in one response. A sink that blocks holds up one sender. When
+    all senders are blocked, all requests wait.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Frontend:
         num_senders: int = 4,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """`model_dir` is the folder of the tokenizer. Raises `ConfigError` in one line when it has none to use."""
-        self._preparer = Preparer(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        """`model_dir` is the folder of the tokenizer. Raise `ConfigError` in one line when it cannot be used."""
+        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
         self._engine = engine
         self._door = door
         self._recorder = StatsRecorder()
@@ -74,13 +74,11 @@ class Frontend:
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
         self._tokenizers = Workers("tokenizer", _NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
-    # --- requests -------------------------------------------------------------------------------------------------
-
     def stats(self) -> FrontendStats:
         return self._recorder.snapshot()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Returns at once; everything that can be wrong with the request is said to its sink."""
+        """Queue a request and return at once. Its sink gets every error."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         live = LiveRequest(next(self._keys), request, sink, arrival_ns, read_urgency(request, arrival_ns))
         self._recorder.received()
@@ -96,11 +94,11 @@ class Frontend:
             self._fail(live, refusal)
 
     def wait_for_room(self) -> None:
-        """Returns when the door lets one more request be submitted."""
+        """Return when the door lets one more request be submitted."""
         self._door.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
-        """Ends every live request with the error; what is submitted later gets it too."""
+        """End every live request with the error. Later requests get it too."""
         with self._lock:
             if self._closed_by is not None:
                 return
@@ -117,12 +115,10 @@ class Frontend:
         if not self._senders.join(_CLOSE_TIMEOUT_S):
             logger.warning("%d requests could not be answered: their sinks block", len(self._live))
 
-    # --- tokeniser threads ----------------------------------------------------------------------------------------
-
     def _prepare(self, request: LiveRequest) -> None:
         try:
             if not request.is_over:
-                request.begin(self._preparer.prepare(request.key, request.asked, request.arrival_ns))
+                request.begin(self._reader.read(request.key, request.asked, request.arrival_ns))
                 self._send_to_engine(request)
         except TidewheelError as error:
             self._end(request, Ending(error=error))
@@ -146,15 +142,11 @@ class Frontend:
             if request.begun():
                 return
             self._engine.cancel([request.key])
-        self._door.forget(request.key)  # it may have been answered before it was claimed for
+        self._door.forget(request.key)  # its answer may have come before the claim
 
     def _send_held(self) -> None:
-        for key in self._door.offer():
-            request = self._live.get(key)
-            if request is not None:
-                self._send_to_engine(request)
-
-    # --- the engine's listener thread -----------------------------------------------------------------------------
+        for request in self._known(self._door.offer()):
+            self._send_to_engine(request)
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         now_ns = time.monotonic_ns()
@@ -171,22 +163,21 @@ class Frontend:
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._door.hear(None)
-        for key in keys:
-            request = self._live.get(key)
-            if request is not None:
-                self._end(request, Ending(error=error), is_at_engine=False)
+        for request in self._known(keys):
+            self._end(request, Ending(error=error), is_at_engine=False)
         self._send_held()
 
     def on_room(self, room: Room) -> None:
-        for key in room.received:
-            request = self._live.get(key)
-            if request is not None:
-                request.is_heard = True
+        for request in self._known(room.received):
+            request.is_heard = True
         self._door.hear(room)
         self._send_held()
 
+    def _known(self, keys: list[int]) -> Iterator[LiveRequest]:
+        return (request for key in keys if (request := self._live.get(key)) is not None)
+
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
-        """Return whether the delta says that the engine has no room, and the request waits for it at the door."""
+        """Return whether the engine has no room, and the request now waits for room at the door."""
         message = request.message
         if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
             return False
@@ -197,13 +188,11 @@ class Frontend:
         self._send_held()  # room may have been made since the engine looked
         return True
 
-    # --- ends from outside ----------------------------------------------------------------------------------------
-
     def _cancel(self, request: LiveRequest) -> None:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """The engine, which knows what has run, has a little time to end the requests that it has heard of."""
+        """End the request, unless the engine has heard of it: then leave the engine a little time to do so."""
         if request.is_heard:
             request.is_heard = False
             self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
@@ -218,10 +207,8 @@ class Frontend:
         if request.claim_turn():
             self._turns.put(request)
 
-    # --- sender threads -------------------------------------------------------------------------------------------
-
     def _turn(self, request: LiveRequest) -> None:
-        """Sends all that is new of a request in one response."""
+        """Send all that is new in a request as one response."""
         try:
             answer = self._answer(request)
         except Exception:
@@ -235,7 +222,7 @@ class Frontend:
             self._turns.put(request)
 
     def _answer(self, request: LiveRequest) -> Response | TidewheelError | None:
-        """The response of this turn, None if there is none yet."""
+        """Return the response of this turn, or None if there is none yet."""
         deltas, ending = request.take()
         outputs = request.outputs
         if outputs is not None:
@@ -259,7 +246,7 @@ class Frontend:
             self._close(request)
             seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
             first = response[0]  # counts for the request
-            self._recorder.finished(first.finish_reason or "", seconds, first.perf)
+            self._recorder.finished(first.finish_reason or "", seconds, first.stats)
         try:
             request.sink.send(response)
         except Exception:
@@ -271,11 +258,11 @@ class Frontend:
         self._close(request)
         seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
         self._recorder.ended_by(error, began=request.has_begun, refused_after=seconds)
-        with contextlib.suppress(Exception):  # nobody is left to tell
+        with contextlib.suppress(Exception):  # there is no client left to tell
             request.sink.fail(error)
 
     def _close(self, request: LiveRequest) -> None:
-        """Before the last response: the engine need not go on, and nothing more comes in."""
+        """Forget a request before its last response, and tell the engine if it still works on it."""
         if request.close():
             self._engine.cancel([request.key])
         with self._lock:
@@ -285,10 +272,9 @@ class Frontend:
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:
-    """The first token of a request counts from its arrival, that of a later sequence from nowhere."""
-    last_ns = request.last_token_ns.get(delta.index, 0)
+    """Measure from the last delta of the sequence, and the first token of a request from its arrival."""
     is_first = not request.has_begun
-    since_ns = request.arrival_ns if is_first else last_ns
+    since_ns = request.arrival_ns if is_first else request.last_token_ns.get(delta.index, 0)
     request.last_token_ns[delta.index] = now_ns
     num_prompt_tokens = request.outputs.num_input_tokens if is_first and request.outputs is not None else 0
     seconds = (now_ns - since_ns) * 1e-9 if since_ns else None

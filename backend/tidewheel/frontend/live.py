@@ -1,12 +1,12 @@
-"""A request between its submission and its last response: the one place where its threads meet.
+"""A request between its submission and its last response. All its threads meet here and nowhere else.
 
     submitted ── begin ──► at the engine ── deltas ──►┐
         │                   │        ▲                ├──► over ── close ──► answered
         │                   └─ hold ─┘                │
         └── end (error, cancel) ─┴── end ─────────────┘
 
-The first end decides how: the last delta of its last sequence, a cancel, an error, a deadline. All responses are sent
-from its turns, of which there is one at a time, so it is answered once and in order.
+The first end counts: the last delta of the last sequence, a cancel, an error or a deadline. Responses are sent in
+turns, one at a time, so the request is answered once and in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, CloseSession, Delta
 from tidewheel.errors import DeadlineExceeded, TidewheelError, from_wire
-from tidewheel.frontend.outputs import Outputs
+from tidewheel.frontend.output import Outputs
 from tidewheel.frontend.parameters import Urgency
 from tidewheel.frontend.preparation import Prepared
 from tidewheel.frontend.values import GenerateRequest, Sink
@@ -24,7 +24,7 @@ from tidewheel.request import FinishReason
 
 
 class Ending(NamedTuple):
-    """Why a request is over: a finish reason for the sequences that have none of their own, or an error."""
+    """Why a request is over: an error, or the finish reason of the sequences that have none of their own."""
 
     finish_reason: str = ""
     error: TidewheelError | None = None
@@ -39,25 +39,25 @@ class LiveRequest:
         self.sink = sink
         self.arrival_ns = arrival_ns
         self.urgency = urgency or Urgency()
-        self.is_heard = False  # the engine knows it, and sees to its deadline
-        self.was_accepted = False  # the scheduler took it: it has got tokens, or an end that is no refusal
-        self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread alone
-        self.outputs: Outputs | None = None  # from `begin` on; used in turns alone
+        self.is_heard = False  # the engine knows it, and watches its deadline
+        self.was_accepted = False  # the scheduler took it: it has tokens, or an end that is no refusal
+        self.last_token_ns: dict[int, int] = {}  # by sequence; only the engine's listener thread writes it
+        self.outputs: Outputs | None = None  # from `begin` on; only turns use it
         self.message: AddRequest | CloseSession | None = None  # what the engine gets
         self._lock = threading.RLock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
         self._num_open = 1  # sequences that the engine has not ended
-        self._expired: DeadlineExceeded | None = None  # of a sequence that never started
-        self._has_outlived = False  # a sequence that ended in another way
+        self._expired: DeadlineExceeded | None = None  # error of a sequence that never started
+        self._has_outlived = False  # a sequence ended in another way
         self._is_at_engine = False
-        self._has_turn = False  # waits for one, or is in it
+        self._has_turn = False  # waiting or running
         self._is_answered = False
         self._needs_every_delta = False
 
     @property
     def has_begun(self) -> bool:
-        """It has got tokens."""
+        """True once it has tokens."""
         return bool(self.last_token_ns)
 
     @property
@@ -65,10 +65,7 @@ class LiveRequest:
         return self._ending is not None
 
     def begin(self, prepared: Prepared) -> None:
-        """Just before the engine gets it.
-
-        Unless it is streamed or has stop strings, its turn comes when it is over and not before.
-        """
+        """Call before the engine gets it. Without streaming and stop strings, its only turn is at its end."""
         with self._lock:
             self.outputs = prepared.outputs
             self.message = prepared.message
@@ -77,19 +74,19 @@ class LiveRequest:
             self._needs_every_delta = self.asked.stream or prepared.has_stop_strings
 
     def begun(self) -> bool:
-        """Just after the engine got it; False: it ended meanwhile, and the engine has to be told."""
+        """Call after the engine got it. Return False if it ended meanwhile, so that the engine must be told."""
         with self._lock:
             self._is_at_engine = True
             return self._ending is None or self._num_open == 0
 
     def hold(self) -> bool:
-        """The engine has no room for it and knows nothing of it; False: it is over, so that does not matter."""
+        """Note that the engine refused it for want of room. Return False if it is over anyway."""
         with self._lock:
             self._is_at_engine = self.is_heard = False
             return self._ending is None
 
     def post(self, delta: Delta) -> bool:
-        """Takes news of the engine; True: it needs a turn now."""
+        """Take news of the engine. Return whether it needs a turn now."""
         with self._lock:
             self.was_accepted = self.was_accepted or delta.stats is not None or bool(delta.token_ids)
             ending = self._count_end(delta) if delta.finish_reason else None
@@ -102,7 +99,7 @@ class LiveRequest:
             return self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
-        """The first ending counts. True, once: the engine still works on it and has to be told."""
+        """Set the ending if it is the first. Return True, once, if the engine works on it and must be told."""
         with self._lock:
             if self._ending is None:
                 self._ending = ending
@@ -111,7 +108,7 @@ class LiveRequest:
             return must_tell
 
     def claim_turn(self) -> bool:
-        """True: it needs a turn, and the caller has to see to it."""
+        """Return whether the caller must queue it for a turn."""
         with self._lock:
             if self._has_turn or self._is_answered:
                 return False
@@ -119,27 +116,27 @@ class LiveRequest:
             return True
 
     def take(self) -> tuple[list[Delta], Ending | None]:
-        """At the beginning of a turn: what is new, and how it ended if it did."""
+        """Begin a turn: return what is new, and how it ended if it did."""
         with self._lock:
             deltas, self._deltas = self._deltas, []
             return deltas, self._ending
 
     def close(self) -> bool:
-        """Its last response is being sent. True: the engine still works on it and has to be told."""
+        """Call before the last response. Return True if the engine still works on it and must be told."""
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
             return self.end(Ending())
 
     def end_turn(self) -> bool:
-        """True: something came in during the turn, and it needs another."""
+        """Return whether something came in during the turn, so that it needs another."""
         with self._lock:
             has_news = bool(self._deltas) and self._needs_every_delta
             self._has_turn = not self._is_answered and (has_news or self._ending is not None)
             return self._has_turn
 
     def _count_end(self, delta: Delta) -> Ending | None:
-        """Of one sequence, or of all; how the request ends with it, None if others go on."""
+        """Count the end of one sequence or of all. Return how the request ends, None if other sequences go on."""
         info = delta.error
         error = None if info is None else from_wire(info.tag, info.message, info.retry_after_ms)
         if delta.index == WHOLE_REQUEST:

@@ -1,17 +1,22 @@
-"""JSON files of a model folder: small, optional, and never trusted to be well formed."""
+"""JSON files of a model's folder, never trusted to be well formed, and the model's own defaults in them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tidewheel.errors import ConfigError
+from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.sampling import SamplingParams
 
 MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json in use has some 35 MB
+# Read from `generation_config.json` whatever its `do_sample` says, as vLLM does.
+_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_text(path: Path) -> str | None:
-    """None when there is no such file. Raises `ConfigError` when it cannot be read as UTF-8 text."""
+    """Return None when there is no such file. Raise `ConfigError` when it is not readable UTF-8 text."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
@@ -23,7 +28,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """A JSON object; empty when there is no such file."""
+    """Read a JSON object; empty when there is no such file. Raise `ConfigError`."""
     text = read_text(path)
     if text is None:
         return {}
@@ -36,11 +41,29 @@ def read_object(path: Path) -> dict[str, object]:
     return value
 
 
-def token_ids(path: Path, values: dict[str, object], key: str) -> tuple[int, ...]:
-    """A token id or a list of them, as Hugging Face writes `eos_token_id`; empty when absent or null."""
-    value = values.get(key)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+class GenerationDefaults(NamedTuple):
+    sampling: Mapping[str, float]  # by name of `SamplingParams`
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def load(cls, folder: Path) -> GenerationDefaults:
+        """Read `generation_config.json` and `config.json`, both optional. Raise `ConfigError`."""
+        path = folder / "generation_config.json"
+        generation = read_object(path)
+        sampling = {key: value for key in _KEYS if (value := generation.get(key)) is not None}
+        try:
+            SamplingParams(**sampling)  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            raise ConfigError(f"{path}: {error.message}") from None
+        eos = (*_eos_token_ids(path), *_eos_token_ids(folder / "config.json"))
+        return cls(sampling, frozenset(eos))  # type: ignore[arg-type]
+
+
+def _eos_token_ids(path: Path) -> list[int]:
+    """Read a token id or a list of them; empty when absent or null."""
+    value = read_object(path).get("eos_token_id")
+    ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ConfigError(f"{path}: {key} is {value!r}, it must be a token id or a list of them")
-    return tuple(ids)
+            raise ConfigError(f"{path}: eos_token_id is {value!r}, it must be a token id or a list of them")
+    return ids

@@ -1,4 +1,4 @@
-"""How a request is served, beside how it samples: class, tenant, deadlines, session, number of sequences."""
+"""Options of a request beside sampling: class, tenant, deadlines, session, number of sequences."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from tidewheel.engine.requests import check_labels, check_num_sequences
 from tidewheel.errors import InvalidRequest
 from tidewheel.request import Priority
-from tidewheel.tenants import MAX_TENANT_CHARS
 
-MAX_SEQUENCES = 16
-MAX_CACHE_SALT_BYTES = 256
-MAX_SESSION_ID_BYTES = 256
-MAX_DEADLINE_MS = 30 * 86_400_000.0  # later ones count as this: nothing runs so long
+MAX_DEADLINE_MS = 30 * 86_400_000.0  # longer ones count as this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Raises `InvalidRequest` naming the field, the value and the limit.
+    """Options of one request. Raises `InvalidRequest` naming the field, the value and the limit.
 
-    Deadlines are milliseconds from the arrival. After `deadline_ms` a request that runs ends with what it has, and
-    one that never started is refused; after `soft_deadline_ms` it is served one class lower.
+    Deadlines are milliseconds from the arrival. After `deadline_ms` a running request ends with what it has, and one
+    that never started is refused. After `soft_deadline_ms` a request is served one class lower.
     """
 
     n: int = 1  # sequences; each samples with the request's seed plus its index
@@ -35,17 +32,13 @@ class RequestOptions:
     close_session: bool = False  # nothing is generated
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n <= MAX_SEQUENCES:
-            raise InvalidRequest(f"n is {self.n}: it must be 1 to {MAX_SEQUENCES}")
-        if len(self.tenant) > MAX_TENANT_CHARS:
-            raise InvalidRequest(f"tenant has {len(self.tenant)} characters: at most {MAX_TENANT_CHARS} are allowed")
-        _check_bytes("cache_salt", self.cache_salt, MAX_CACHE_SALT_BYTES)
-        _check_bytes("session_id", self.session_id, MAX_SESSION_ID_BYTES)
+        check_num_sequences(self.n)
+        check_labels(self.tenant, self.cache_salt, self.session_id)
         self._check_deadlines()
         self._check_session()
 
     def to_wire(self, arrival_ns: int, timeout_us: int = 0) -> dict[str, Any]:
-        """Fields of an `AddRequest`. The earlier of `deadline_ms` and `timeout_us` (0: none) is its deadline."""
+        """Return fields of an `AddRequest`. The earlier of `deadline_ms` and `timeout_us` (0: none) counts."""
         moments = [_moment(arrival_ns, ms) for ms in (self.deadline_ms, timeout_us * 1e-3 or None) if ms is not None]
         return {
             "n": self.n,
@@ -86,9 +79,3 @@ class RequestOptions:
 
 def _moment(arrival_ns: int, milliseconds: float) -> int:
     return arrival_ns + int(min(milliseconds, MAX_DEADLINE_MS) * 1e6)
-
-
-def _check_bytes(name: str, text: str, limit: int) -> None:
-    size = len(text.encode("utf-8", "surrogatepass"))
-    if size > limit:
-        raise InvalidRequest(f"{name} has {size} bytes: at most {limit} are allowed")

@@ -1,79 +1,86 @@
-"""The output of one sequence, from the engine's deltas to the chunks that its client gets."""
+"""The output of a request: from the engine's deltas to the chunks that its client gets."""
 
 from __future__ import annotations
 
-from tidewheel.engine.messages import Delta, TokenLogprobs
-from tidewheel.frontend.detokenizer import Detokenizer
-from tidewheel.frontend.prompt import Prompt
-from tidewheel.frontend.stop import StopChecker, StopStrings
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from tidewheel.batch import TopLogprobs
+from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
+from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import Chunk, PerfMetrics, TokenLogprob
+from tidewheel.frontend.values import Chunk, Generation, Response
 from tidewheel.request import FinishReason
-from tidewheel.sampling import SamplingParams
 
 
 class OutputStream:
-    """Collects what is new until `take`. Used by one thread at a time.
+    """Output of one sequence, collected until `take`. Used by one thread at a time.
 
-    The chunks' texts joined do not depend on how the engine split the tokens into deltas, nor on when they are taken.
+    The joined texts of the chunks do not depend on how the engine splits tokens into deltas, nor on when they are
+    taken. Without a tokenizer there is no text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Prompt, sampling: SamplingParams, stop: StopStrings, *, echo: bool
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, given: Generation, stop: StopStrings) -> None:
         self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._detokenizer = Detokenizer(tokenizer, prompt.token_ids, skip_special_tokens=sampling.skip_special_tokens)
+        self._sampling = sampling = given.sampling
+        self._num_input_tokens = len(given.prompt_ids)
+        self._detokenizer = None
+        if tokenizer is not None:
+            skip = sampling.skip_special_tokens
+            self._detokenizer = Detokenizer(tokenizer, given.prompt_ids, skip_special_tokens=skip)
         self._stop = StopChecker(stop, include_in_output=sampling.include_stop_str_in_output)
-        self.num_input_tokens = len(prompt.token_ids)
         self.finish_reason: str | None = None
         self._num_tokens = 0
         self._wants_logprobs = sampling.logprobs is not None
         self._cumulative_logprob = 0.0
         self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._text = [self._prompt_text(prompt)] if echo else []
+        self._logprobs: list[TopLogprobs] = []
+        self._text = [self._prompt_text(given)] if given.echo else []
 
     @property
     def has_news(self) -> bool:
         return bool(self._token_ids)
 
     def push(self, delta: Delta) -> None:
-        """Behind the end, that of a stop string included, nothing is output any more."""
+        """Take new tokens. After the last token or a stop string nothing more is output."""
         if self.finish_reason is not None:
             return
         # The token that ended the request is no text, unless that is asked for.
         ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
-        visible = delta.token_ids[:-1] if ends else delta.token_ids
-        num_taken = self._push_text(visible)
+        num_taken = self._push_text(delta.token_ids[:-1] if ends else delta.token_ids)
         if not self._stop.is_hit:
             num_taken = len(delta.token_ids)
-        self._record(delta.token_ids[:num_taken], delta.logprobs)
+        self._record(delta.token_ids[:num_taken], delta.logprobs or [])
         if self._stop.is_hit:
             self.finish_reason = FinishReason.STOP.value
 
     def end(self, finish_reason: str) -> None:
-        """What was held back is output; the first end counts."""
+        """Output what was held back. The first end counts."""
         if self.finish_reason is None:
             self.finish_reason = finish_reason
-            self._text.append(self._stop.push(self._detokenizer.flush(), may_stop=False) + self._stop.flush())
+            held = "" if self._detokenizer is None else self._detokenizer.flush()
+            self._text.append(self._stop.push(held, may_stop=False) + self._stop.flush())
 
-    def take(self, perf: PerfMetrics | None = None) -> Chunk:
-        """What is new since the last one."""
+    def take(self, stats: RequestStats | None = None) -> Chunk:
+        """Return what is new since the last call."""
         chunk = Chunk(
             text="".join(self._text),
             token_ids=self._token_ids,
             logprobs=self._logprobs if self._wants_logprobs else None,
+            token_texts=self._token_texts(),
             cumulative_logprob=self._cumulative_logprob if self._wants_logprobs else None,
-            num_input_tokens=self.num_input_tokens,
+            num_input_tokens=self._num_input_tokens,
             finish_reason=self.finish_reason,
-            perf=perf,
+            stats=stats,
         )
         self._text, self._token_ids, self._logprobs = [], [], []
         return chunk
 
     def _push_text(self, token_ids: list[int]) -> int:
-        """Returns how many tokens it took until a stop string was found."""
+        """Return how many tokens it took until a stop string was found."""
+        if self._detokenizer is None:
+            return len(token_ids)
         if not self._sampling.stop:
             self._text.append(self._detokenizer.push(token_ids))
             return len(token_ids)
@@ -84,25 +91,74 @@ class OutputStream:
                 return index
         return len(token_ids)
 
-    def _record(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+    def _record(self, token_ids: list[int], logprobs: list[TopLogprobs]) -> None:
         self._token_ids += token_ids
         self._num_tokens += len(token_ids)
-        if logprobs is None:
-            return
-        for token_id, entry in zip(token_ids, logprobs, strict=False):  # a stop string leaves the rest out
+        for entry in logprobs[: len(token_ids)]:  # a stop string leaves the rest out
             self._cumulative_logprob += entry.logprob
-            self._logprobs.append(self._named(token_id, entry))
+            self._logprobs.append(entry)
 
-    def _named(self, token_id: int, entry: TokenLogprobs) -> TokenLogprob:
-        text_of = self._tokenizer.token_text
-        entries = {token_id: (entry.logprob, entry.rank, text_of(token_id))}
-        for rank, (top_id, logprob) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1):
-            entries.setdefault(top_id, (logprob, rank, text_of(top_id)))
-        return TokenLogprob(token_id=token_id, entries=entries)
+    def _prompt_text(self, given: Generation) -> str:
+        if given.prompt_text is not None or self._tokenizer is None:
+            return given.prompt_text or ""
+        skip = given.sampling.skip_special_tokens
+        return self._tokenizer.decode(given.prompt_ids.tolist(), skip_special_tokens=skip)
 
-    def _prompt_text(self, prompt: Prompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        return self._tokenizer.decode(
-            prompt.token_ids.tolist(), skip_special_tokens=self._sampling.skip_special_tokens
-        )
+    def _token_texts(self) -> dict[int, str]:
+        if self._tokenizer is None or not self._logprobs:
+            return {}
+        token_ids = {token_id for entry in self._logprobs for token_id in entry.top_ids}
+        return {token_id: self._tokenizer.token_text(token_id) for token_id in token_ids.union(self._token_ids)}
+
+
+class Outputs:
+    """Output of the `n` sequences of one request, which share a prompt and end one by one.
+
+    Used by one thread at a time. `open_streams` is called with the first output: a refused request costs none.
+    """
+
+    def __init__(self, message: AddRequest, open_streams: Callable[[], list[OutputStream]]) -> None:
+        self.num_input_tokens = len(message.prompt) // 4
+        self._open_streams = open_streams
+        self._streams: list[OutputStream] = []
+        self._arrival_ns = message.arrival_ns
+        self._stats: dict[int, RequestStats] = {}  # by index, of sequences that the engine ended
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._streams) and all(stream.finish_reason is not None for stream in self._streams)
+
+    @property
+    def has_news(self) -> bool:
+        return any(stream.has_news for stream in self._streams)
+
+    def push(self, deltas: Iterable[Delta]) -> list[int]:
+        """Return the sequences that a stop string ended. The engine computes them until it is told."""
+        return [delta.index for delta in deltas if delta.index != WHOLE_REQUEST and self._push(delta)]
+
+    def end(self, finish_reason: str) -> None:
+        """End the sequences that have not ended."""
+        for stream in self._opened():
+            stream.end(finish_reason)
+
+    def take(self) -> Response:
+        """Return what is new in all sequences."""
+        return [stream.take(self._stats.get(index)) for index, stream in enumerate(self._opened())]
+
+    def _opened(self) -> list[OutputStream]:
+        self._streams = self._streams or self._open_streams()
+        return self._streams
+
+    def _push(self, delta: Delta) -> bool:
+        if delta.stats is not None:
+            self._stats[delta.index] = msgspec.structs.replace(delta.stats, arrival_ns=self._arrival_ns)
+        if delta.error is not None and not delta.token_ids:
+            return False
+        stream = self._opened()[delta.index]
+        was_over = stream.finish_reason is not None
+        stream.push(delta)
+        if not delta.finish_reason:
+            return stream.finish_reason is not None and not was_over
+        if delta.error is None:
+            stream.end(delta.finish_reason)
+        return False

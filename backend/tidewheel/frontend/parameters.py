@@ -1,58 +1,51 @@
-"""From the parameters that a request carries, in several places and spellings, to checked sampling parameters."""
+"""From a request's parameters, in several carriers and spellings, to checked sampling parameters and options."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.frontend import coercion
 from tidewheel.frontend.absent import ABSENT
-from tidewheel.frontend.coercion import Coercion, show, to_bias, to_bool, to_float, to_int, to_ints, to_text, to_texts
+from tidewheel.frontend.coercion import Coercion, show
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
 
-_MAX_KEY_CHARS = 64  # a longer key resembles none of ours
+_MAX_KEY_CHARS = 64  # longer keys resemble no known one
 
-_SAMPLING: dict[str, Coercion] = {
-    "max_tokens": to_int,
-    "min_tokens": to_int,
-    "temperature": to_float,
-    "top_k": to_int,
-    "top_p": to_float,
-    "min_p": to_float,
-    "repetition_penalty": to_float,
-    "presence_penalty": to_float,
-    "frequency_penalty": to_float,
-    "seed": to_int,
-    "stop": to_texts,
-    "stop_token_ids": to_ints,
-    "include_stop_str_in_output": to_bool,
-    "ignore_eos": to_bool,
-    "bad_words": to_texts,
-    "logit_bias": to_bias,
-    "logprobs": to_int,
-    "skip_special_tokens": to_bool,
-}
+
+def _to_priority(name: str, value: object) -> Priority:
+    number = coercion.to_int(name, value)
+    try:
+        return Priority.from_wire(number)
+    except ValueError:
+        raise InvalidRequest(f"{name} is {number}: it must be 0 (default) to {max(Priority)} (lowest)") from None
+
+
 _OPTIONS: dict[str, Coercion] = {
-    "n": to_int,
-    "priority": to_int,
-    "tenant": to_text,
-    "cache_salt": to_text,
-    "deadline_ms": to_float,
-    "soft_deadline_ms": to_float,
-    "session_id": to_text,
-    "session_ttl_s": to_float,
-    "close_session": to_bool,
+    "n": coercion.to_int,
+    "priority": _to_priority,
+    **dict.fromkeys(("tenant", "cache_salt", "session_id"), coercion.to_text),
+    **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), coercion.to_float),
+    "close_session": coercion.to_bool,
 }
-_OTHERS: dict[str, Coercion] = {
-    "best_of": to_int,
-    "end_id": to_int,  # one more stop token
-    "pad_id": to_int,  # sequences are never padded, so every id is honoured
+_COERCIONS: dict[str, Coercion] = {
+    **_OPTIONS,
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), coercion.to_int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), coercion.to_float),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), coercion.to_float),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), coercion.to_bool),
+    **dict.fromkeys(("stop", "bad_words"), coercion.to_texts),
+    "stop_token_ids": coercion.to_ints,
+    "logit_bias": coercion.to_bias,
+    "best_of": coercion.to_int,
+    "end_id": coercion.to_int,  # one more stop token
+    "pad_id": coercion.to_int,  # sequences are never padded, so every id is honoured
 }
-_COERCIONS = {**_SAMPLING, **_OPTIONS, **_OTHERS}
 _ALIASES = {
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
@@ -71,7 +64,7 @@ class ParsedParameters(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """Place of a request in queues of the front end; 0 for a deadline that is not given."""
+    """Place of a request in queues of the front end. A deadline of 0: none."""
 
     priority: int = Priority.NORMAL
     deadline_ns: int = 0
@@ -86,23 +79,23 @@ class _Given(NamedTuple):
 def parse_parameters(
     sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
 ) -> ParsedParameters:
-    """Merges all carriers over the model's `defaults` (names of `SamplingParams`).
+    """Merge all carriers over the model's `defaults` (names of `SamplingParams`). A null counts as not given.
 
-    Raises `InvalidRequest` for what is unknown, malformed, out of range or given twice with two values, and
-    `Unsupported` for what is known and not offered. A null counts as not given.
+    Raise `InvalidRequest` for what is unknown, malformed, out of range or given twice with two values, and
+    `Unsupported` for what is known and not offered.
     """
     given = _collect(sources)
     options = _options(given)
     given.pop("pad_id", None)
     end_id = given.pop("end_id", None)
-    values: dict[str, object] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
+    values: dict[str, Any] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
     if end_id is not None:
-        values["stop_token_ids"] = _union(values.get("stop_token_ids", ()), end_id.value)
-    return ParsedParameters(SamplingParams(**values), options)  # type: ignore[arg-type]
+        values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), end_id.value)))
+    return ParsedParameters(SamplingParams(**values), options)
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
-    """Return what a request says of its urgency, before the rest of it is looked at.
+    """Read the urgency of a request before its other parameters.
 
     A malformed value counts as not given: `parse_parameters` refuses it later.
     """
@@ -119,7 +112,7 @@ def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
 
 
 def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
-    """Coerced values by canonical name."""
+    """Return coerced values by canonical name."""
     given: dict[str, _Given] = {}
     for source in sources:
         for key, raw in source.values.items():
@@ -128,19 +121,18 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
             name = _ALIASES.get(key, key)
             value = _COERCIONS[name](key, raw)
             if value == () or value == {}:
-                continue  # an empty list asks for nothing, and contradicts nothing
+                continue  # an empty list asks for nothing
             entry = _Given(value, f"{key} in {source.origin}")
-            earlier = given.get(name)
-            if earlier is not None and earlier.value != value:
+            earlier = given.setdefault(name, entry)
+            if earlier is not entry and earlier.value != value:
                 raise InvalidRequest(
                     f"{earlier.label} is {show(earlier.value)} and {entry.label} is {show(value)}: give one value"
                 )
-            given[name] = entry
     return given
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Whether a key that is not offered has the value that asks for nothing; unknown keys are refused here."""
+    """Return whether a known key that is not offered asks for nothing. Raise for other keys that are not offered."""
     if key in _COERCIONS or key in _ALIASES:
         return False
     feature = ABSENT.get(key)
@@ -157,36 +149,14 @@ def _unknown(key: str) -> str:
     return f"unknown parameter {show(key)}: {hint}"
 
 
-def _union(ids: object, end_id: object) -> tuple[int, ...]:
-    assert isinstance(ids, tuple) and isinstance(end_id, int)
-    return ids if end_id in ids else (*ids, end_id)
-
-
 def _options(given: dict[str, _Given]) -> RequestOptions:
-    """Takes what is none of sampling out of `given`."""
-    _check_closing(given)
-    values: dict[str, object] = {key: given.pop(key).value for key in (_OPTIONS.keys() - {"priority"}) & given.keys()}
-    options = RequestOptions(priority=_priority(given.pop("priority", None)), **values)  # type: ignore[arg-type]
+    """Take the options out of `given`."""
+    closing, others = given.get("close_session"), sorted(given.keys() - _OF_CLOSING)
+    if closing is not None and closing.value and others:
+        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
+    values = {key: given.pop(key).value for key in _OPTIONS.keys() & given.keys()}
+    options = RequestOptions(**values)  # type: ignore[arg-type]
     best_of = given.pop("best_of", None)
     if best_of is not None and best_of.value != options.n:
         raise Unsupported(f"best_of is {best_of.value} and n is {options.n}: all sequences are returned, none chosen")
     return options
-
-
-def _check_closing(given: Mapping[str, _Given]) -> None:
-    closing = given.get("close_session")
-    others = sorted(given.keys() - _OF_CLOSING)
-    if closing is not None and closing.value and others:
-        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
-
-
-def _priority(given: _Given | None) -> Priority:
-    if given is None:
-        return Priority.NORMAL
-    assert isinstance(given.value, int)
-    try:
-        return Priority.from_wire(given.value)
-    except ValueError:
-        raise InvalidRequest(
-            f"{given.label} is {given.value}: it must be 0 (default) to {max(Priority)} (lowest)"
-        ) from None

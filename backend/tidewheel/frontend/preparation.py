@@ -1,4 +1,4 @@
-"""From what a client asked for to what the engine gets: parameters, prompt and limits, all checked."""
+"""From what a client asked for to a checked message for the engine, and the outputs that collect its answer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
+from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
-from tidewheel.errors import InvalidRequest
-from tidewheel.frontend.chat import ChatTemplate
-from tidewheel.frontend.defaults import GenerationDefaults
+from tidewheel.engine.requests import check_prompt_length, check_request
+from tidewheel.errors import InvalidRequest, PromptTooLarge
+from tidewheel.frontend.chat import ChatTemplate, parse_messages
+from tidewheel.frontend.coercion import to_text
+from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.options import RequestOptions
-from tidewheel.frontend.output import OutputStream
-from tidewheel.frontend.outputs import Outputs
+from tidewheel.frontend.output import Outputs, OutputStream
 from tidewheel.frontend.parameters import parse_parameters
-from tidewheel.frontend.prompt import PromptReader
-from tidewheel.frontend.stop import StopStrings
+from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import GenerateRequest
-from tidewheel.sampling import SamplingParams
+from tidewheel.frontend.values import GenerateRequest, Generation
+from tidewheel.sampling import SamplingParams, pack_biases
 
 
 class Prepared(NamedTuple):
@@ -28,62 +29,105 @@ class Prepared(NamedTuple):
 
 
 class Preparer:
-    """What a model's folder says of texts, loaded once. Thread-safe afterwards."""
+    """Makes the message and the outputs of a generation. Thread-safe. Raises `ConfigError` for a broken folder.
 
-    def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
-        """Raises `ConfigError` in one line when the folders do not describe a usable tokenizer."""
-        self.tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
-        self._defaults = GenerationDefaults.load(Path(info.model))
-        self._eos_token_ids = tuple(
-            sorted(i for i in self.tokenizer.eos_token_ids | self._defaults.eos_token_ids if i < info.vocab_size)
-        )
-        self._max_num_tokens = min(info.max_model_len, info.num_cache_tokens + 1)  # the last one is never cached
-        self._prompts = PromptReader(
-            self.tokenizer,
-            ChatTemplate.load(tokenizer_folder, self.tokenizer.named_tokens),
-            max_prompt_bytes=max_prompt_bytes,
-            max_model_len=self._max_num_tokens,
-        )
+    Without a tokenizer, prompts are token ids and outputs have no text.
+    """
 
-    def prepare(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
-        """Raises `InvalidRequest` or `Unsupported`."""
-        sampling, options = parse_parameters(request.parameters, self._defaults.sampling)
-        if options.close_session:
-            return _close_session(key, request, options)
-        sampling.check_vocabulary(self.tokenizer.vocab_size)
-        prompt = self._prompts.read(request)
-        max_tokens = self._max_tokens(sampling, len(prompt.token_ids))
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self.defaults = GenerationDefaults.load(Path(info.model))
+        eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
+        # A model folder may name ids that the model cannot output.
+        self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
+
+    def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> Prepared:
+        """Return a checked message. Raise `InvalidRequest`."""
+        sampling = given.sampling
+        bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
             key=key,
-            prompt=prompt.token_ids.astype("<i4").tobytes(),
-            sampling=dataclasses.replace(sampling, max_tokens=max_tokens, stop=(), bad_words=()),
+            prompt=given.prompt_ids.astype("<i4").tobytes(),
+            sampling=dataclasses.replace(sampling, stop=(), bad_words=(), logit_bias={}),
             stop_token_ids=self._stop_token_ids(sampling),
-            bad_words_ids=tuple(ids for word in sampling.bad_words for ids in self.tokenizer.phrase_ids(word)),
-            **options.to_wire(arrival_ns, request.timeout_us),
+            bad_words_ids=self._bad_words_ids(sampling),
+            bias_token_ids=bias_token_ids,
+            bias_amounts=bias_amounts,
+            **given.options.to_wire(arrival_ns, timeout_us),
         )
-        echo = request.echo and not request.stream
-
-        def open_streams() -> list[OutputStream]:
-            stop = StopStrings(sampling.stop)
-            return [OutputStream(self.tokenizer, prompt, sampling, stop, echo=echo) for _ in range(options.n)]
-
-        outputs = Outputs(open_streams, len(prompt.token_ids), arrival_ns)
-        return Prepared(message, outputs, bool(sampling.stop))
-
-    def _max_tokens(self, sampling: SamplingParams, num_prompt_tokens: int) -> int:
-        """What was asked for, or what still fits."""
-        room = self._max_num_tokens - num_prompt_tokens
-        for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
-            if value is not None and value > room:
-                raise InvalidRequest(
-                    f"{name} is {value}: a prompt of {num_prompt_tokens} tokens leaves room for {room} "
-                    f"in the context of {self._max_num_tokens}"
-                )
-        return room if sampling.max_tokens is None else sampling.max_tokens
+        check_request(message, self._info, prompt_name=given.prompt_name)
+        return Prepared(message, Outputs(message, lambda: self._open_streams(given)), bool(sampling.stop))
 
     def _stop_token_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         eos = () if sampling.ignore_eos else self._eos_token_ids
         return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
+
+    def _bad_words_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if self._tokenizer is None:
+            return ()
+        return tuple(ids for word in sampling.bad_words for ids in self._tokenizer.phrase_ids(word))
+
+    def _open_streams(self, given: Generation) -> list[OutputStream]:
+        stop = StopStrings(given.sampling.stop)
+        return [OutputStream(self._tokenizer, given, stop) for _ in range(given.options.n)]
+
+
+class RequestReader:
+    """Reads the requests of clients. Thread-safe. Checks sizes before it does any work in proportion to them."""
+
+    def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
+        """Raise `ConfigError` in one line when the folders do not describe a usable tokenizer."""
+        self._info = info
+        self._tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
+        self._preparer = Preparer(info, self._tokenizer)
+        self._template = ChatTemplate.load(tokenizer_folder, self._tokenizer.named_tokens)
+        self._max_prompt_bytes = max_prompt_bytes
+
+    def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
+        """Raise `InvalidRequest` or `Unsupported`, naming the field, the value and the limit."""
+        sampling, options = parse_parameters(request.parameters, self._preparer.defaults.sampling)
+        if options.close_session:
+            return _close_session(key, request, options)
+        name, text, prompt_ids = self._read_prompt(request)
+        echo = request.echo and not request.stream
+        given = Generation(prompt_ids, sampling, options, name, text, echo)
+        return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
+
+    def _read_prompt(self, request: GenerateRequest) -> tuple[str, str | None, Int32Array]:
+        """Return the field of the prompt, its text if it has one, and its token ids."""
+        forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
+        given = [name for name, value in forms.items() if value is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"give one of text_input, input_ids and messages, not {' and '.join(given) or 'none'}"
+            )
+        name = given[0]
+        self._check_bytes(name, request.prompt_bytes)
+        if request.input_ids is not None:
+            return name, None, request.input_ids
+        text = to_text(name, request.text) if request.messages is None else self._render(request.messages)
+        return name, text, self._encode(name, text, add_special_tokens=request.messages is None)
+
+    def _render(self, messages: str | bytes) -> str:
+        if self._template is None:
+            raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
+        text = to_text("messages", self._template.render(parse_messages(messages)))
+        self._check_bytes("messages, as the chat template writes them,", len(text.encode("utf-8")))
+        return text
+
+    def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
+        if not text:
+            raise InvalidRequest(f"{name} is empty: give at least one character")
+        if self._tokenizer.max_token_bytes is not None:
+            # Tokenising takes seconds: first refuse what is too long however it is tokenised.
+            least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
+            check_prompt_length(name, least, self._info, qualifier=" or more")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _check_bytes(self, name: str, num_bytes: int) -> None:
+        if num_bytes > self._max_prompt_bytes:
+            raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {self._max_prompt_bytes} are allowed")
 
 
 def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:

@@ -1,8 +1,7 @@
 """Requests that wait to be tokenised.
 
-The most urgent is next: by class, then by the earlier of its deadline and `_AGEING_NS` after its arrival. Each
-`_AGEING_NS` of waiting lifts a request by one class, so nothing waits for ever behind a flood. Long prompts leave one
-thread to short ones.
+The order is by class, then by the earlier of the deadline and `_AGEING_NS` after the arrival. Each `_AGEING_NS` of
+waiting lifts a request by one class, so that no request starves. Long prompts leave one thread to short ones.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from tidewheel.errors import Busy
 from tidewheel.frontend.live import LiveRequest
 
-_Heap = list[tuple[int, int, LiveRequest]]  # when it is due, its key, which grows with the arrival, and itself
+_Heap = list[tuple[int, int, LiveRequest]]  # when it is due, its key, which grows with each arrival, the request
 _AGEING_NS = 10_000_000_000
 _LONG_PROMPT_BYTES = 16 << 10  # a few milliseconds of work
 _MAX_REQUESTS = 4096
@@ -38,7 +37,7 @@ class PromptQueue:
         self._is_closed = False
 
     def refusal(self, num_bytes: int) -> Busy | None:
-        """Return the error for a prompt of this size if it may not wait too."""
+        """Return the error for a prompt of this size, None if it may wait."""
         full = ""
         if self._num_requests >= _MAX_REQUESTS:
             full = f"{self._num_requests} of {_MAX_REQUESTS} requests"
@@ -57,7 +56,7 @@ class PromptQueue:
             self._changed.notify()
 
     def take(self) -> LiveRequest | None:
-        """Wait for the next request; None: the queue is closed."""
+        """Wait for the next request. Return None once the queue is closed."""
         with self._changed:
             while not self._is_closed:
                 heap = self._next_heap(self._clock())
@@ -75,13 +74,13 @@ class PromptQueue:
             self._num_long -= _is_long(request)
 
     def close(self) -> None:
-        """What still waits is dropped."""
+        """Drop what still waits."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _next_heap(self, now_ns: int) -> _Heap | None:
-        """Return the heap whose first entry is the most urgent that may be worked on."""
+        """Return the heap with the most urgent request that may be worked on."""
         ranked = [
             (priority - (now_ns - heap[0][-1].arrival_ns) // _AGEING_NS, heap[0], heap)
             for (is_long, priority), heap in self._heaps.items()

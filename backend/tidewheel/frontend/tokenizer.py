@@ -1,6 +1,6 @@
-"""Text to token ids and back, by the `tokenizers` library on a model folder's `tokenizer.json`.
+"""Text to token ids and back, with the `tokenizers` library and a model folder's `tokenizer.json`.
 
-Special tokens at the beginning or end of a prompt are those that the file's own post-processor adds.
+The file's own post-processor adds the special tokens at the beginning or end of a prompt.
 """
 
 from __future__ import annotations
@@ -19,15 +19,12 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 
 
 class Tokenizer:
-    """Immutable after construction; its methods may be called from any thread.
-
-    `vocab_size` is the output width of the model: no id at or above it can be computed with.
-    """
+    """Immutable and thread-safe. `vocab_size` is the output width of the model: it has no larger ids."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, vocab_size: int, named_tokens: dict[str, str] | None = None
     ) -> None:
-        # What a training script may have left in the file would cut or pad prompts.
+        # Settings that a training script left in the file would cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         self.vocab_size = vocab_size
@@ -42,7 +39,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Raises `ConfigError` when the folder has no usable tokenizer, or one that is not the model's."""
+        """Raise `ConfigError` when the folder has no usable tokenizer, or that of another model."""
         path = folder / "tokenizer.json"
         content = read_text(path)
         if content is None:
@@ -59,17 +56,16 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, named_tokens=_named_tokens(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
-        """Token ids, [num_tokens]. `text` must be valid Unicode."""
-        # Unlike `encode`, the batch call releases the GIL (0.23: it held it for 10 s over 4 MB), and skips offsets.
+        """Return token ids, [num_tokens]. `text` must be valid Unicode."""
+        # Unlike `encode`, the batch call skips offsets and releases the GIL (0.23 held it for 10 s over 4 MB).
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """What one token adds to a text: with the space before it, which a decoder drops from a first token."""
+        """Return what one token adds to a text, with the leading space that decoders drop from a first token."""
         text = self._token_texts.get(token_id)
         if text is None:
             alone = self.decode((token_id,), skip_special_tokens=False)
@@ -78,7 +74,7 @@ class Tokenizer:
         return text
 
     def phrase_ids(self, phrase: str) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that spell a phrase: at the start of a text and after a space."""
+        """Return the token sequences that spell a phrase at the start of a text and after a space."""
         bare = phrase.lstrip() or phrase
         spellings = (self.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}"))
         distinct = dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < self.vocab_size)
@@ -86,7 +82,7 @@ class Tokenizer:
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
-    """Text of the special tokens that have a role; `tokenizer_config.json` has the last word."""
+    """Read the text of special tokens by role. `tokenizer_config.json` takes precedence."""
     named: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         values = read_object(folder / file)
@@ -99,10 +95,10 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """Most bytes of text that one token can stand for; None where that has no bound.
+    """Return the most bytes of text that one token can stand for, None if there is no bound.
 
-    Only byte-level vocabularies have one: each character of a token is a byte there, nothing normalises text away,
-    and no added token swallows the whitespace around it.
+    Only byte-level vocabularies have a bound: each character of a token is a byte, nothing normalises text away, and
+    no added token swallows the whitespace around it.
     """
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
     is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)

@@ -1,28 +1,30 @@
-"""What crosses the border between front end and adapter: a generation asked for, and what comes back."""
+"""Values that cross the border between front end and adapter: a request for a generation, and its responses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from tidewheel.batch import Int32Array
+    from tidewheel.batch import Int32Array, TopLogprobs
+    from tidewheel.engine.messages import RequestStats
     from tidewheel.errors import TidewheelError
+    from tidewheel.frontend.options import RequestOptions
+    from tidewheel.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSource:
-    """Parameters as one carrier brought them; `origin` is how an error names it ("sampling_parameters",
-    "request parameter", "input tensor")."""
+    """Parameters as one carrier brought them."""
 
-    origin: str
+    origin: str  # as an error names it: "sampling_parameters", "request parameter", "input tensor"
     values: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt, exactly one of text, ids or messages; parameters not yet checked."""
+    """One prompt, exactly one of text, ids or messages, and parameters that are not yet checked."""
 
     request_id: str = ""
     text: str | bytes | None = None  # bytes are checked for UTF-8
@@ -36,56 +38,47 @@ class GenerateRequest:
 
     @property
     def prompt_bytes(self) -> int:
-        """Size of the prompt as it came; of a `str`, at least."""
+        """Size of the prompt as it came; a lower bound for a `str`."""
         ids = 0 if self.input_ids is None else self.input_ids.nbytes
         return len(self.text or "") + len(self.messages or "") + ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
-    """One new token: `entries` maps token id to (logprob, rank, decoded token), the chosen one first."""
+class Generation(NamedTuple):
+    """A tokenised prompt and how to continue it."""
 
-    token_id: int
-    entries: dict[int, tuple[float, int, str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerfMetrics:
-    """Figures of one sequence: times in ns of the monotonic clock, 0 for what never happened; blocks; its class."""
-
-    arrival_ns: int
-    first_scheduled_ns: int
-    first_token_ns: int
-    last_token_ns: int
-    num_reused_blocks: int
-    num_new_blocks: int
-    priority: int  # the class that was granted
+    prompt_ids: Int32Array  # [num_prompt_tokens]
+    sampling: SamplingParams
+    options: RequestOptions
+    prompt_name: str = "input_ids"  # its field, for errors
+    prompt_text: str | None = None  # None: it came as token ids
+    echo: bool = False  # the prompt precedes the output text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new of one sequence since the last response."""
+    """News of one sequence since the last response."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None  # aligned with token_ids, when asked
+    logprobs: list[TopLogprobs] | None = None  # aligned with token_ids, when asked
+    token_texts: Mapping[int, str] = field(default_factory=dict)  # by id, of all tokens that `logprobs` is about
     cumulative_logprob: float | None = None  # over all output so far, when asked
     num_input_tokens: int = 0
-    finish_reason: str | None = None  # from the sequence's end on, in every response
-    perf: PerfMetrics | None = None  # from the end on
+    finish_reason: str | None = None  # in every response after the sequence ended
+    stats: RequestStats | None = None  # in every response after the engine ended the sequence
 
 
 Response = Sequence[Chunk]  # one for each of the request's `n` sequences, by index
 
 
 def is_last(response: Response) -> bool:
-    """Whether a response ends its request: all sequences have ended."""
+    """Return whether all sequences of the request have ended."""
     return all(chunk.finish_reason is not None for chunk in response)
 
 
 class Sink(Protocol):
-    """Where the responses of one request go. Called from one thread at a time; exactly one call ends it:
-    `send` of the last response, or `fail`."""
+    """The receiver of one request's responses. Called from one thread at a time; `send` of the last response or
+    `fail` ends it, exactly once."""
 
     def send(self, response: Response) -> None: ...
 

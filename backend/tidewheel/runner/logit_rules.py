@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import Float32Array, Int32Array, NewRow
+from tidewheel.sampling import LogitBias
 
 FORBIDDEN = np.float32(-np.inf)
 
@@ -19,6 +20,9 @@ class BiasEntries(NamedTuple):
 
     token_ids: Int32Array
     values: Float32Array
+
+
+NO_BIASES = BiasEntries(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
 
 
 class WordEntries(NamedTuple):
@@ -32,8 +36,10 @@ class LogitRules:
     """The rules of one row that has any."""
 
     def __init__(self, new: NewRow) -> None:
-        bias = new.sampling.logit_bias
-        self._always = BiasEntries(np.array([*bias], dtype=np.int32), np.array([*bias.values()], dtype=np.float32))
+        self._always = NO_BIASES
+        if new.sampling.logit_bias:
+            bias = LogitBias.of(new.sampling.logit_bias)
+            self._always = BiasEntries(bias.token_ids, bias.amounts)
         stops = np.array(new.stop_token_ids, dtype=np.int32)
         self._at_first = BiasEntries(
             np.concatenate((self._always.token_ids, stops)),

@@ -178,7 +178,7 @@ def new_row(request: Request) -> NewRow:
         request_id=request.request_id,
         token_ids=token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
-        sampling=request.sampling,
+        sampling=request.row_sampling,
         seed=request.seed,
         stop_token_ids=request.stop_token_ids,
         bad_words_ids=request.bad_words_ids,

@@ -1,9 +1,4 @@
-"""Ends from outside: clients that are gone, and deadlines.
-
-Triton does not tell a Python backend that a client is gone. Each question is a round trip to the server of about
-100 µs, so one thread asks, request after request, and spends a bounded share of its time on it. In between it sleeps,
-until the next deadline at most.
-"""
+"""Threads of the front end: workers on a queue, and the watcher for clients that left and deadlines."""
 
 from __future__ import annotations
 
@@ -12,26 +7,54 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 from tidewheel.frontend.live import LiveRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARE = 0.2  # of the time: at 100 µs a question and 20 ms between rounds, 40 requests a round
-_MIN_STALE = 64  # deadlines of requests that are over, before the heap is built anew without them
+_MAX_SHARE = 0.2  # of a thread's time: with 100 µs a question and 20 ms between rounds, 40 requests a round
+_MIN_STALE = 64  # deadlines of ended requests, before the heap is rebuilt without them
+
+T = TypeVar("T")
+_End = Callable[[LiveRequest], None]
+
+
+class Workers(Generic[T]):
+    """Threads that call `work` with each result of `take` until it is None. Errors of `work` are logged."""
+
+    def __init__(self, name: str, count: int, take: Callable[[], T | None], work: Callable[[T], None]) -> None:
+        self._take = take
+        self._work = work
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Return whether all threads have ended in time."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (item := self._take()) is not None:
+            try:
+                self._work(item)
+            except Exception:
+                logger.exception("a thread's work failed")
 
 
 class Watcher:
-    """Calls `cancel` for live requests whose sink says so, and `expire` when a deadline comes."""
+    """Calls `cancel` for live requests whose client is gone, and `expire` when a deadline comes.
 
-    def __init__(
-        self,
-        live: Mapping[int, LiveRequest],
-        cancel: Callable[[LiveRequest], None],
-        expire: Callable[[LiveRequest], None],
-        *,
-        interval_s: float,
-    ) -> None:
+    Triton does not tell a Python backend that a client is gone. Each question is a round trip to the server of about
+    100 µs, so one thread asks for one request after another, and spends a bounded share of its time on it.
+    """
+
+    def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
         self._live = live
         self._cancel = cancel
         self._expire = expire
@@ -44,7 +67,7 @@ class Watcher:
         self._thread.start()
 
     def set_deadline(self, request: LiveRequest, moment_ns: int) -> None:
-        """Any thread may call."""
+        """Expire the request at this moment of the monotonic clock. Any thread may call."""
         with self._changed:
             if len(self._deadlines) > 2 * len(self._live) + _MIN_STALE:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
@@ -60,7 +83,7 @@ class Watcher:
         self._thread.join(1.0)
 
     def poll(self, budget_s: float) -> None:
-        """One round: goes on with the sweep where the last round stopped, and begins a new one at its end."""
+        """Continue the sweep over live requests for `budget_s`, or begin a new one after its end."""
         deadline = time.monotonic() + budget_s
         for request in self._sweep:
             self._ask(request)

@@ -16,6 +16,7 @@ from tidewheel.frontend.parameters import Urgency, read_urgency
 from tidewheel.frontend.prompt_queue import _AGEING_NS, _LONG_PROMPT_BYTES, PromptQueue
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 from tidewheel.request import Priority
+from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 SECOND = 10**9
@@ -135,13 +136,19 @@ def test_a_closed_queue_drops_what_waits() -> None:
 
 def urgency(timeout_us: int = 0, **parameters: object) -> Urgency:
     source = ParameterSource(origin="sampling_parameters", values=parameters)
-    return read_urgency(GenerateRequest(text="x", parameters=(source,), timeout_us=timeout_us), 5)
+    request = GenerateRequest(text="x", parameters=(source,), timeout_us=timeout_us)
+    return read_urgency(request, 5, {"batch": TenantLimits(max_priority=LOW)})
 
 
 def test_urgency_is_what_the_engine_will_be_told() -> None:
     assert urgency() == Urgency(NORMAL, 0, 0)
     assert urgency(priority="1", deadline_ms=2, soft_deadline_ms=1) == Urgency(CRITICAL, 2_000_005, 1_000_005)
     assert urgency(timeout_us=7, deadline_ms=2) == Urgency(NORMAL, 7_005, 0)
+
+
+def test_a_tenant_has_no_better_place_than_it_may_ask_for() -> None:
+    assert urgency(priority=1, tenant="batch").priority is LOW
+    assert urgency(priority=1, tenant="other").priority is CRITICAL
 
 
 @pytest.mark.parametrize("wrong", [{"priority": 9}, {"priority": "x"}, {"deadline_ms": -1}, {"deadline_ms": []}])

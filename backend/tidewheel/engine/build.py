@@ -44,6 +44,7 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
         pid=os.getpid(),
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=is_async(config, runner.device),
+        tenants=parse_tenants(config.tenants),
         **dataclasses.asdict(runner),
     )
 

@@ -17,6 +17,7 @@ import msgspec
 from tidewheel.batch import TopLogprobs
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.stats import TenantFigures
+from tidewheel.tenants import TenantLimits
 
 PROTOCOL = 3
 WHOLE_REQUEST = -1  # as the index of a delta: the answer to a request of which no sequence came to be
@@ -109,6 +110,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     graph_bytes: int = 0  # of CUDA graphs
     stage_seconds: dict[str, float] = {}  # how the time of the load was spent, in order
     async_scheduling: bool = False  # a step is launched before the tokens of the last are read
+    tenants: dict[str, TenantLimits] = {}  # that the operator has configured
 
     @property
     def num_cache_tokens(self) -> int:

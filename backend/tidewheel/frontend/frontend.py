@@ -60,6 +60,7 @@ class Frontend:
     ) -> None:
         """`model_dir` is the folder of the tokenizer. Raise `ConfigError` in one line when it cannot be used."""
         self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        self._tenants = info.tenants
         self._engine = engine
         self._door = door
         self._recorder = StatsRecorder()
@@ -80,7 +81,8 @@ class Frontend:
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         """Queue a request and return at once. Its sink gets every error."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
-        live = LiveRequest(next(self._keys), request, sink, arrival_ns, read_urgency(request, arrival_ns))
+        urgency = read_urgency(request, arrival_ns, self._tenants)
+        live = LiveRequest(next(self._keys), request, sink, arrival_ns, urgency)
         self._recorder.received()
         with self._lock:
             refusal = self._closed_by or self._prompts.refusal(request.prompt_bytes)

@@ -14,6 +14,7 @@ from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.values import GenerateRequest, ParameterSource
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
+from tidewheel.tenants import TenantLimits, limits_of
 
 _MAX_KEY_CHARS = 64  # longer keys resemble no known one
 
@@ -54,7 +55,7 @@ _ALIASES = {
     "random_seed": "seed",
 }
 _KNOWN = (*_COERCIONS, *_ALIASES, *ABSENT)
-_OF_URGENCY = ("priority", "deadline_ms", "soft_deadline_ms")
+_OF_URGENCY = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
 _OF_CLOSING = frozenset({"close_session", "session_id", "tenant"})
 
 
@@ -94,8 +95,8 @@ def parse_parameters(
     return ParsedParameters(SamplingParams(**values), options)
 
 
-def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
-    """Read the urgency of a request before its other parameters.
+def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
+    """Read the urgency of a request before its other parameters. Its tenant may lower its class.
 
     A malformed value counts as not given: `parse_parameters` refuses it later.
     """
@@ -108,7 +109,8 @@ def read_urgency(request: GenerateRequest, arrival_ns: int) -> Urgency:
     except InvalidRequest:
         options = RequestOptions()
     wire = options.to_wire(arrival_ns, request.timeout_us)
-    return Urgency(wire["priority"], wire["deadline_ns"], wire["soft_deadline_ns"])
+    priority = limits_of(tenants, options.tenant).granted(options.priority)
+    return Urgency(priority, wire["deadline_ns"], wire["soft_deadline_ns"])
 
 
 def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:

@@ -24,13 +24,14 @@ from tidewheel.batch import Int32Array, StepOutputs, TopLogprobs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.messages import AddRequest, EngineInfo, EngineStats
+from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.engine.requests import SessionTtl, to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
 from tidewheel.frontend.defaults import GenerationDefaults
 from tidewheel.frontend.options import RequestOptions
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import SamplingParams
+from tidewheel.stats import EngineStats
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -7,8 +7,8 @@ import pytest
 from support.scheduling import Driver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest
 from tidewheel.request import FinishReason, Priority
-from tidewheel.scheduler.stats import TenantFigures
 from tidewheel.scheduler.tenant_counts import MAX_LABELS, OTHERS
+from tidewheel.stats import TenantFigures
 from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
@@ -170,7 +170,7 @@ def test_a_class_above_the_cap_is_lowered_to_it() -> None:
         for tenant, priorities in asked.items()
     }
     assert granted == {"t": [NORMAL, NORMAL, NORMAL, LOW], "unknown": [HIGH, HIGH, NORMAL, LOW]}
-    assert driver.scheduler.stats().waiting_by_class == (0, 2, 4, 2)
+    assert driver.scheduler.stats().waiting_by_class == [0, 2, 4, 2]
     driver.run()
 
 

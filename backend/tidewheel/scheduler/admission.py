@@ -6,7 +6,7 @@ from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFul
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import WaitingSet
-from tidewheel.scheduler.stats import WaitingRoom
+from tidewheel.stats import WaitingRoom
 
 MAX_DISPLACED = 16  # waiting requests that one newcomer takes the place of
 

@@ -50,7 +50,7 @@ def victims_for(
     columns, kv = state.columns, state.kv
     keep_free = plan.num_blocks_kept(columns.num_running)
     num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
-    if num_missing > 0 and state.last_applied < state.counters.num_steps - 1:
+    if num_missing > 0 and state.last_applied < state.stats.num_steps - 1:
         num_missing += _num_growing_next(columns) - kv.num_held_blocks
     if num_missing <= 0 and not needs_row:
         return []

@@ -35,7 +35,7 @@ def test_the_newest_of_the_lowest_class_gives_way() -> None:
     assert evicted(driver, make_request("y", priority=CRITICAL)) == ["r0"]
     assert evicted(driver, make_request("z", priority=CRITICAL)) == ["r1"]
     stats = driver.scheduler.stats()
-    assert (stats.num_evicted, stats.evicted_by_class) == (3, (0, 0, 1, 2))
+    assert (stats.num_evicted, stats.evicted_by_class) == (3, [0, 0, 1, 2])
     driver.run()
 
 

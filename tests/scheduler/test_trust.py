@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from support.scheduling import Driver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest
@@ -263,4 +264,10 @@ def test_figures_are_a_snapshot() -> None:
     before = driver.scheduler.stats()
     driver.add(make_request("a"))
     assert before.tenants[OTHERS].num_requests == 0
+    stats = driver.scheduler.stats()
+    assert all(stats.waiting_by_class[i] - n == (i == 2) for i, n in enumerate(before.waiting_by_class))
+    counted = driver.kv.stats
+    for field, value in structs.asdict(stats).items():
+        assert not isinstance(value, list | dict) or value is not getattr(counted, field), field
+    assert stats.tenants[OTHERS] is not counted.tenants[OTHERS]
     driver.run()

@@ -271,9 +271,9 @@ class KVMachine(RuleBasedStateMachine):
         references, held = self.references(), self.kv._transfers.held_sources()
         revived = [b for b in hit.block_ids if not references[b] and b not in held]
         num_left = self.num_free() - num_new - len(revived)
-        fits = num_left >= keep_free
-        takes_over = num_left == 0 and hit.tail_block >= 0 and not references[hit.tail_block]
-        takes_over = takes_over and hit.tail_block not in held
+        is_tail_free = hit.tail_block >= 0 and not references[hit.tail_block] and hit.tail_block not in held
+        fits = num_left >= keep_free + (keep_free > 0 and is_tail_free)  # the next batch copies from the tail
+        takes_over = num_left == 0 and is_tail_free
         row = min(set(range(MAX_ROWS)) - self.rows.keys())
         before = self.snapshot()
         assert self.kv.allocate(row, request.num_tokens, hit, keep_free=keep_free) == fits

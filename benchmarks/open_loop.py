@@ -15,7 +15,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.messages import EngineInfo, EngineStats
+from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.runner import PendingTokens
 from tidewheel.errors import TidewheelError
 from tidewheel.request import Priority, Request
@@ -24,6 +24,7 @@ from tidewheel.scheduler.columns import Int64Array
 from tidewheel.simulate.contents import Contents
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.traces import Trace
+from tidewheel.stats import EngineStats
 
 GREEDY = SamplingParams(temperature=0.0)
 STOP_ID = 2

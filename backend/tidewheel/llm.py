@@ -25,7 +25,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
 from tidewheel.engine.deltas import final_delta
-from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, EngineStats
+from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import SessionTtl, to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
 from tidewheel.frontend.options import RequestOptions
@@ -35,6 +35,7 @@ from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.values import Chunk, Generation
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import SamplingParams
+from tidewheel.stats import EngineStats
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -14,11 +14,12 @@ import pytest
 from support.fake_triton import InferenceRequest, Logger, MetricFamily, Tensor, TritonError, TritonModelException
 from tidewheel import model
 from tidewheel.adapter import instance
-from tidewheel.engine.messages import EngineInfo, EngineStats, Room
+from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.stats import FrontendStats, StatsRecorder
 from tidewheel.frontend.values import Chunk, GenerateRequest, Sink
+from tidewheel.stats import EngineStats
 
 INFO = EngineInfo(
     pid=1, model="/models/demo", architecture="LlamaForCausalLM", device="cpu (2 threads)", dtype="float32",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 
 import msgspec
@@ -11,11 +10,11 @@ import pytest
 from support.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.engine_figures import BREAKER_STATES
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
-from tidewheel.engine.messages import EngineInfo, EngineStats, RequestStats
+from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend.stats import StatsRecorder, TokenTiming
 from tidewheel.scheduler.breaker import BreakerState
-from tidewheel.scheduler.stats import TenantFigures
+from tidewheel.stats import EngineStats, TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value
@@ -32,7 +31,7 @@ def make_info() -> EngineInfo:
 STATS = EngineStats(
     num_running=3, num_waiting=2, num_waiting_tokens=50, num_blocks=40, num_free_blocks=30, num_cached_blocks=7,
     num_steps=9, num_scheduled_tokens=99, num_prefix_queries=60, num_prefix_hits=16, num_preemptions=1,
-    step_seconds=0.5, busy_fraction=0.25, waiting_by_class=(0, 1, 1, 0),
+    step_seconds=0.5, busy_fraction=0.25, waiting_by_class=[0, 1, 1, 0],
 )  # fmt: skip
 
 
@@ -53,8 +52,8 @@ def test_engine_figures() -> None:
 def test_figures_of_scheduling() -> None:
     stats = EngineStats(
         num_swap_preemptions=1, num_expired=2, num_hopeless=3, num_rate_limited=4, num_aged=5,
-        num_downgraded_quota=6, num_downgraded_deadline=7, started_by_class=(1, 2, 3, 4),
-        evicted_by_class=(0, 0, 5, 6), max_wait_by_class=(0.5, 1.5, 2.5, 3.5), num_shed_by_class=(0, 1, 2, 3),
+        num_downgraded_quota=6, num_downgraded_deadline=7, started_by_class=[1, 2, 3, 4],
+        evicted_by_class=[0, 0, 5, 6], max_wait_by_class=[0.5, 1.5, 2.5, 3.5], num_shed_by_class=[0, 1, 2, 3],
         breaker_state="half_open", token_budget=512, max_num_seqs=17, num_predictions=8, prediction_error=9.5,
         num_host_blocks=100, num_free_host_blocks=90, num_swapped_out=11, num_swapped_in=12, num_sessions=13,
         num_session_blocks=14, num_hit_queries=150, num_device_hits=15, num_host_hits=16, num_session_hits=17,
@@ -97,7 +96,7 @@ def test_every_figure_of_the_engine_is_published() -> None:
     before = EngineStats(num_blocks=40, num_used_slots=3, num_taken_slots=32)
     for field in set(EngineStats.__struct_fields__) - TOTALS:
         old = getattr(before, field)
-        new = {str: "open", tuple: (1, 1, 1, 1), dict: TENANTS}.get(type(old), 7)
+        new = {str: "open", list: [1, 1, 1, 1], dict: TENANTS}.get(type(old), 7)
         MetricFamily.values.clear()
         EngineMetrics(make_info(), LABELS).publish(before)
         published = dict(MetricFamily.values)
@@ -117,7 +116,7 @@ def test_figures_by_tenant() -> None:
 
 
 def test_every_figure_of_a_tenant_is_published() -> None:
-    for field in dataclasses.fields(TenantFigures):
+    for field in msgspec.structs.fields(TenantFigures):
         MetricFamily.values.clear()
         tenants = {"t": TenantFigures(**{field.name: 7})}
         EngineMetrics(make_info(), LABELS).publish(EngineStats(tenants=tenants))

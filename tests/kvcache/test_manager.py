@@ -63,7 +63,7 @@ def test_shared_blocks_are_counted_once_and_kept_until_the_last_holder_leaves() 
     kv.free(0)
     assert kv.num_free_blocks == 8 - 3
     kv.free(1)
-    assert (kv.num_free_blocks, kv.num_cached_blocks) == (8, 2)
+    assert (kv.num_free_blocks, kv.update_stats().num_cached_blocks) == (8, 2)
     assert enter(kv, 2, make_request("c", 9)) == 8
 
 
@@ -75,7 +75,7 @@ def test_allocate_is_all_or_nothing() -> None:
     hit = kv.find_prefix(wide)
     assert hit.num_tokens == 8
     assert not kv.allocate(1, 20, hit)  # five blocks in all
-    assert (kv.num_free_blocks, kv.num_cached_blocks) == (4, 2)
+    assert (kv.num_free_blocks, kv.update_stats().num_cached_blocks) == (4, 2)
     kv.check_invariants()
     assert kv.allocate(1, 16, hit)
 
@@ -146,7 +146,7 @@ def test_what_is_forgotten_is_not_found() -> None:
     enter(kv, 0, make_request("a", 9))
     kv.forget(0)
     kv.free(0)
-    assert kv.num_cached_blocks == 0
+    assert kv.update_stats().num_cached_blocks == 0
     assert kv.find_prefix(make_request("b", 9)) == NO_HIT
 
 
@@ -172,7 +172,7 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     enter(kv, 0, make_request("a", 9))
     assert kv.find_prefix(make_request("b", 9)) == NO_HIT
     kv.free(0)
-    assert (kv.num_free_blocks, kv.num_cached_blocks) == (8, 0)
+    assert (kv.num_free_blocks, kv.update_stats().num_cached_blocks) == (8, 0)
 
 
 def test_a_row_has_one_table() -> None:

@@ -32,7 +32,7 @@ from tidewheel.kvcache.transfers import TransferQueue
 
 # No shrinking: that it fails is all that is asked.
 SETTINGS = settings(
-    max_examples=400,
+    max_examples=1500,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -64,11 +64,12 @@ def turn(num_tokens: int, session_id: str = "s", **fields: object) -> Request:
 def test_the_next_turn_pays_for_its_new_tokens_alone() -> None:
     turns = Turns(make_manager())
     assert turns.run(turn(10)) == 0
-    assert turns.kv.num_session_blocks == 3
+    assert turns.kv.update_stats().num_session_blocks == 3
     assert turns.run(turn(15)) == 10  # two whole blocks, and two tokens of the third
     assert turns.run(turn(21)) == 15
-    kv = turns.kv
-    assert (kv.num_hit_queries, kv.num_device_hits, kv.num_host_hits, kv.num_session_hits) == (46, 25, 0, 25)
+    stats = turns.kv.stats
+    assert (stats.num_hit_queries, stats.num_device_hits) == (46, 25)
+    assert (stats.num_host_hits, stats.num_session_hits) == (0, 25)
 
 
 def test_one_token_is_left_to_compute_when_a_turn_adds_none() -> None:
@@ -89,9 +90,10 @@ def test_session_blocks_count_as_free_and_give_way_oldest_first() -> None:
     turns.run(turn(6, "old"))
     turns.run(kv_request("n", [9] * 6, session_id="new"))
     kv = turns.kv
-    assert (kv.num_free_blocks, kv.num_session_blocks) == (6, 4)
+    assert (kv.num_free_blocks, kv.update_stats().num_session_blocks) == (6, 4)
     assert kv.allocate(1, 4 * BLOCK_SIZE)  # two are free, two must come from a session
-    assert (kv.num_sessions, kv.num_session_blocks) == (1, 2)
+    stats = kv.update_stats()
+    assert (stats.num_sessions, stats.num_session_blocks) == (1, 2)
     kv.free(1)
     with pytest.raises(NotFound, match="'old'"):
         kv.close_session("", "old")
@@ -103,7 +105,7 @@ def test_ordinary_cached_blocks_give_way_before_sessions() -> None:
     turns.run(turn(8))
     turns.run(kv_request("plain", [5] * 16))
     assert turns.kv.allocate(1, 4 * BLOCK_SIZE)
-    assert turns.kv.num_session_blocks == 2
+    assert turns.kv.update_stats().num_session_blocks == 2
 
 
 def test_a_session_goes_to_the_host_tier_and_comes_back_with_its_tail() -> None:
@@ -115,9 +117,11 @@ def test_a_session_goes_to_the_host_tier_and_comes_back_with_its_tail() -> None:
     assert len(moved.swap_out_blocks) == len(moved.swap_out_slots) == 3
     kv.step_done(100)
     kv.free(1)
-    assert (kv.num_sessions, kv.num_session_blocks, kv.session_blocks("")) == (1, 0, 0)
+    stats = kv.update_stats()
+    assert (stats.num_sessions, stats.num_session_blocks, kv.session_blocks("")) == (1, 0, 0)
     assert turns.enter(turn(13)) == 10
-    assert (kv.num_swapped_out, kv.num_swapped_in, kv.num_host_hits, kv.num_session_hits) == (3, 3, 10, 10)
+    assert (stats.num_swapped_out, stats.num_swapped_in) == (3, 3)
+    assert (stats.num_host_hits, stats.num_session_hits) == (10, 10)
 
 
 def test_a_session_that_has_no_room_to_be_copied_gives_its_tail_to_the_row() -> None:
@@ -146,7 +150,7 @@ def test_two_requests_use_one_session_at_once_and_it_keeps_the_one_that_ended_la
     assert turns.kv.block_table(0)[2] != turns.kv.block_table(1)[2]
     turns.end(two, 1)
     turns.end(one, 0)
-    assert turns.kv.num_sessions == 1
+    assert turns.kv.update_stats().num_sessions == 1
     follow_up = kv_request("f", [*one.prompt_token_ids.tolist(), 7], session_id="s")
     assert turns.enter(follow_up) == 13
     other_branch = kv_request("o", [*two.prompt_token_ids.tolist(), 7], session_id="s")
@@ -167,12 +171,13 @@ def test_sessions_end_when_their_time_is_over() -> None:
     turns = Turns(make_manager())
     turns.run(turn(5, session_ttl=10.0))
     turns.kv.expire_sessions(9.9)
-    assert turns.kv.num_sessions == 1
+    assert turns.kv.update_stats().num_sessions == 1
     turns.kv.expire_sessions(10.0)
-    assert (turns.kv.num_sessions, turns.kv.num_session_blocks) == (0, 0)
+    stats = turns.kv.update_stats()
+    assert (stats.num_sessions, stats.num_session_blocks) == (0, 0)
     turns.run(turn(5))
     turns.run(turn(6, session_ttl=0.0))  # its last turn
-    assert turns.kv.num_sessions == 0
+    assert turns.kv.update_stats().num_sessions == 0
 
 
 def test_quotas_cut_one_session_and_drop_others() -> None:
@@ -184,7 +189,7 @@ def test_quotas_cut_one_session_and_drop_others() -> None:
     assert turns.kv.session_blocks("t") == 2
     for number in range(3):
         turns.run(kv_request(f"c{number}", [number + 5], session_id=f"more{number}"))
-    assert turns.kv.num_sessions == 3
+    assert turns.kv.update_stats().num_sessions == 3
     with pytest.raises(NotFound):
         turns.kv.close_session("", "s")
 
@@ -211,7 +216,7 @@ def test_a_preempted_request_finds_its_blocks_in_the_host_tier() -> None:
     turns.step()
     turns.kv.free(1)
     assert turns.enter(victim) == 8
-    assert turns.kv.num_swapped_in == 2
+    assert turns.kv.stats.num_swapped_in == 2
     turns.kv.commit(0, victim, 11)
     assert turns.kv.offload(0, victim, 11) == 2  # they are there already
     assert len(turns.kv.take_transfers(50).swap_out_blocks) == 0
@@ -285,5 +290,5 @@ def test_after_a_failure_nothing_of_the_step_is_found() -> None:
     turns.kv.free(0, after_step=1)
     turns.kv.all_steps_done()
     assert turns.kv.find_prefix(kv_request("again", 9)) == NO_HIT
-    assert (turns.kv.num_free_blocks, turns.kv.num_free_host_blocks) == (8, 4)
+    assert (turns.kv.num_free_blocks, turns.kv.update_stats().num_free_host_blocks) == (8, 4)
     turns.kv.check_invariants()

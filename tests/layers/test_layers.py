@@ -28,6 +28,7 @@ LAYERS = {
     "tidewheel.sampling": 0,
     "tidewheel.request": 0,
     "tidewheel.batch": 0,
+    "tidewheel.stats": 0,
     "tidewheel.scheduler": 1,
     "tidewheel.kvcache": 1,
     "tidewheel.simulate": 1,

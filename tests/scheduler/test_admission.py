@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from support.scheduling import Driver, make_config, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
@@ -17,7 +18,7 @@ def refused(scheduler: Scheduler, request: Request) -> str:
     before = scheduler.stats()
     with pytest.raises(InvalidRequest) as caught:
         scheduler.add(request, 0.0)
-    assert scheduler.stats()._replace(tenants=before.tenants) == before
+    assert replace(scheduler.stats(), tenants=before.tenants) == before
     scheduler.check_invariants()
     return caught.value.message
 
@@ -68,7 +69,7 @@ def test_the_waiting_set_is_bounded_in_requests() -> None:
         scheduler.add(make_request("c"), 0.0)
     assert caught.value.retry_after_ms is not None
     assert str(caught.value).startswith("[TW-BUSY retry_after_ms=")
-    assert scheduler.stats()._replace(tenants=before.tenants) == before
+    assert replace(scheduler.stats(), tenants=before.tenants) == before
     assert scheduler.cancel("a") is not None
     scheduler.add(make_request("c"), 0.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from support.scheduling import Driver, make_request, make_scheduler
 from tidewheel.errors import DeadlineExceeded
@@ -92,7 +93,7 @@ def test_a_deadline_that_the_queue_ahead_makes_impossible_is_refused(
         DeadlineExceeded, match=r"the deadline is in 900 ms, .* tokens wait ahead, and 1 tokens of the prompt"
     ):
         scheduler.add(request, 4.0)
-    assert scheduler.stats()._replace(tenants=before.tenants) == before._replace(num_hopeless=1)
+    assert replace(scheduler.stats(), tenants=before.tenants) == replace(before, num_hopeless=1)
 
 
 def test_only_what_comes_before_the_deadline_is_expired() -> None:

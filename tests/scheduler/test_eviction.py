@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from support.scheduling import Driver, make_request
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
@@ -34,7 +35,7 @@ def test_the_newest_of_the_lowest_class_gives_way() -> None:
     assert evicted(driver, make_request("y", priority=CRITICAL)) == ["r0"]
     assert evicted(driver, make_request("z", priority=CRITICAL)) == ["r1"]
     stats = driver.scheduler.stats()
-    assert (stats.num_evicted, stats.evicted_by_class) == (3, (0, 0, 1, 2))
+    assert (stats.num_evicted, stats.evicted_by_class) == (3, [0, 0, 1, 2])
     driver.run()
 
 
@@ -128,7 +129,7 @@ def test_a_tenant_over_its_rate_is_refused_and_others_are_not() -> None:
     with pytest.raises(Busy, match="tokens_per_s of 20") as caught:
         driver.add(make_request("b", prompt=10, max_tokens=10, tenant="slow"))
     assert caught.value.retry_after_ms == 1000
-    assert driver.scheduler.stats()._replace(tenants=before.tenants) == before._replace(num_rate_limited=1)
+    assert replace(driver.scheduler.stats(), tenants=before.tenants) == replace(before, num_rate_limited=1)
     driver.add(make_request("c", prompt=10, max_tokens=10, tenant="other"))
     driver.now += 1.0
     driver.add(make_request("b", prompt=10, max_tokens=10, tenant="slow"))
@@ -155,7 +156,7 @@ def test_the_breaker_sheds_low_when_requests_wait_too_long() -> None:
     with pytest.raises(Busy, match="class LOW are refused, queue time"):
         driver.add(make_request("low", priority=LOW, arrival_time=driver.now))
     driver.add(make_request("critical", priority=CRITICAL, arrival_time=driver.now))
-    assert driver.scheduler.stats().num_shed_by_class == (0, 0, 0, 1)
+    assert driver.scheduler.stats().num_shed_by_class == [0, 0, 0, 1]
     driver.run()
 
 

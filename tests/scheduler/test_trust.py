@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from support.scheduling import Driver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest
 from tidewheel.request import FinishReason, Priority
-from tidewheel.scheduler.stats import TenantFigures
 from tidewheel.scheduler.tenant_counts import MAX_LABELS, OTHERS
+from tidewheel.stats import TenantFigures
 from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
@@ -170,7 +171,7 @@ def test_a_class_above_the_cap_is_lowered_to_it() -> None:
         for tenant, priorities in asked.items()
     }
     assert granted == {"t": [NORMAL, NORMAL, NORMAL, LOW], "unknown": [HIGH, HIGH, NORMAL, LOW]}
-    assert driver.scheduler.stats().waiting_by_class == (0, 2, 4, 2)
+    assert driver.scheduler.stats().waiting_by_class == [0, 2, 4, 2]
     driver.run()
 
 
@@ -263,4 +264,10 @@ def test_figures_are_a_snapshot() -> None:
     before = driver.scheduler.stats()
     driver.add(make_request("a"))
     assert before.tenants[OTHERS].num_requests == 0
+    stats = driver.scheduler.stats()
+    assert all(stats.waiting_by_class[i] - n == (i == 2) for i, n in enumerate(before.waiting_by_class))
+    counted = driver.kv.stats
+    for field, value in structs.asdict(stats).items():
+        assert not isinstance(value, list | dict) or value is not getattr(counted, field), field
+    assert stats.tenants[OTHERS] is not counted.tenants[OTHERS]
     driver.run()

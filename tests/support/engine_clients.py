@@ -11,10 +11,11 @@ from support.faulty_engine import prompt_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.engine.backoff import RestartPolicy
 from tidewheel.engine.client import ClientOptions, EngineClient
-from tidewheel.engine.messages import AddRequest, Delta, EngineStats, Room
+from tidewheel.engine.messages import AddRequest, Delta, Room
 from tidewheel.engine.status import Status, read_status
 from tidewheel.errors import TidewheelError
 from tidewheel.sampling import SamplingParams
+from tidewheel.stats import EngineStats
 
 Key = int | tuple[int, int]
 

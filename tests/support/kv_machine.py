@@ -271,9 +271,9 @@ class KVMachine(RuleBasedStateMachine):
         references, held = self.references(), self.kv._transfers.held_sources()
         revived = [b for b in hit.block_ids if not references[b] and b not in held]
         num_left = self.num_free() - num_new - len(revived)
-        fits = num_left >= keep_free
-        takes_over = num_left == 0 and hit.tail_block >= 0 and not references[hit.tail_block]
-        takes_over = takes_over and hit.tail_block not in held
+        is_tail_free = hit.tail_block >= 0 and not references[hit.tail_block] and hit.tail_block not in held
+        fits = num_left >= keep_free + (keep_free > 0 and is_tail_free)  # the next batch copies from the tail
+        takes_over = num_left == 0 and is_tail_free
         row = min(set(range(MAX_ROWS)) - self.rows.keys())
         before = self.snapshot()
         assert self.kv.allocate(row, request.num_tokens, hit, keep_free=keep_free) == fits
@@ -291,7 +291,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[object, ...]:
         kv = self.kv
-        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._slots), kv.num_sessions
+        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._slots), len(kv._sessions)
 
     def take(self, block_ids: list[int]) -> None:
         """They are new to their row: nobody else may hold them, and what was in them is given up."""
@@ -486,7 +486,7 @@ class KVMachine(RuleBasedStateMachine):
         kv = self.kv
         kv.check_invariants()
         assert kv.num_free_blocks == self.num_free()
-        assert kv.num_sessions == len(self.sessions) <= MAX_SESSIONS
+        assert kv.update_stats().num_sessions == len(self.sessions) <= MAX_SESSIONS
         for tenant in TENANTS:
             assert self.max_tenant_blocks is None or kv.session_blocks(tenant) <= self.max_tenant_blocks
         for row in self.rows.values():
@@ -508,7 +508,8 @@ class KVMachine(RuleBasedStateMachine):
             self.kv.step_done(step_id)
         self.kv.check_invariants()
         assert self.kv.num_free_blocks == self.kv.num_blocks
-        assert self.kv.num_free_host_blocks == self.kv.num_host_blocks
         assert self.kv.num_held_blocks == 0
         self.kv.expire_sessions(self.now + 1000.0)
-        assert (self.kv.num_sessions, self.kv.num_session_blocks) == (0, 0)
+        stats = self.kv.update_stats()
+        assert stats.num_free_host_blocks == stats.num_host_blocks
+        assert (stats.num_sessions, stats.num_session_blocks) == (0, 0)

@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from support.budget_checks import check_budget, check_shares, may_await_prefix
 from support.fake_runner import VOCAB_SIZE
@@ -22,8 +23,8 @@ from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest, NumericError
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.policy import POLICIES
-from tidewheel.scheduler.stats import SchedulerStats
 from tidewheel.scheduler.strategy import StrategyConfig
+from tidewheel.stats import EngineStats
 from tidewheel.tenants import TenantLimits
 
 MAX_WAITING_REQUESTS = 6
@@ -350,7 +351,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats.num_running == len(self.having(RequestState.RUNNING)) <= self.driver.config.max_num_seqs
         assert stats.num_waiting == len(waiting)
         assert stats.num_waiting_tokens == sum(request.num_tokens for request in waiting)
-        assert stats.waiting_by_class == tuple(sum(r.priority is p for r in waiting) for p in Priority)
+        assert stats.waiting_by_class == [sum(r.priority is p for r in waiting) for p in Priority]
         assert stats.num_preemptions == sum(r.num_preemptions for r in self.driver.requests.values())
         assert len(new) <= MAX_WAITING_REQUESTS
         assert sum(request.num_tokens for request in new) <= MAX_WAITING_TOKENS
@@ -360,7 +361,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (stats.num_downgraded_quota, stats.num_evicted) == (self.num_over_quota, self.num_evicted)
         assert (stats.num_expired, stats.num_hopeless) == (self.num_expired, self.num_hopeless)
         started = [r for r in self.driver.requests.values() if r.first_scheduled_time is not None]
-        assert stats.started_by_class == tuple(sum(r.priority is p for r in started) for p in Priority)
+        assert stats.started_by_class == [sum(r.priority is p for r in started) for p in Priority]
 
     def teardown(self) -> None:
         has_failed = sys.exc_info()[0] is not None  # then the driver may be half way through a step
@@ -374,7 +375,7 @@ def has_begun(request: Request) -> bool:
     return first.first_scheduled_time is not None
 
 
-def unchanged(after: SchedulerStats, before: SchedulerStats) -> bool:
+def unchanged(after: EngineStats, before: EngineStats) -> bool:
     """But for the counts of refusals."""
     counts = {"num_hopeless": 0, "num_rate_limited": 0, "tenants": {}}
-    return after._replace(**counts) == before._replace(**counts)
+    return replace(after, **counts) == replace(before, **counts)

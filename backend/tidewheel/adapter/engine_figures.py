@@ -7,9 +7,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tidewheel.adapter.series import Labels
-from tidewheel.engine.messages import EngineStats
 from tidewheel.request import Priority
-from tidewheel.scheduler.stats import TenantFigures
+from tidewheel.stats import EngineStats, TenantFigures
 
 
 class TenantFigure(NamedTuple):

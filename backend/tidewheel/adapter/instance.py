@@ -18,11 +18,12 @@ from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMe
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.settings import ModelSettings, load_settings
 from tidewheel.engine.client import EngineClient
-from tidewheel.engine.messages import Delta, EngineInfo, EngineStats, Room
+from tidewheel.engine.messages import Delta, EngineInfo, Room
 from tidewheel.engine.run_dir import engine_dir
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.frontend.door import Door, HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.stats import EngineStats
 
 
 class EngineRelay:

@@ -10,7 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.engine_figures import ENGINE_COUNTERS, ENGINE_GAUGES, TENANT_COUNTERS
 from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, Labels, counter_family, gauge_family
-from tidewheel.engine.messages import EngineInfo, EngineStats
+from tidewheel.engine.messages import EngineInfo
 from tidewheel.frontend.stats import (
     INTER_TOKEN_BOUNDS,
     REFUSAL_BOUNDS,
@@ -21,6 +21,7 @@ from tidewheel.frontend.stats import (
     LatencyHistogram,
 )
 from tidewheel.request import FinishReason
+from tidewheel.stats import EngineStats
 
 FLUSH_INTERVAL_S = 0.4
 

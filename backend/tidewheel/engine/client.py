@@ -29,7 +29,6 @@ from tidewheel.engine.messages import (
     Deltas,
     Dropped,
     EngineInfo,
-    EngineStats,
     Failed,
     FromEngine,
     Goodbye,
@@ -45,6 +44,7 @@ from tidewheel.engine.spawn import engine_command
 from tidewheel.engine.status import Status, read_status, settings_digest
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError, from_wire
 from tidewheel.request import FinishReason
+from tidewheel.stats import EngineStats
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import zmq
 
 from tidewheel.engine.connection import Connection
-from tidewheel.engine.messages import Drain, EngineStats, Stats, encoder
+from tidewheel.engine.messages import Drain, Stats, encoder
 from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.engine.status import read_status
+from tidewheel.stats import EngineStats
 
 
 def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:

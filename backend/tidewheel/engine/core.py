@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.engine.messages import EngineStats
 from tidewheel.engine.recovery import is_out_of_memory, no_tokens, recover
 from tidewheel.engine.runner import Computed, PendingTokens, Runner
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.stats import WaitingRoom
+from tidewheel.stats import EngineStats, WaitingRoom
 
 
 class _InFlight(NamedTuple):
@@ -169,8 +168,7 @@ class EngineCore:
         now = self._clock()
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)
-        return EngineStats(
-            **self._scheduler.stats()._asdict(),
-            step_seconds=self._step_seconds,
-            busy_fraction=min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9)),
-        )
+        stats = self._scheduler.stats()
+        stats.step_seconds = self._step_seconds
+        stats.busy_fraction = min(1.0, (self._step_seconds - busy) / max(now - then, 1e-9))
+        return stats

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import msgspec
 import zmq
 
 from tidewheel.batch import StepOutputs, TopLogprobs
@@ -14,7 +15,7 @@ from tidewheel.engine.deltas import final_delta, refusal
 from tidewheel.engine.messages import WHOLE_REQUEST, Delta, Deltas, FromEngine, Room, encoder
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.stats import WaitingRoom
+from tidewheel.stats import WaitingRoom
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class FrontEnds:
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue
-            if self._send(front_end.identity, Room(*room, received=front_end.received)):
+            if self._send(front_end.identity, Room(**msgspec.structs.asdict(room), received=front_end.received)):
                 front_end.received, front_end.room = [], room
 
     def broadcast(self, message: FromEngine) -> None:

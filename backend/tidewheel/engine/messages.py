@@ -16,7 +16,7 @@ import msgspec
 
 from tidewheel.batch import TopLogprobs
 from tidewheel.sampling import SamplingParams
-from tidewheel.scheduler.stats import TenantFigures
+from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
 PROTOCOL = 3
@@ -183,74 +183,14 @@ class Deltas(Message, frozen=True):
     deltas: list[Delta]
 
 
-ByClass = tuple[int, int, int, int]  # CRITICAL … LOW, as asked for
-NO_CLASS: ByClass = (0, 0, 0, 0)
-
-
-class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the engine; counters since its start."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0
-    num_blocks: int = 0
-    num_free_blocks: int = 0  # never used or evictable
-    num_cached_blocks: int = 0  # evictable blocks whose content is kept
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
-    num_prefix_queries: int = 0  # prompt tokens looked up
-    num_prefix_hits: int = 0  # prompt tokens found
-    num_preemptions: int = 0
-    step_seconds: float = 0.0  # sum over steps
-    busy_fraction: float = 0.0  # step time over wall time since the last snapshot
-    waiting_by_class: ByClass = NO_CLASS
-    num_swap_preemptions: int = 0  # those that kept what they had computed in the host tier
-    num_evicted: int = 0  # waiting requests refused because one of a higher class took their place
-    num_expired: int = 0  # requests whose deadline passed
-    num_hopeless: int = 0  # refused because their deadline could not be met
-    num_rate_limited: int = 0  # refused because their tenant is over its rates
-    num_aged: int = 0  # lifts by one class
-    num_downgraded_quota: int = 0
-    num_downgraded_deadline: int = 0
-    started_by_class: ByClass = NO_CLASS
-    evicted_by_class: ByClass = NO_CLASS
-    max_wait_by_class: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # seconds, of those that started
-    num_shed_by_class: ByClass = NO_CLASS  # refused by the breaker
-    breaker_state: str = "closed"  # or open, half_open
-    token_budget: int = 0  # of a step, as it is now
-    max_num_seqs: int = 0  # as it is now
-    num_predictions: int = 0  # of output lengths, that came to an end
-    prediction_error: float = 0.0  # tokens, mean absolute, smoothed
-    num_host_blocks: int = 0
-    num_free_host_blocks: int = 0  # empty or evictable
-    num_swapped_out: int = 0  # blocks
-    num_swapped_in: int = 0  # blocks
-    num_sessions: int = 0
-    num_session_blocks: int = 0  # that sessions alone hold
-    num_hit_queries: int = 0  # tokens of rows that entered; a preempted request counts again when it returns
-    num_device_hits: int = 0  # of these, found in the pool
-    num_host_hits: int = 0  # of these, found in the host tier
-    num_session_hits: int = 0  # in either, as part of the request's session
-    num_used_slots: int = 0  # of running rows, that hold a computed token
-    num_taken_slots: int = 0  # of their blocks; 1 - used / taken is the fragmentation
-    num_wasted_slots: int = 0  # of these, behind the last token of a row
-    tenants: dict[str, TenantFigures] = {}  # by label, of which there is a bounded number
-
-
 class Stats(Message, frozen=True):
     stats: EngineStats
 
 
-class Room(Message, frozen=True):
-    """How full the waiting set is, sent when that changes, so that a front end refuses at once what the engine would
-    refuse after its step. Fields as in `scheduler.stats.WaitingRoom`."""
+class Room(Message, WaitingRoom, frozen=True):
+    """Sent when the room in the waiting set changes, so that a front end refuses at once what the engine would refuse
+    after its step."""
 
-    num_requests: int
-    max_requests: int
-    num_tokens: int
-    max_tokens: int
-    lowest_class: int
-    retry_after_ms: int
     received: list[int]  # keys of this front end's requests that it has heard of since the last time
 
 

@@ -17,6 +17,7 @@ from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionLimits, SessionTable
 from tidewheel.kvcache.transfers import Arrival, TransferQueue, Transfers
 from tidewheel.request import Request
+from tidewheel.stats import EngineStats
 
 
 class KVCacheManager:
@@ -38,16 +39,14 @@ class KVCacheManager:
     ) -> None:
         if block_size < 1:
             raise InternalError(f"block_size is {block_size}: it must be at least 1")
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        # Tokens of rows that entered, and where they were found. They count again when a preempted request returns.
-        self.num_hit_queries = 0
-        self.num_device_hits = 0  # by sharing a block or copying a part of one
-        self.num_host_hits = 0  # by reading them back from the host tier
-        self.num_session_hits = 0  # in either, as part of the request's session
+        self.stats = EngineStats(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         self._pool = BlockPool(num_blocks)
         self._host = HostTier(num_host_blocks)
-        self._transfers = TransferQueue(self._pool, self._host)
+        self._transfers = TransferQueue(self._pool, self._host, self.stats)
         self._sessions = SessionTable(session_limits or SessionLimits())
         self._store = SessionStore(self._pool, self._host, self._transfers, self._sessions, block_size)
         self._finder = PrefixFinder(self._pool, self._host, self._sessions, block_size)
@@ -58,23 +57,9 @@ class KVCacheManager:
     # --- figures ------------------------------------------------------------------------------------------------
 
     @property
-    def num_blocks(self) -> int:
-        return self._pool.num_blocks
-
-    @property
     def num_free_blocks(self) -> int:
         """Empty, evictable, or held by sessions alone, which give way."""
         return self._pool.num_free + self._pool.num_kept
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Evictable, content kept."""
-        return self._pool.num_cached
-
-    @property
-    def num_session_blocks(self) -> int:
-        """Blocks that sessions alone hold."""
-        return self._pool.num_kept
 
     @property
     def num_held_blocks(self) -> int:
@@ -83,27 +68,15 @@ class KVCacheManager:
         held.update(self._transfers.carried_sources())
         return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
 
-    @property
-    def num_host_blocks(self) -> int:
-        return self._host.num_slots
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        """Empty or evictable."""
-        return self._host.num_free_slots
-
-    @property
-    def num_swapped_out(self) -> int:
-        """Blocks that batches have copied to the host tier, since the start."""
-        return self._transfers.num_swapped_out
-
-    @property
-    def num_swapped_in(self) -> int:
-        return self._transfers.num_swapped_in
-
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
+    def update_stats(self) -> EngineStats:
+        """Bring the cache's figures in `stats` up to date and return them; the struct is the same at each call."""
+        stats = self.stats
+        stats.num_free_blocks = self.num_free_blocks
+        stats.num_cached_blocks = self._pool.num_cached
+        stats.num_free_host_blocks = self._host.num_free_slots
+        stats.num_sessions = len(self._sessions)
+        stats.num_session_blocks = self._pool.num_kept
+        return stats
 
     def session_blocks(self, tenant: str) -> int:
         """Blocks in the pool that the tenant's sessions keep, those that running requests share too."""
@@ -203,14 +176,15 @@ class KVCacheManager:
         return blocks
 
     def _count_hits(self, num_tokens: int, hit: PrefixHit) -> None:
-        self.num_hit_queries += num_tokens
+        stats = self.stats
+        stats.num_hit_queries += num_tokens
         if hit.num_tokens:
             num_host = len(hit.host_keys) * self.block_size
             if hit.tail_key:
                 num_host += hit.num_tokens % self.block_size
-            self.num_host_hits += num_host
-            self.num_device_hits += hit.num_tokens - num_host
-            self.num_session_hits += hit.num_session_tokens
+            stats.num_host_hits += num_host
+            stats.num_device_hits += hit.num_tokens - num_host
+            stats.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
         """Add one block to each row's table and return these blocks. Return None and change nothing if some lack."""

@@ -11,6 +11,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.invariants import require
+from tidewheel.stats import EngineStats
 
 
 class Transfers(NamedTuple):
@@ -55,9 +56,8 @@ class TransferQueue:
     * the slots of both directions are pinned, so that no batch writes a slot that it reads.
     """
 
-    def __init__(self, pool: BlockPool, host: HostTier) -> None:
-        self.num_swapped_out = 0  # blocks
-        self.num_swapped_in = 0
+    def __init__(self, pool: BlockPool, host: HostTier, stats: EngineStats) -> None:
+        self._stats = stats
         self._pool = pool
         self._host = host
         self._out_blocks: list[int] = []
@@ -108,8 +108,8 @@ class TransferQueue:
         columns = (sources, targets, self._out_blocks, self._out_slots, in_slots, in_blocks)
         transfers = Transfers(*[np.array(column, dtype=np.int32) for column in columns])
         self._carried[step_id] = _Carried(self._out_slots, in_slots, sources)
-        self.num_swapped_out += len(self._out_blocks)
-        self.num_swapped_in += len(in_blocks)
+        self._stats.num_swapped_out += len(self._out_blocks)
+        self._stats.num_swapped_in += len(in_blocks)
         self._out_blocks, self._out_slots = [], []
         return transfers, arrivals
 

@@ -6,7 +6,7 @@ from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFul
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
-from tidewheel.scheduler.stats import WaitingRoom
+from tidewheel.stats import WaitingRoom
 
 _FIRST_RETRY_MS = 250  # while no pace is known
 _MIN_RETRY_MS = 50

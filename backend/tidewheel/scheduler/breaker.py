@@ -74,7 +74,7 @@ class Breaker:
         self._queue_times = [Signal("queue time", " s", queue_time_s) for _ in Priority]
         self.state = BreakerState.CLOSED
         self.level = 0
-        self.num_shed = dict.fromkeys(Priority, 0)
+        self.num_shed = [0] * len(Priority)  # by class
         self._period = PERIOD_S
         self._until = 0.0  # when the present state is judged, unless closed
         self._num_probes = 0
@@ -89,7 +89,7 @@ class Breaker:
         if is_on_trial and self._num_probes < NUM_PROBES:
             self._num_probes += 1
             return
-        self.num_shed[service_class] += 1
+        self.num_shed[service_class - 1] += 1
         raise Busy(
             f"overload: requests of class {service_class.name} are refused, {self._reason}",
             retry_after_ms=math.ceil(1e3 * max(self._until - now, 0.05)),

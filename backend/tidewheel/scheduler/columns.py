@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tidewheel.batch import BoolArray, Int32Array
 from tidewheel.kvcache.invariants import require
 from tidewheel.request import Request, RequestState
+from tidewheel.stats import EngineStats
 
 Int64Array = npt.NDArray[np.int64]
 RowArray = npt.NDArray[np.intp]  # numpy gathers by intp several times faster than by int32
@@ -190,19 +191,12 @@ class Columns:
         self._left_rows.clear()
         return left
 
-    @property
-    def num_taken_slots(self) -> int:
-        """Of all running rows."""
-        return int(self.num_slots[self.running].sum())
-
-    @property
-    def num_used_slots(self) -> int:
-        return int(self.num_computed_tokens[self.running].sum())
-
-    @property
-    def num_wasted_slots(self) -> int:
-        """Behind the last token of running rows; what is left are slots of tokens that are yet to be computed."""
-        return self.num_taken_slots - int(self.num_tokens[self.running].sum())
+    def update_stats(self, stats: EngineStats) -> None:
+        running = self.running
+        stats.num_running = self.num_running
+        stats.num_used_slots = int(self.num_computed_tokens[running].sum())
+        stats.num_taken_slots = int(self.num_slots[running].sum())
+        stats.num_wasted_slots = stats.num_taken_slots - int(self.num_tokens[running].sum())
 
     def num_own_slots(self, rows: RowArray) -> npt.NDArray[np.float64]:
         """Return the slots of each row but those of blocks that it found when it entered."""

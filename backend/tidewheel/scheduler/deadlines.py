@@ -63,7 +63,7 @@ def expire(state: State, now: float) -> list[Request]:
                 f"{state.num_waiting} requests wait, {state.columns.num_running} run"
             )
         state.end(request, reason, now)
-        state.counters.num_expired += 1
+        state.stats.num_expired += 1
         expired.append(request)
     return expired
 

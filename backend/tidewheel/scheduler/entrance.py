@@ -13,10 +13,10 @@ from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.deadlines import check_deadline
 from tidewheel.scheduler.service_class import dropped, is_over_quota
 from tidewheel.scheduler.state import State
-from tidewheel.scheduler.stats import WaitingRoom
 from tidewheel.scheduler.step_time import ServiceEstimate
 from tidewheel.scheduler.tenancy import TenantTable
 from tidewheel.scheduler.tenant_counts import TenantCounts
+from tidewheel.stats import WaitingRoom
 
 
 class Entrance:
@@ -28,8 +28,10 @@ class Entrance:
         self._estimate = estimate
         self._admission = Admission(config, state.kv.num_blocks, state.kv.block_size)
         self._tenants = TenantTable(config.tenants)
-        self.tenant_counts = TenantCounts(config.tenants)
+        self._tenant_counts = TenantCounts(config.tenants)
         self.breaker = Breaker(config.breaker_error_rate, config.breaker_queue_time_s)
+        state.stats.tenants = self._tenant_counts.figures
+        state.stats.num_shed_by_class = self.breaker.num_shed
         self.predictor = state.predictor
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
@@ -38,13 +40,13 @@ class Entrance:
         They share prompt and limits. `InvalidRequest` comes first: what can never work is not told to come back. A
         class above what their tenant may ask for is lowered.
         """
-        self.tenant_counts.observe_arrival(requests)
+        self._tenant_counts.observe_arrival(requests)
         for request in requests:
             request.priority = self._config.limits_of(request.tenant).granted(request.priority)
         try:
             return self._admit(requests, now)
         except TidewheelError:
-            self.tenant_counts.observe_refusal(requests)
+            self._tenant_counts.observe_refusal(requests)
             raise
 
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
@@ -61,7 +63,7 @@ class Entrance:
             newcomer.predicted_output_tokens = predicted
             newcomer.service_class = service_class
             newcomer.was_over_quota = over_quota
-            state.counters.num_downgraded_quota += over_quota and service_class is not newcomer.priority
+            state.stats.num_downgraded_quota += over_quota and service_class is not newcomer.priority
         state.wait(list(requests))
         return evicted
 
@@ -70,13 +72,13 @@ class Entrance:
 
     def observe_starts(self, requests: list[Request], now: float) -> None:
         """Note requests that were scheduled for the first time."""
-        counters = self._state.counters
+        stats = self._state.stats
         for request in requests:
             seconds = max(now - request.arrival_time, 0.0)
             index = request.priority - 1
-            counters.started_by_class[index] += 1
-            counters.max_wait_by_class[index] = max(counters.max_wait_by_class[index], seconds)
-            self.tenant_counts.observe_start(request, seconds)
+            stats.started_by_class[index] += 1
+            stats.max_wait_by_class[index] = max(stats.max_wait_by_class[index], seconds)
+            self._tenant_counts.observe_start(request, seconds)
             self._admission.record_start(now)
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
@@ -85,7 +87,7 @@ class Entrance:
         cancels say nothing about the health of the engine."""
         for request in requests:
             self._tenants.settle(request, now)
-            self.tenant_counts.observe_end(request)
+            self._tenant_counts.observe_end(request)
             reason = request.finish_reason
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self.predictor.observe(
@@ -111,12 +113,12 @@ class Entrance:
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)
         except DeadlineExceeded:
-            self._state.counters.num_hopeless += 1
+            self._state.stats.num_hopeless += 1
             raise
         try:
             self._tenants.check(request.tenant, count, count * num_tokens, now)
         except Busy:
-            self._state.counters.num_rate_limited += 1
+            self._state.stats.num_rate_limited += 1
             raise
         self._observe_oldest(now)
         self.breaker.check(service_class, now)
@@ -139,6 +141,6 @@ class Entrance:
         for member in members:
             member.error = error
             state.end(member, FinishReason.ERROR, now)
-            state.counters.num_evicted += 1
-            state.counters.evicted_by_class[member.priority - 1] += 1
+            state.stats.num_evicted += 1
+            state.stats.evicted_by_class[member.priority - 1] += 1
         return members

@@ -86,17 +86,12 @@ class OutputPredictor:
         self._prior = float(prior_tokens)
         self._cells: OrderedDict[_Cell, Histogram] = OrderedDict()  # of tenants; least recently used first
         self._shared: dict[_Cell, Histogram] = {}  # of all tenants; one for each bucket
-        self._error = 0.0
         self.num_observed = 0
+        self.mean_abs_error = 0.0  # tokens between predicted and real length, smoothed over about 100 outputs
 
     @property
     def num_cells(self) -> int:
         return len(self._cells) + len(self._shared)
-
-    @property
-    def mean_abs_error(self) -> float:
-        """Tokens between predicted and real length, smoothed over about the last 100 outputs."""
-        return self._error
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
         """Output tokens, 1 to `max_tokens`."""
@@ -135,7 +130,7 @@ class OutputPredictor:
             self._shared.setdefault((None, prompts), Histogram()).add(num_output_tokens)
         self.num_observed += 1
         smoothing = max(_ERROR_SMOOTHING, 1.0 / self.num_observed)
-        self._error += smoothing * (abs(predicted - num_output_tokens) - self._error)
+        self.mean_abs_error += smoothing * (abs(predicted - num_output_tokens) - self.mean_abs_error)
 
     def _believed(self, tenant: str, bucket: int) -> Histogram | None:
         for cells, key in (

@@ -42,8 +42,8 @@ class SortedQueue:
 
     def remove(self, key: Rank, request: Request) -> None:
         index = bisect_left(self._entries, (key,))
-        is_there = index < len(self._entries) and self._entries[index][1] is request
-        require(is_there, f"{request} does not wait where it should")
+        found = self._entries[index][1] if index < len(self._entries) else None
+        require(found is request, f"{request} does not wait where it should")
         del self._entries[index]
 
     def first_from(self, key: Rank) -> Request | None:

@@ -241,5 +241,5 @@ def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: in
     if state.virtual_counters is not None:
         state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - num_cached_tokens, 0)
     if state.kv.enable_prefix_caching:
-        state.counters.num_prefix_queries += request.num_prompt_tokens
-        state.counters.num_prefix_hits += num_cached_tokens
+        state.stats.num_prefix_queries += request.num_prompt_tokens
+        state.stats.num_prefix_hits += num_cached_tokens

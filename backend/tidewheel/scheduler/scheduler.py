@@ -27,11 +27,10 @@ from tidewheel.scheduler.control import Control
 from tidewheel.scheduler.deadlines import expire
 from tidewheel.scheduler.entrance import Entrance
 from tidewheel.scheduler.plan import StepPlan
-from tidewheel.scheduler.report import snapshot
 from tidewheel.scheduler.reserve import plan_step
 from tidewheel.scheduler.service_class import reclassify_due
 from tidewheel.scheduler.state import State
-from tidewheel.scheduler.stats import SchedulerStats, WaitingRoom
+from tidewheel.stats import EngineStats, WaitingRoom
 
 
 class Scheduler:
@@ -105,7 +104,7 @@ class Scheduler:
         """Ends every unfinished request with the error. Batches in flight are forgotten: they can't be applied."""
         state = self._state
         self._in_flight.clear()
-        state.last_applied = state.counters.num_steps - 1
+        state.last_applied = state.stats.num_steps - 1
         state.kv.all_steps_done()
         failed = list(state.requests.values())
         for request in failed:
@@ -130,7 +129,7 @@ class Scheduler:
 
     def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
         state = self._state
-        step_id = state.counters.num_steps
+        step_id = state.stats.num_steps
         batch = plan.to_batch(step_id, state.columns.take_left_rows(), state.kv.take_transfers(step_id))
         rows = batch.rows.astype(np.intp)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
@@ -145,8 +144,8 @@ class Scheduler:
                 min([request.arrival_time for request in started], default=None),
             )
         )
-        state.counters.num_steps += 1
-        state.counters.num_scheduled_tokens += batch.num_tokens
+        state.stats.num_steps += 1
+        state.stats.num_scheduled_tokens += batch.num_tokens
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
@@ -168,8 +167,18 @@ class Scheduler:
         self._control.observe_step(step, batch, state, now)
         return outputs
 
-    def stats(self) -> SchedulerStats:
-        return snapshot(self._state, self._control, self._entrance)
+    def stats(self) -> EngineStats:
+        """Return a snapshot."""
+        state, control = self._state, self._control
+        stats = state.kv.update_stats()
+        state.columns.update_stats(stats)
+        stats.num_waiting = state.num_waiting
+        stats.breaker_state = self._entrance.breaker.state.value
+        stats.token_budget = control.knobs.token_budget
+        stats.max_num_seqs = control.knobs.max_num_seqs
+        stats.num_predictions = state.predictor.num_observed
+        stats.prediction_error = state.predictor.mean_abs_error
+        return stats.snapshot()
 
     def room(self, now: float) -> WaitingRoom:
         """How full the waiting set is. Cheap: asked at every step."""

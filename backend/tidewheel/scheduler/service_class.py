@@ -32,12 +32,12 @@ def reclassify_due(state: State, now: float) -> None:
             state.set_overdue(request)
         else:
             state.reclassify(request, lifted(request.service_class), since=time)
-            state.counters.num_aged += 1
+            state.stats.num_aged += 1
     for _, _, request in state.soft_deadlines.pop_due(now):
         follows = request.leader is not None and request in request.leader.followers
         if request.service_class < Priority.LOW and not follows:
             state.reclassify(request, dropped(request.service_class), since=now)
-            state.counters.num_downgraded_deadline += 1
+            state.stats.num_downgraded_deadline += 1
 
 
 def is_over_quota(state: State, request: Request) -> bool:
@@ -56,6 +56,6 @@ def drop_over_quota(state: State, request: Request, now: float) -> bool:
         member.was_over_quota = True
     if request.service_class is Priority.LOW:
         return False
-    state.counters.num_downgraded_quota += 1
+    state.stats.num_downgraded_quota += 1
     state.reclassify(request, dropped(request.service_class), since=now)
     return True

@@ -13,7 +13,6 @@ from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import POLICIES, Rank, rank_of
 from tidewheel.scheduler.predictor import OutputPredictor
 from tidewheel.scheduler.queue import WaitingSet
-from tidewheel.scheduler.stats import Counters
 from tidewheel.scheduler.step_time import PreemptionCost
 
 
@@ -42,13 +41,11 @@ class State:
         self.waiting = WaitingSet(self.policy, self.virtual_counters)
         self.columns = Columns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, in order of arrival
-        self.counters = Counters()
+        self.stats = kv.stats  # one struct for the cache's figures and the scheduler's
         self.last_applied = -1  # newest step that is not in flight any more
         self.deadlines = EventHeap(_is_unfinished)
         self.soft_deadlines = EventHeap(_is_unfinished)
         self.lifts = EventHeap(_is_due_to_be_lifted)
-        self.num_waiting_tokens = 0  # of requests without a row: prompt, and output of preempted ones
-        self.waiting_by_class = [0, 0, 0, 0]  # requests without a row, by the class that was granted
         self._leaders: dict[str, Request] = {}  # that run and have followers
         self._num_added = 0
 
@@ -149,10 +146,10 @@ class State:
         request = self.columns.write_back(row)
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
-        self.counters.num_preemptions += 1
+        self.stats.num_preemptions += 1
         num_computed_tokens = int(self.columns.num_computed_tokens[row])
         if self._should_swap(num_computed_tokens) and self.kv.offload(row, request, num_computed_tokens):
-            self.counters.num_swap_preemptions += 1
+            self.stats.num_swap_preemptions += 1
         self._leave(row)
         self._count_waiting(request, 1)
         self.waiting.push(request)
@@ -227,7 +224,7 @@ class State:
     @property
     def has_in_flight(self) -> bool:
         """Whether a batch was scheduled that is not yet applied."""
-        return self.last_applied < self.counters.num_steps - 1
+        return self.last_applied < self.stats.num_steps - 1
 
     def is_in_flight(self, row: int) -> bool:
         """Whether a batch in flight names the row: its blocks come back only when that is applied."""
@@ -240,8 +237,8 @@ class State:
         return self.kv.num_held_blocks + sum([departures.add(row) for row in ending])
 
     def _count_waiting(self, request: Request, change: int) -> None:
-        self.num_waiting_tokens += change * request.num_tokens
-        self.waiting_by_class[request.priority - 1] += change
+        self.stats.num_waiting_tokens += change * request.num_tokens
+        self.stats.waiting_by_class[request.priority - 1] += change
 
     def _class_that_counts(self, request: Request) -> int:
         return request.service_class if self.policy.by_class else 0
@@ -285,9 +282,9 @@ class State:
 
     def _check_waiting(self, queued: list[Request], attached: list[Request]) -> None:
         waiting = [*queued, *attached]
-        require(self.num_waiting_tokens == sum(r.num_tokens for r in waiting), "waiting tokens are miscounted")
+        require(self.stats.num_waiting_tokens == sum(r.num_tokens for r in waiting), "waiting tokens are miscounted")
         by_class = [sum(request.priority is p for request in waiting) for p in Priority]
-        require(self.waiting_by_class == by_class, "classes are miscounted")
+        require(self.stats.waiting_by_class == by_class, "classes are miscounted")
         unlifted = [r for r in queued if r.service_class > Priority.HIGH and r.lift_time is None]
         require(not unlifted, f"{unlifted} wait to be lifted for ever")
         require(all(request.lift_time is None for request in attached), "followers are lifted without their leader")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 
 from tidewheel.errors import Busy, DeadlineExceeded
 from tidewheel.request import Request
-from tidewheel.scheduler.stats import TenantFigures
+from tidewheel.stats import TenantFigures
 from tidewheel.tenants import EVERYBODY
 
 MAX_LABELS = 64  # tenants with a label of their own
@@ -26,10 +25,7 @@ class TenantCounts:
     def __init__(self, names: Iterable[str]) -> None:
         named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
         self._labels = {name: _label(name) for name in named}
-        self._figures = {label: TenantFigures() for label in (*self._labels.values(), OTHERS)}
-
-    def snapshot(self) -> Mapping[str, TenantFigures]:
-        return {label: replace(figures) for label, figures in self._figures.items()}
+        self.figures = {label: TenantFigures() for label in (*self._labels.values(), OTHERS)}
 
     def observe_arrival(self, requests: Sequence[Request]) -> None:
         self._of(requests[0]).num_requests += len(requests)
@@ -51,7 +47,7 @@ class TenantCounts:
             figures.num_rejected += 1
 
     def _of(self, request: Request) -> TenantFigures:
-        return self._figures[self._labels.get(request.tenant, OTHERS)]
+        return self.figures[self._labels.get(request.tenant, OTHERS)]
 
 
 def _label(name: str) -> str:

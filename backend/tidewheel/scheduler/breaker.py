@@ -82,8 +82,7 @@ class Breaker:
         best_shed = _best_shed(self.level)
         if service_class < best_shed:
             return
-        is_on_trial = self.state is BreakerState.HALF_OPEN and service_class == best_shed
-        if is_on_trial and self._num_probes < NUM_PROBES:
+        if self.state is BreakerState.HALF_OPEN and service_class == best_shed and self._num_probes < NUM_PROBES:
             self._num_probes += 1
             return
         self.num_shed[service_class] += 1

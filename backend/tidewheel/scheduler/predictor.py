@@ -21,7 +21,7 @@ _NUM_BINS = 21 * _BINS_PER_OCTAVE  # outputs up to 2^21 tokens
 _MAX_SCALE = 1e12  # above it, the weights of a cell are scaled down
 _ERROR_SMOOTHING = 0.01
 
-_EDGES = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]  # bin i covers [edge i, edge i + 1)
+_EDGES: list[float] = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]  # bin i: [edge i, i + 1)
 _LENGTHS = np.array(_EDGES)
 
 _Cell = tuple[str | None, int | None]  # tenant and prompt bucket; None: all of them
@@ -61,10 +61,7 @@ class Histogram:
         self._total += self._scale
 
     def quantile(self, fraction: float) -> float:
-        """Return the length that a `fraction`, above 0, of the outputs does not exceed.
-
-        Lengths are taken as evenly spread inside a bin.
-        """
+        """Return the length that a `fraction`, above 0, of the outputs does not exceed; lengths in a bin are even."""
         sums = list(accumulate(self._weights))
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
@@ -93,7 +90,6 @@ class OutputPredictor:
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
         """Return output tokens, 1 to `max_tokens`."""
         bucket = num_prompt_tokens.bit_length()
-        length = self._prior
         for cells, key in (
             (self._cells, (tenant, bucket)),
             (self._cells, (tenant, None)),
@@ -102,9 +98,8 @@ class OutputPredictor:
         ):
             histogram = cells.get(key)
             if histogram is not None and histogram.num_seen >= MIN_SEEN:
-                length = histogram.quantile(QUANTILE)
-                break
-        return min(length, float(max_tokens))
+                return min(histogram.quantile(QUANTILE), float(max_tokens))
+        return min(self._prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
         """Return output lengths, ascending, and the share of all outputs that is longer than each.

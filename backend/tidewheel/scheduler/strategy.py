@@ -77,10 +77,7 @@ class Continuous(Strategy):
 
 
 class Static(Strategy):
-    """Forms a batch of `batch_size` requests, or of fewer when the oldest has waited `batch_timeout_s`.
-
-    A batch runs to its end before the next one forms.
-    """
+    """Forms a batch when the last one has ended, and `batch_size` wait or the oldest has waited `batch_timeout_s`."""
 
     def _form(self, now: float, view: JoinView) -> int:
         size = min(self._config.batch_size, view.max_num_seqs)

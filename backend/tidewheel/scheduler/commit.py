@@ -15,7 +15,7 @@ from tidewheel.scheduler.state import State
 
 
 class InFlight(NamedTuple):
-    """Memory of a batch until it is applied."""
+    """A scheduled batch that is not yet applied."""
 
     step_id: int
     rows: RowArray  # [n]

@@ -26,7 +26,7 @@ class VirtualCounters:
     running requests may produce.
 
     A call costs O(log tenants), amortised: counters only grow, so a heap entry is brought up to date when it comes to
-    the top. Beyond `MAX_IDLE_TENANTS` idle tenants, those with the least counters are forgotten. One that is not
+    the top. Beyond `MAX_IDLE_TENANTS` idle tenants, the ones with the least counters are forgotten. One that is not
     above the floor loses nothing by it: the lift would bring it there anyway.
     """
 

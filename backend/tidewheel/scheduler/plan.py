@@ -15,7 +15,7 @@ from tidewheel.scheduler.policy import Rank
 
 
 class StepLimits(NamedTuple):
-    """What one step may spend."""
+    """Limits of one step."""
 
     token_budget: int
     max_chunk_tokens: int  # of one request
@@ -49,7 +49,7 @@ class StepPlan:
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
-        self.token_budget = limits.token_budget  # that is left
+        self.token_budget = limits.token_budget  # tokens that are left of it
         self.num_joined = 0  # requests that joined, followers of a leader included
         self.started: list[Request] = []  # for the first time
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
@@ -105,11 +105,11 @@ class StepPlan:
         return self._cut is None or level <= self._cut.level
 
     def is_short(self, num_missing: int) -> bool:
-        """Return whether a request that has so many tokens to compute is short enough for them."""
+        """Return whether a request with so many tokens to compute is short enough to have such tokens."""
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
-        """Schedule as much of ``[start, end)`` as one request may have; half of the budget if that cuts it."""
+        """Schedule as much of ``[start, end)`` as one request may have, and half of a budget that would cut it."""
         num_tokens = min(end - start, self.limits.max_chunk_tokens)
         if end - start > self.token_budget <= self.limits.max_chunk_tokens:
             num_tokens = (self.token_budget + 1) // 2

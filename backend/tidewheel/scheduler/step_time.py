@@ -19,7 +19,7 @@ def _fade(now: float, last: float) -> float:
 class StepTime:
     """``seconds ≈ overhead + seconds_per_token · chunk tokens``: least squares with exponential forgetting.
 
-    Chunk tokens are those of prompts and of requests that are computed again. Decoding rows are part of the overhead,
+    Chunk tokens belong to prompts and to requests that are computed again. Decoding rows are part of the overhead,
     which follows their number as old steps are forgotten. Attention over earlier chunks of a prompt is part of the
     slope, on average. Weighted means and covariances are updated in place (West, "Updating mean and variance
     estimates", CACM 1979).

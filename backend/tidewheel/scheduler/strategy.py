@@ -1,4 +1,4 @@
-"""When waiting requests may join the running ones. All strategies run on the same engine, so that they compare."""
+"""Rules for when waiting requests may join the running ones. All run on the same engine, so that they compare."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Strategy:
         """Learn from an applied step: the time since the arrival of the oldest request that joined in it."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        """Return the size of the batch that forms now of waiting requests, of which there are some; 0: not yet."""
+        """Return the size of the batch that forms now; 0: not yet. Called only while requests wait."""
         raise NotImplementedError
 
 

@@ -52,8 +52,8 @@ _Buckets = dict[str, TokenBucket]  # by the name of the limit; none where there 
 class TenantTable:
     """Buckets by tenant. Every call is O(1).
 
-    A tenant with an entry keeps its buckets for ever; unknown tenants share those of `*`. Where `*` gives each its
-    own, memory is bounded: full buckets are forgotten (new ones are full too), and beyond `MAX_BUCKETS` the least
+    A tenant with an entry keeps its buckets for ever; unknown tenants share the buckets of `*`. Where `*` gives each
+    its own, memory is bounded: full buckets are forgotten (new ones are full too), and beyond `MAX_BUCKETS` the least
     recently used.
     """
 

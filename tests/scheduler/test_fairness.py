@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidewheel.scheduler import fairness
-from tidewheel.scheduler.fairness import VirtualCounters
-
-INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+from tidewheel.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
 
 
 def same_weight(tenant: str) -> float:
@@ -20,7 +18,7 @@ def same_weight(tenant: str) -> float:
 
 
 def test_prompt_and_output_tokens_are_charged_by_weight() -> None:
-    counters = VirtualCounters({"a": 1.0, "b": 4.0}.__getitem__, INPUT_WEIGHT, OUTPUT_WEIGHT)
+    counters = VirtualCounters({"a": 1.0, "b": 4.0}.__getitem__)
     counters.charge("a", 10, 3)
     counters.charge("b", 10, 3)
     assert counters.counter("a") == 16.0
@@ -73,7 +71,7 @@ class Server:
     """Continuous batching of tenants that always have a request waiting: rows, random lengths, one token a step."""
 
     def __init__(self, weights: dict[str, float], num_rows: int, max_input: int, max_output: int, seed: int) -> None:
-        self.counters = VirtualCounters(weights.__getitem__, INPUT_WEIGHT, OUTPUT_WEIGHT)
+        self.counters = VirtualCounters(weights.__getitem__)
         self.random = random.Random(seed)
         self.num_rows, self.max_input, self.max_output = num_rows, max_input, max_output
         self.running: list[list[object]] = []  # tenant, output tokens left
@@ -157,6 +155,6 @@ def test_memory_is_bounded_whatever_tenants_are_named(monkeypatch: pytest.Monkey
         counters.activate(tenant)
         counters.charge(tenant, number, 0)
         counters.deactivate(tenant)
-        assert len(counters) <= 11
+        assert len(counters._counters) <= 11
     assert counters.counter("visitor-999") == 999.0  # the one that is furthest ahead is not let off
     assert len(counters._heap) < 100

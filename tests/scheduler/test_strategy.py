@@ -85,7 +85,7 @@ def test_hybrid_is_asynchronous_below_the_threshold_and_behind_a_backlog() -> No
 
 
 def test_predictive_learns_how_many_come() -> None:
-    predictive = Predictive()
+    predictive = Predictive(StrategyConfig())
     now = 0.0
     for _ in range(60):  # 400 requests a second, asked every 5 ms
         for waiting in range(2, 100, 2):

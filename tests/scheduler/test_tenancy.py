@@ -221,14 +221,14 @@ def test_unknown_names_share_one_bucket_and_the_name_of_the_entry_is_no_way_arou
     for name in ("two", "", "*"):
         with pytest.raises(Busy, match=r"tenants without an entry are over their requests_per_s of 1"):
             tenants.check(name, 1, 1, 0.0)
-    assert len(tenants) == 0
+    assert len(tenants._unnamed) == 0
 
 
 def test_check_remembers_nothing() -> None:
     tenants = TenantTable({"*": TenantLimits(requests_per_s=1.0, each=True)})
     for number in range(10):
         tenants.check(f"visitor-{number}", 1, 1, 0.0)
-    assert len(tenants) == 0
+    assert len(tenants._unnamed) == 0
 
 
 def test_memory_is_bounded_and_shrinks_when_the_crowd_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,10 +236,10 @@ def test_memory_is_bounded_and_shrinks_when_the_crowd_has_passed(monkeypatch: py
     tenants = TenantTable({"*": TenantLimits(requests_per_s=1.0, each=True)})
     for number in range(1000):
         visit(tenants, f"visitor-{number}", 0.0)
-        assert len(tenants) <= 100
+        assert len(tenants._unnamed) <= 100
     for number in range(200):
         visit(tenants, f"later-{number}", 10.0 + 2.0 * number)
-    assert len(tenants) <= 2
+    assert len(tenants._unnamed) <= 2
 
 
 def test_an_unknown_tenant_in_debt_is_remembered_while_there_is_room() -> None:
@@ -262,7 +262,7 @@ def test_no_crowd_of_names_makes_a_configured_tenant_forgotten(names: list[str])
         visit(tenants, "acme", 0.0, 1000)
         for name in names:
             visit(tenants, name, 0.0)
-            assert len(tenants) <= 4
+            assert len(tenants._unnamed) <= 4
         assert tokens_left(tenants, 0.0, "acme") == 1 - 1000 - names.count("acme")
 
 
@@ -270,7 +270,7 @@ def test_tenants_without_rates_leave_nothing_behind() -> None:
     tenants = TenantTable({"acme": TenantLimits(weight=2.0), "*": TenantLimits(each=True)})
     for name in ("acme", "one", "two"):
         visit(tenants, name, 0.0, 1000)
-    assert len(tenants) == 0
+    assert len(tenants._unnamed) == 0
 
 
 def test_giving_back_to_a_forgotten_tenant_leaves_it_full(monkeypatch: pytest.MonkeyPatch) -> None:

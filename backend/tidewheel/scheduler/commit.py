@@ -1,4 +1,4 @@
-"""What the answer to a batch changes: tokens, hashes, ends."""
+"""Applies the answer to a batch: tokens, hashes, ends."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from tidewheel.scheduler.state import State
 
 
 class InFlight(NamedTuple):
-    """What the scheduler remembers of a batch until it is applied."""
+    """A scheduled batch that is not yet applied."""
 
     step_id: int
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] of these rows when the batch was scheduled
     scheduled_at: float  # seconds
     num_started_tokens: int  # prompt tokens of the requests that started with it
-    oldest_start: float | None  # first arrival of those; None: nobody started
+    oldest_start: float | None  # earliest arrival among them; None: no request started
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
-    """Raises `InternalError` unless the runner answered this batch, with a token for each row that samples."""
+    """Raise `InternalError` unless the runner answered this batch, with a token for each row that samples."""
     if sampled.step_id != batch.step_id or len(sampled.token_ids) != len(batch.rows):
         raise InternalError(
             f"step {batch.step_id} with {len(batch.rows)} rows was answered with "
@@ -40,7 +40,7 @@ def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 def commit_step(
     state: State, batch: ScheduledBatch, step: InFlight, sampled: SampledTokens, now: float
 ) -> StepOutputs:
-    """Rows that changed hands since the batch was scheduled are skipped."""
+    """Apply an answer. Rows that changed hands since the batch was scheduled are skipped."""
     ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
     _commit_computed(state, batch, step.rows, live)
@@ -51,7 +51,7 @@ def commit_step(
     state.columns.write_back_some(batch.step_id)
     if state.virtual_counters is not None:
         _charge_outputs(state.virtual_counters, state.columns, rows)
-    for index, reason in find_endings(state.columns, rows, tokens):
+    for index, reason in _find_endings(state.columns, rows, tokens):
         request = requests[index]
         request.stop_reason = token_ids[index] if reason is FinishReason.STOP else None
         state.end(request, reason, now)
@@ -60,7 +60,7 @@ def commit_step(
 
 
 def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: float) -> list[Request]:
-    """Ends the requests whose logits were not finite; what they hold in the cache is not to be trusted."""
+    """End the requests whose logits were not finite, without trusting what they hold in the cache."""
     failed = []
     for index in (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0].tolist():
         row = int(step.rows[index])
@@ -76,7 +76,7 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
 
 
 def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    """Note what the batch has computed. Blocks of tokens that a row entered with can be found from then on.
+    """Count computed tokens. From then on other requests can find the blocks of tokens that a row entered with.
 
     Blocks that decoding fills are hashed when the request leaves its row: no other request wants them earlier.
     """
@@ -91,31 +91,30 @@ def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: 
 
 
 def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray) -> None:
-    """One token for each row, summed by tenant."""
+    """Charge tenants one token for each of their rows."""
     num_tokens = np.bincount(columns.tenant_ids.take(rows))
     for tenant_id in num_tokens.nonzero()[0].tolist():
         counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
 
 
-def find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
-    """Which of the rows end with their newest token, by index.
+def _find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
+    """Return index and reason of each row that ends with its newest token.
 
-    The sampler masks stop ids until `min_tokens` are there; the check here only guards against one that does not.
+    The sampler masks stop ids until `min_tokens` are there; the check here guards against one that does not.
     """
     num_tokens = columns.num_tokens.take(rows)
     is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
     is_last = num_tokens >= columns.max_num_tokens.take(rows)
     endings = []
     for index in (is_stop | is_last).nonzero()[0].tolist():
-        if is_stop[index] and num_tokens[index] >= columns.min_num_tokens[rows[index]]:
-            endings.append((index, FinishReason.STOP))
-        elif is_last[index]:
-            endings.append((index, FinishReason.LENGTH))
+        stops = is_stop[index] and num_tokens[index] >= columns.min_num_tokens[rows[index]]
+        if stops or is_last[index]:
+            endings.append((index, FinishReason.STOP if stops else FinishReason.LENGTH))
     return endings
 
 
 def _select(logprobs: dict[int, TopLogprobs] | None, sampling: BoolArray) -> dict[int, TopLogprobs] | None:
-    """By position among the rows that sample instead of index into the batch."""
+    """Return the log-probabilities by position among the rows that sample."""
     if not logprobs:
         return None
     sources = sampling.nonzero()[0].tolist()

@@ -11,7 +11,11 @@ from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits, limits_of
 
-PREEMPTION_MODES = ("auto", "recompute", "swap")
+_PREEMPTION_MODES = ("auto", "recompute", "swap")
+_LEAST = {
+    "max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1, "max_waiting_requests": 1,
+    "max_waiting_tokens": 1, "predictor_prior_tokens": 1, "max_preemptions": 0, "long_prefill_token_threshold": 1,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class SchedulerConfig:
     breaker_error_rate: float | None = None
     breaker_queue_time_s: float | None = None
 
-    # who leaves when blocks run out
+    # room to grow, and preemption
     admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_preemptions: int = 4  # of one request, while another victim can be found
@@ -53,39 +57,30 @@ class SchedulerConfig:
     governor_target_latency_s: float | None = None  # of a step, for the governor; None: it looks at memory alone
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_waiting_requests", "max_waiting_tokens",
-            "predictor_prior_tokens",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}: it must be at least {least}")
         if self.policy not in POLICIES:
             raise ConfigError(f"scheduling_policy is {self.policy!r}: choose one of {', '.join(POLICIES)}")
-        if self.preemption_mode not in PREEMPTION_MODES:
-            raise ConfigError(
-                f"preemption_mode is {self.preemption_mode!r}: choose one of {', '.join(PREEMPTION_MODES)}"
-            )
+        if self.preemption_mode not in _PREEMPTION_MODES:
+            modes = ", ".join(_PREEMPTION_MODES)
+            raise ConfigError(f"preemption_mode is {self.preemption_mode!r}: choose one of {modes}")
         if self.max_inflight_steps not in (1, 2):
             raise ConfigError(f"max_inflight_steps is {self.max_inflight_steps}: it must be 1 or 2")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark is {self.watermark}: it must be at least 0 and less than 1")
         if self.ageing_s <= 0.0:
             raise ConfigError(f"ageing_s is {self.ageing_s}: it must be above 0")
-        if self.max_preemptions < 0:
-            raise ConfigError(f"max_preemptions is {self.max_preemptions}: it must be at least 0")
-        if self.long_prefill_token_threshold is not None and self.long_prefill_token_threshold < 1:
-            raise ConfigError(
-                f"long_prefill_token_threshold is {self.long_prefill_token_threshold}: it must be at least 1"
-            )
 
     @property
     def num_rows(self) -> int:
-        """Running requests at most. Not more than the budget: every row must get a token in every step."""
+        """Return how many requests run at most: no more than the budget, which gives every row a token in a step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Of one request in a step."""
+        """Return the most tokens of one request in a step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     def limits_of(self, tenant: str) -> TenantLimits:

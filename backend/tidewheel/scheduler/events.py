@@ -1,4 +1,4 @@
-"""Things that happen to requests because time passes: deadlines, and changes of class."""
+"""Events that time brings: deadlines, and changes of class."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Event(NamedTuple):
 
 
 class EventHeap:
-    """Events in the order of their times. Those of requests that have moved on stay until their time comes, or until
-    they are the larger half: the heap is bounded by the unfinished requests, and nobody pays for a removal."""
+    """Events in the order of their times.
+
+    Dead events stay until their time comes, or until they are the larger half. So the heap is bounded by the
+    unfinished requests, and no removal costs anything.
+    """
 
     def __init__(self, is_live: Callable[[Event], bool]) -> None:
         self._is_live = is_live
         self._heap: list[Event] = []
         self._num_pushed = 0
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     @property
     def next_time(self) -> float:
-        """Of the first event, dead ones included; infinity if there is none."""
+        """Time of the first event, live or dead; infinity if there is none."""
         return self._heap[0].time if self._heap else math.inf
 
     def push(self, time: float, request: Request, num_unfinished: int) -> None:
-        """`num_unfinished`: requests that may have a live event here, each at most one."""
+        """Add an event. At most `num_unfinished` requests may have a live event here, each at most one."""
         if len(self._heap) >= 2 * num_unfinished + _SLACK:
             self._heap = [event for event in self._heap if self._is_live(event)]
             heapq.heapify(self._heap)
@@ -44,7 +44,7 @@ class EventHeap:
         heapq.heappush(self._heap, Event(time, self._num_pushed, request))
 
     def pop_due(self, now: float) -> Iterator[Event]:
-        """Live events whose time has come. More may be pushed meanwhile."""
+        """Yield live events whose time has come. More may be pushed meanwhile."""
         while self._heap and self._heap[0].time <= now:
             event = heapq.heappop(self._heap)
             if self._is_live(event):

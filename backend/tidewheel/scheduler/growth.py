@@ -1,4 +1,4 @@
-"""How many blocks running requests are expected to need, and whether a newcomer leaves them these."""
+"""Expected growth of running requests, and whether a newcomer leaves them the blocks for it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from tidewheel.scheduler.state import State
 
 FloatArray = npt.NDArray[np.float64]
 
-AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps from now that are looked at: 4, 8, 16 … 131,072
+AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps from now at which the need is computed: 4 to 131,072
 CAUTION = 2.0  # standard deviations of the need that must be free beside its mean
 
 
 class Growth:
     """Need for cache slots in the steps to come, as mean and variance over the lengths that outputs may have.
 
-    A request that is alive t steps from now has grown by t tokens; one that has ended by then has given back its own
-    slots. With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds
+    A request that is alive t steps from now has grown by t tokens; one that has ended has given back its own slots.
+    With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds to the need at t
 
         mean        p · (t + o) - o
         variance    p · (1 - p) · (t + o)²
 
-    to the need at t. After the idea of Past-Future scheduling (Gong et al., ASPLOS 2025) to admit by the peak of
-    predicted memory.
+    Past-Future scheduling (Gong et al., ASPLOS 2025) admits by the peak of predicted memory, too.
     """
 
     def __init__(self, state: State) -> None:
@@ -39,22 +38,22 @@ class Growth:
         self._add(outputs, columns.max_num_tokens[rows] - columns.num_tokens[rows], columns.num_own_slots(rows))
 
     def leaves_room(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
-        """Whether the request may enter; if so, its need counts from now on. Its followers will ask themselves."""
+        """Return whether the request may enter, and count its need if so. Its followers ask for themselves."""
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
-        left = np.array([request.max_tokens - request.num_output_tokens])
-        own = np.array([float(kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids)))])
+        left = request.max_tokens - request.num_output_tokens
+        own = kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids))
         before = (self.num_most, self._mean, self._variance)
-        self.num_most += int(left[0])
-        self._add(np.array([float(request.num_output_tokens)]), left, own)
+        self.num_most += left
+        self._add(np.array([float(request.num_output_tokens)]), np.array([left]), np.array([float(own)]))
         need = float((self._mean + CAUTION * np.sqrt(self._variance)).max())
-        fits = min(need, self.num_most) <= num_free
-        if not fits:
-            self.num_most, self._mean, self._variance = before
-        return fits
+        if min(need, self.num_most) <= num_free:
+            return True
+        self.num_most, self._mean, self._variance = before
+        return False
 
     def _add(self, outputs: FloatArray, lefts: npt.NDArray[np.int_], own: FloatArray) -> None:
-        """Count requests with outputs so long, that may have `lefts` more tokens and hold `own` slots alone."""
+        """Count requests by length of output, `lefts` more tokens at most, and slots of their `own`."""
         now = np.interp(outputs, self._lengths, self._survival).clip(1e-9)[:, None]
         alive = np.interp(outputs[:, None] + AHEAD, self._lengths, self._survival) / now
         alive *= lefts[:, None] > AHEAD

@@ -15,11 +15,11 @@ from tidewheel.scheduler.policy import Rank
 
 
 class StepLimits(NamedTuple):
-    """What one step may spend."""
+    """Limits of one step."""
 
     token_budget: int
     max_chunk_tokens: int  # of one request
-    max_running: int  # nobody enters beyond; those that run stay
+    max_running: int  # no request enters beyond; running ones stay
     max_joins: int  # of requests that never started
     keep_free: int  # blocks that an admission leaves free while others run
 
@@ -32,24 +32,24 @@ class Chunk(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A chunk that the budget cuts short, and who may go ahead of its rest."""
+    """A chunk that the budget cuts short."""
 
     position: int  # among the chunks
     num_missing: int  # tokens of the request that are not computed
-    level: Rank
+    level: Rank  # highest one that may go ahead of the rest
 
 
 class StepPlan:
     """Rows and block-table entries of the next batch, within a token budget.
 
-    A prompt that does not fit in what is left of the budget takes half of it, and leaves the other half to those
-    behind it that are of its level and have less than half as much to compute: with half of every step they are done
-    before it would be, so that they gain more than it loses. What they do not take goes back to it.
+    A prompt that does not fit in the rest of the budget takes half of it. The other half is for requests behind it
+    that are of its level and have less than half as much to compute: with half of every step they end before it
+    would, so they gain more than it loses. What they do not take goes back to it.
     """
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
-        self.token_budget = limits.token_budget  # what is left of it
+        self.token_budget = limits.token_budget  # tokens that are left of it
         self.num_joined = 0  # requests that joined, followers of a leader included
         self.started: list[Request] = []  # for the first time
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
@@ -80,8 +80,7 @@ class StepPlan:
 
     def num_blocks_kept(self, num_running: int) -> int:
         """Return how many blocks an admission must leave free: for rows that grow, and the watermark."""
-        num_growing = len(self.growing_rows) + self.num_sitting_out
-        return num_growing + (self.limits.keep_free if num_running else 0)
+        return len(self.growing_rows) + self.num_sitting_out + (self.limits.keep_free if num_running else 0)
 
     def drop_decodes(self, victims: list[int]) -> None:
         """Take rows out that have left since `set_decodes`."""
@@ -98,19 +97,19 @@ class StepPlan:
 
     @property
     def chunk_ends(self) -> dict[int, int]:
-        """Position at which each row's chunk ends, of rows that have one."""
+        """End position of each row's chunk."""
         return {chunk.row: chunk.start + chunk.num_tokens for chunk in self._chunks}
 
     def may_share(self, level: Rank) -> bool:
-        """May a request of this level have tokens that a long prompt ahead of it leaves?"""
+        """Return whether a request of this level may have tokens that a long prompt ahead of it leaves."""
         return self._cut is None or level <= self._cut.level
 
     def is_short(self, num_missing: int) -> bool:
-        """Is a request that has so many tokens to compute short enough for it?"""
+        """Return whether a request with so many tokens to compute is short enough to have such tokens."""
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
-        """As much of ``[start, end)`` as the limit of one request and the budget allow; if that cuts it, half."""
+        """Schedule as much of ``[start, end)`` as one request may have, and half of a budget that would cut it."""
         num_tokens = min(end - start, self.limits.max_chunk_tokens)
         if end - start > self.token_budget <= self.limits.max_chunk_tokens:
             num_tokens = (self.token_budget + 1) // 2
@@ -119,20 +118,19 @@ class StepPlan:
         self.token_budget -= num_tokens
 
     def give_back(self) -> None:
-        """What nobody took of the budget goes to the prompt that was cut last, which could have taken more."""
+        """Give the rest of the budget to the prompt that was cut last; rows that left may have added to it."""
         if self._cut is not None:
-            chunk, most = self._chunks[self._cut.position], min(self._cut.num_missing, self.limits.max_chunk_tokens)
-            num_tokens = min(chunk.num_tokens + self.token_budget, most)  # rows that left gave tokens back too
+            position, num_missing, _ = self._cut
+            chunk = self._chunks[position]
+            num_tokens = min(chunk.num_tokens + self.token_budget, num_missing, self.limits.max_chunk_tokens)
             self.token_budget -= num_tokens - chunk.num_tokens
-            self._chunks[self._cut.position] = chunk._replace(
-                num_tokens=num_tokens, samples=num_tokens == self._cut.num_missing
-            )
+            self._chunks[position] = Chunk(chunk.row, chunk.start, num_tokens, num_tokens == num_missing)
 
     def add_row(self, new_row: NewRow) -> None:
         self._new_rows.append(new_row)
 
     def add_blocks(self, rows: Sequence[int], indices: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Entries of block tables: row, logical index, physical block."""
+        """Add block-table entries: rows, logical indices, physical blocks."""
         self._block_rows += rows
         self._block_indices += indices
         self._block_ids += block_ids
@@ -159,17 +157,12 @@ class StepPlan:
             block_rows=_ids(self._block_rows),
             block_indices=_ids(self._block_indices),
             block_ids=_ids(self._block_ids),
-            copy_sources=transfers.copy_sources,
-            copy_targets=transfers.copy_targets,
-            swap_out_blocks=transfers.swap_out_blocks,
-            swap_out_slots=transfers.swap_out_slots,
-            swap_in_slots=transfers.swap_in_slots,
-            swap_in_blocks=transfers.swap_in_blocks,
+            **transfers._asdict(),
         )
 
 
 def new_row(request: Request) -> NewRow:
-    """All that the runner must know of a request that takes a row."""
+    """Describe a request that takes a row to the runner."""
     token_ids = request.prompt_token_ids
     if request.output_token_ids:
         token_ids = np.concatenate((token_ids, _ids(request.output_token_ids)))

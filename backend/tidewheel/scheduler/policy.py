@@ -1,14 +1,14 @@
 """Orders of service. A policy is a pure function from a request's present state to a key; the smallest is first.
 
-The key is taken when a request begins to wait and whenever its service class changes, not at every step. One order
+The key is taken when a request begins to wait and when its service class changes, not at every step. One order
 decides which request enters next, which gets the rest of the token budget, and which keeps its blocks.
 
     fifo        arrival
     priority    service class, arrival
-    sjf         service class, output that is still expected, arrival
-    deadline    service class, deadline (none: last), arrival
+    sjf         service class, predicted output that is left, arrival
+    deadline    service class, deadline (the soft one where there is no other; none: last), arrival
     density     service class, compute per byte of KV (most first), arrival
-    fair        the tenant that was served least; its requests by service class, arrival
+    fair        least served tenant; its requests by service class, arrival
 """
 
 from __future__ import annotations
@@ -26,35 +26,27 @@ Rank = tuple[float, ...]  # an order key, the arrival and its number: total, no 
 
 class Policy(NamedTuple):
     key: Callable[[Request], OrderKey]
-    level_parts: int = 1  # of the key: what makes up the level of a request
+    level_parts: int = 1  # leading parts of the key that make up the level of a request
     by_class: bool = True  # classes count: for victims too, and a waiting CRITICAL makes room for itself
     by_tenant: bool = False  # tenants take turns, and the key orders the requests of one
     by_arrival: bool = False  # inside a class: a cached prefix may go ahead there
     by_cache: bool = False  # the key reads `num_cached_tokens`: it is looked up when a request arrives
 
 
-def fifo(request: Request) -> OrderKey:  # noqa: ARG001
-    """First come, first served, whatever the class."""
-    return ()
-
-
-def priority(request: Request) -> OrderKey:
+def _class(request: Request) -> OrderKey:
     return (request.service_class,)
 
 
-def sjf(request: Request) -> OrderKey:
-    """Shortest job first, by the predicted output; of a preempted request, by what is left of it."""
+def _output_left(request: Request) -> OrderKey:
     return (request.service_class, max(request.predicted_output_tokens - request.num_output_tokens, 0.0))
 
 
-def deadline(request: Request) -> OrderKey:
-    """Earliest deadline first; the soft one counts where there is no other."""
+def _due(request: Request) -> OrderKey:
     due = request.soft_deadline if request.deadline is None else request.deadline
     return (request.service_class, math.inf if due is None else due)
 
 
-def density(request: Request) -> OrderKey:
-    """Most compute per byte of KV first."""
+def _density(request: Request) -> OrderKey:
     output, cached = request.predicted_output_tokens, request.num_cached_tokens
     return (request.service_class, -compute_density(request.num_prompt_tokens, output, cached))
 
@@ -65,9 +57,9 @@ def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached
         compute    prompt - cached + output
         memory     prompt · output + output² / 2        tokens held, summed over the steps of decoding
 
-    After the idea of BlendServe (Zhao et al., 2024, arXiv:2411.16102) to tell requests apart by compute over memory;
-    the formula counts our own steps. One model's FLOPs per token and bytes per token of KV are the same for all
-    requests, so the order needs neither of them. `num_output_tokens` is the predicted length, at least 1.
+    BlendServe (Zhao et al., 2024, arXiv:2411.16102) tells requests apart by compute over memory; this formula counts
+    the steps of Tidewheel. FLOPs per token and bytes per token of KV are the same for all requests of one model, so
+    the order needs neither. `num_output_tokens` is the predicted length; less than 1 counts as 1.
     """
     output = max(num_output_tokens, 1.0)
     compute = num_prompt_tokens - num_cached_tokens + output
@@ -76,20 +68,20 @@ def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "fifo": Policy(fifo, level_parts=0, by_class=False, by_arrival=True),
-        "priority": Policy(priority, by_arrival=True),
-        "sjf": Policy(sjf),
-        "deadline": Policy(deadline, level_parts=2),
-        "fair": Policy(priority, by_tenant=True, by_arrival=True),
-        "density": Policy(density, by_cache=True),
+        "fifo": Policy(lambda _: (), level_parts=0, by_class=False, by_arrival=True),
+        "priority": Policy(_class, by_arrival=True),
+        "sjf": Policy(_output_left),
+        "deadline": Policy(_due, level_parts=2),
+        "fair": Policy(_class, by_tenant=True, by_arrival=True),
+        "density": Policy(_density, by_cache=True),
     }
 )
 
 
 def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Rank:
-    """Return the request's place. A preempted one keeps its arrival, so it returns ahead of its class.
+    """Return the request's place. A preempted request keeps its arrival, so it returns ahead of its class.
 
-    An overdue one goes by arrival, before those of its class that go by the policy's own order.
+    Overdue requests go by arrival, before the others of their class.
     """
     key = policy.key(request)
     if is_overdue and len(key) > 1:
@@ -103,9 +95,6 @@ def level_of(policy: Policy, request: Request) -> Rank:
 
 
 def shared_level(policy: Policy, request: Request) -> Rank:
-    """Return the highest level that shares the tokens of this long request.
-
-    Ageing moves a request ahead of its class and still leaves that class its share.
-    """
+    """Return the highest level that shares the tokens of this long request: an aged one leaves its class a share."""
     level = level_of(policy, request)
     return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

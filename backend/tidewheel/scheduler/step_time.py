@@ -1,4 +1,4 @@
-"""How long steps take, learned from the steps, and what follows for waiting, prefill and recomputing."""
+"""Step times, learned from the steps, and what follows from them for waiting, prefill and preemption."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ _MIN_BACKLOG_S = 0.5  # measured backlog before a pace is believed
 _MAX_FACTOR = 2.0  # a step counts as this many expected ones at most: a pause says nothing of the next step
 
 
+def _fade(now: float, last: float) -> float:
+    """Return the weight that evidence from `last` has now."""
+    return math.exp(-max(now - last, 0.0) / _TIME_CONSTANT_S)
+
+
 class StepTime:
     """``seconds ≈ overhead + seconds_per_token · chunk tokens``: least squares with exponential forgetting.
 
-    Chunk tokens are those of prompts and of requests that are computed again. Decoding rows are part of the overhead,
-    which follows their number as old steps are forgotten. Attention over earlier chunks of a prompt is in the slope
-    on average.
-    Weighted means and covariances are updated in place (West, "Updating mean and variance estimates", CACM 1979).
+    Chunk tokens belong to prompts and to requests that are computed again. Decoding rows are part of the overhead,
+    which follows their number as old steps are forgotten. Attention over earlier chunks of a prompt is part of the
+    slope, on average. Weighted means and covariances are updated in place (West, "Updating mean and variance
+    estimates", CACM 1979).
     """
 
-    __slots__ = ("_cov", "_last", "_mean_seconds", "_mean_tokens", "_var", "_weight", "num_steps")
-
     def __init__(self) -> None:
-        self.num_steps = 0
+        self._num_steps = 0
         self._last = 0.0  # when the last step ended, seconds
         self._weight = 0.0
         self._mean_tokens = 0.0
@@ -32,26 +35,22 @@ class StepTime:
         self._cov = 0.0  # and of deviations of tokens and seconds
 
     @property
-    def is_known(self) -> bool:
-        """Whether enough steps were seen, with chunks of different lengths."""
-        return self.num_steps >= _MIN_STEPS and self._var > self._weight
-
-    @property
     def seconds_per_token(self) -> float:
-        """Seconds per chunk token; 0 until known."""
-        return max(self._cov / self._var, 0.0) if self.is_known else 0.0
+        """Seconds per chunk token; 0 until enough steps were seen, with chunks of different lengths."""
+        is_known = self._num_steps >= _MIN_STEPS and self._var > self._weight
+        return max(self._cov / self._var, 0.0) if is_known else 0.0
 
     def is_fresh(self, now: float) -> bool:
-        """Whether enough steps were seen lately to predict the next ones."""
-        return self._weight * self._fade(now) >= _MIN_STEPS
+        """Return whether enough steps were seen lately to predict the next ones."""
+        return self._weight * _fade(now, self._last) >= _MIN_STEPS
 
     def observe(self, num_chunk_tokens: int, seconds: float, now: float) -> None:
         """Learn from a step that has ended now."""
         expected = self.seconds(num_chunk_tokens)
-        if self.num_steps >= _MIN_STEPS and expected > 0.0:
+        if self._num_steps >= _MIN_STEPS and expected > 0.0:
             seconds = min(seconds, _MAX_FACTOR * expected)
-        self.num_steps += 1
-        forget = _FORGET * self._fade(now - seconds)  # the time without a step counts
+        self._num_steps += 1
+        forget = _FORGET * _fade(now - seconds, self._last)  # the time without a step counts
         self._last = now
         self._weight = self._weight * forget + 1.0
         tokens_off = num_chunk_tokens - self._mean_tokens
@@ -63,11 +62,8 @@ class StepTime:
         self._var = self._var * forget + tokens_off * tokens_off * rest
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
 
-    def _fade(self, now: float) -> float:
-        return math.exp(-max(now - self._last, 0.0) / _TIME_CONSTANT_S)
-
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Predict a step with so many chunk tokens: 0 before the first step, the mean until the slope is known."""
+        """Predict the time of a step: 0 before the first one, the mean until the slope is known."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
 
@@ -78,42 +74,37 @@ class ServiceEstimate:
     steps run or not. Without fresh evidence, waiting and prefill count as 0.
     """
 
-    __slots__ = ("_budget", "_last", "_seconds", "_seen_at", "_step_time", "_tokens")
-
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
         self._budget = max_num_batched_tokens
         self._last: float | None = None  # end of the last step, if it left requests waiting
         self._seen_at = 0.0  # when tokens and seconds were last added to
-        self._tokens = 0.0  # that started under backlog, older ones faded
-        self._seconds = 0.0  # of backlog, faded alike
+        self._tokens = 0.0  # that started under backlog, faded
+        self._seconds = 0.0  # of backlog, faded
 
     def observe_step(self, now: float, num_started_tokens: int, num_waiting: int) -> None:
-        """Learn from a step: prompt tokens of the requests that entered in it, and the requests still waiting."""
+        """Learn from a step: prompt tokens of the requests that started in it, and how many requests still wait."""
         elapsed = 0.0 if self._last is None else max(now - self._last, 0.0)
         self._last = now if num_waiting else None
-        if elapsed <= 0.0:
-            return
-        fade = self._fade(now)
-        self._tokens = self._tokens * fade + num_started_tokens
-        self._seconds = self._seconds * fade + elapsed
-        self._seen_at = now
+        if elapsed > 0.0:
+            fade = _fade(now, self._seen_at)
+            self._tokens = self._tokens * fade + num_started_tokens
+            self._seconds = self._seconds * fade + elapsed
+            self._seen_at = now
 
     def tokens_per_second(self, now: float) -> float | None:
         """Return the pace of the waiting set under backlog; None while there is no fresh evidence."""
-        if self._seconds * self._fade(now) < _MIN_BACKLOG_S or self._tokens <= 0.0:
+        if self._seconds * _fade(now, self._seen_at) < _MIN_BACKLOG_S or self._tokens <= 0.0:
             return None
         return self._tokens / self._seconds
 
     def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
-        """Return the time until everything ahead has started; with rows free for all of it, the time of its prefill
-        at most."""
+        """Return the time until all tokens ahead have started: with rows free for them, at most their prefill."""
         pace = self.tokens_per_second(now)
-        if pace is None:
-            return 0.0
+        seconds = 0.0 if pace is None else num_tokens_ahead / pace
         if has_free_rows and self._step_time.is_fresh(now):
-            return min(num_tokens_ahead / pace, self.prefill_seconds(num_tokens_ahead, now))
-        return num_tokens_ahead / pace
+            seconds = min(seconds, self.prefill_seconds(num_tokens_ahead, now))
+        return seconds
 
     def prefill_seconds(self, num_tokens: int, now: float) -> float:
         """Return the time of a prompt that has the budget of every step for itself; 0 without fresh evidence."""
@@ -123,20 +114,15 @@ class ServiceEstimate:
         seconds = whole * self._step_time.seconds(self._budget)
         return seconds + self._step_time.seconds(rest) if rest else seconds
 
-    def _fade(self, now: float) -> float:
-        return math.exp(-max(now - self._seen_at, 0.0) / _TIME_CONSTANT_S)
-
 
 class PreemptionCost:
-    """Chooses the way that brings a preempted request back sooner, by time on the device.
+    """Chooses how a preempted request returns, by time on the device.
 
         recompute    computed tokens · seconds per chunk token        as `StepTime` has learned it
         swap         2 · blocks · seconds per block                   once out, once in
 
-    After vLLM (Kwon et al., SOSP 2023, section 4.5), which offers both ways and leaves the choice to the user.
+    vLLM (Kwon et al., SOSP 2023, section 4.5) offers both ways and leaves the choice to the user.
     """
-
-    __slots__ = ("_step_time", "_swap_seconds_per_block")
 
     def __init__(self, step_time: StepTime, swap_seconds_per_block: float | None) -> None:
         """Take the seconds of one copy of a block in one direction; None: there is no host tier."""
@@ -144,7 +130,7 @@ class PreemptionCost:
         self._swap_seconds_per_block = swap_seconds_per_block
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
-        """Return whether a swap is cheaper; without a host tier, or before the step time is known, it is not."""
+        """Return whether a swap is cheaper: never without a host tier, or before the slope of step times is known."""
         if self._swap_seconds_per_block is None:
             return False
         swap_seconds = 2.0 * num_blocks * self._swap_seconds_per_block

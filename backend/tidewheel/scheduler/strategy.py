@@ -1,10 +1,10 @@
-"""When waiting requests may join the running ones. All strategies run on the same engine, so that they compare."""
+"""Rules for when waiting requests may join the running ones. All run on the same engine, so that they compare."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tidewheel.errors import ConfigError
 
@@ -22,7 +22,7 @@ _MAX_GAP_S = 1.0  # between batches, for the prediction: an idle hour says nothi
 
 
 class JoinView(NamedTuple):
-    """What a strategy sees."""
+    """The load, as a strategy sees it."""
 
     num_running: int
     num_waiting: int
@@ -40,119 +40,86 @@ class StrategyConfig:
     hybrid_backlog: int = 256
 
 
-class Strategy(Protocol):
-    """Asked in every step; told what came of it. Requests that return after a preemption do not ask."""
+class Strategy:
+    """Forms batches of new requests; preempted ones return without asking.
 
-    def max_joins(self, now: float, view: JoinView) -> int:
-        """How many waiting requests may join in this step."""
+    A batch joins over as many steps as budget and blocks ask for, before the next one forms.
+    """
 
-    def joined(self, num_joined: int) -> None:
-        """So many did, in the step that was scheduled."""
-
-    def observe_batch(self, latency_s: float) -> None:
-        """A step in which requests joined was applied, so long after the arrival of the oldest of them."""
-
-
-class Continuous:
-    """Any step."""
-
-    def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
-        return view.num_waiting
-
-    def joined(self, num_joined: int) -> None:
-        """Nothing to remember."""
-
-    def observe_batch(self, latency_s: float) -> None:
-        """Nothing to learn."""
-
-
-class _Batches:
-    """Forms batches: a formed batch joins, over as many steps as budget and blocks ask for, before the next forms."""
-
-    def __init__(self) -> None:
+    def __init__(self, config: StrategyConfig) -> None:
+        self._config = config
         self._num_left = 0  # of the formed batch, not joined yet
 
     def max_joins(self, now: float, view: JoinView) -> int:
+        """Return how many waiting requests may join in this step."""
         self._num_left = min(self._num_left, view.num_waiting)
-        if not self._num_left:
+        if not self._num_left and view.num_waiting:
             self._num_left = self._form(now, view)
         return self._num_left
 
     def joined(self, num_joined: int) -> None:
+        """Note how many requests joined in the step that was scheduled."""
         self._num_left = max(self._num_left - num_joined, 0)
 
     def observe_batch(self, latency_s: float) -> None:
-        """Nothing to learn."""
+        """Learn from an applied step: the time since the arrival of the oldest request that joined in it."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        """Size of the batch that is formed now; 0: not yet."""
+        """Return the size of the batch that forms now; 0: not yet. Called only while requests wait."""
         raise NotImplementedError
 
 
-class Static(_Batches):
-    """`batch_size` requests, or those that are there when the oldest has waited `batch_timeout_s`. The batch runs to
-    its end before the next one forms."""
+class Continuous(Strategy):
+    """Lets all waiting requests join in any step."""
 
-    def __init__(self, batch_size: int, batch_timeout_s: float) -> None:
-        super().__init__()
-        self._batch_size = batch_size
-        self._batch_timeout_s = batch_timeout_s
+    def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
+        return view.num_waiting
+
+
+class Static(Strategy):
+    """Forms a batch when the last one has ended, and `batch_size` wait or the oldest has waited `batch_timeout_s`."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        if view.num_running or not view.num_waiting:
-            return 0
-        size = min(self._batch_size, view.max_num_seqs, view.num_waiting)
-        is_full = size == min(self._batch_size, view.max_num_seqs)
-        return size if is_full or now - view.oldest_arrival >= self._batch_timeout_s else 0
+        size = min(self._config.batch_size, view.max_num_seqs)
+        is_due = view.num_waiting >= size or now - view.oldest_arrival >= self._config.batch_timeout_s
+        return min(size, view.num_waiting) if is_due and not view.num_running else 0
 
 
 class Window:
-    """How long a dynamic batch is collected: every `BATCHES_PER_REVIEW` batches it becomes shorter if the smoothed
-    latency is over `TOLERANCE` times the target, longer otherwise.
+    """Time for which a dynamic batch is collected.
 
-    The change is a factor, at first 1.25. When the direction turns, its logarithm is halved, down to 2 %; while the
-    direction stays, it grows by a fifth, back up to 1.25 (as in Rprop: Riedmiller and Braun, 1993). So the window
-    settles beside the point where it would otherwise swing by a quarter for ever.
+    Every `BATCHES_PER_REVIEW` batches it becomes shorter if the smoothed latency is over `TOLERANCE` times the
+    target, longer otherwise. The change is a factor, at first 1.25. Its logarithm is halved when the direction turns,
+    down to 2 %, and grows by a fifth while the direction stays, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993).
+    So the window settles beside the point where it would otherwise swing by a quarter for ever.
     """
-
-    __slots__ = ("_latency", "_num_batches", "_step", "_target_s", "_was_shorter", "seconds")
 
     def __init__(self, target_latency_s: float) -> None:
         self.seconds = FIRST_WINDOW_S
+        self.latency_s = 0.0  # smoothed
         self._target_s = target_latency_s
-        self._latency: float | None = None
         self._num_batches = 0
         self._step = math.log(_FIRST_STEP)
-        self._was_shorter: bool | None = None
-
-    @property
-    def latency_s(self) -> float:
-        """Smoothed; 0 before the first batch."""
-        return self._latency or 0.0
+        self._direction = 0.0  # of the last change: 1 longer, -1 shorter
 
     def observe(self, latency_s: float) -> None:
-        self._latency = (
-            latency_s if self._latency is None else self._latency + _SMOOTHING * (latency_s - self._latency)
-        )
+        self.latency_s += (_SMOOTHING if self._num_batches else 1.0) * (latency_s - self.latency_s)
         self._num_batches += 1
-        if self._num_batches % BATCHES_PER_REVIEW == 0:
-            self._review(self._latency > TOLERANCE * self._target_s)
-
-    def _review(self, shorter: bool) -> None:
-        if self._was_shorter is not None:
-            step = self._step * (_GROWTH if shorter == self._was_shorter else 0.5)
-            self._step = min(max(step, math.log(_MIN_STEP)), math.log(_FIRST_STEP))
-        self._was_shorter = shorter
-        seconds = self.seconds * math.exp(-self._step if shorter else self._step)
-        self.seconds = min(max(seconds, MIN_WINDOW_S), MAX_WINDOW_S)
+        if self._num_batches % BATCHES_PER_REVIEW:
+            return
+        direction = -1.0 if self.latency_s > TOLERANCE * self._target_s else 1.0
+        step = self._step * (0.5 if direction == -self._direction else _GROWTH)
+        self._step = min(max(step, math.log(_MIN_STEP)), math.log(_FIRST_STEP))
+        self._direction = direction
+        self.seconds = min(max(self.seconds * math.exp(direction * self._step), MIN_WINDOW_S), MAX_WINDOW_S)
 
 
-class Dynamic(_Batches):
-    """Those that are there when the oldest has waited for the window, or as soon as they fill every free place."""
+class Dynamic(Strategy):
+    """Forms a batch when the oldest request has waited for the window, or waiting requests fill every free place."""
 
-    def __init__(self, target_latency_s: float) -> None:
-        super().__init__()
-        self.window = Window(target_latency_s)
+    def __init__(self, config: StrategyConfig) -> None:
+        super().__init__(config)
+        self.window = Window(config.target_latency_s)
 
     def observe_batch(self, latency_s: float) -> None:
         self.window.observe(latency_s)
@@ -160,33 +127,30 @@ class Dynamic(_Batches):
     def _form(self, now: float, view: JoinView) -> int:
         room = view.max_num_seqs - view.num_running
         is_due = view.num_waiting >= room or now - view.oldest_arrival >= self.window.seconds
-        return min(view.num_waiting, room) if is_due and view.num_waiting else 0
+        return min(view.num_waiting, room) if is_due else 0
 
 
 class Hybrid(Dynamic):
-    """At once while fewer than `threshold` requests run and wait, or more than `backlog` wait; dynamic batches
-    between."""
+    """Lets all join while fewer than `hybrid_threshold` run and wait, or more than `hybrid_backlog` wait.
 
-    def __init__(self, target_latency_s: float, threshold: int, backlog: int) -> None:
-        super().__init__(target_latency_s)
-        self._threshold = threshold
-        self._backlog = backlog
+    Between the two it forms dynamic batches.
+    """
 
     def _form(self, now: float, view: JoinView) -> int:
-        if view.num_running + view.num_waiting < self._threshold or view.num_waiting > self._backlog:
+        is_low = view.num_running + view.num_waiting < self._config.hybrid_threshold
+        if is_low or view.num_waiting > self._config.hybrid_backlog:
             return view.num_waiting
         return super()._form(now, view)
 
 
-class Predictive(_Batches):
-    """As many as are expected in `FIRST_WINDOW_S` at the rate of the last batches, or those that are there when the
-    oldest has waited `MAX_WINDOW_S`.
+class Predictive(Strategy):
+    """Forms a batch when as many wait as are expected in `FIRST_WINDOW_S`, or the oldest has waited `MAX_WINDOW_S`.
 
-    The rate is smoothed requests over smoothed seconds between batches, older batches counting less and less.
+    The expected rate is smoothed requests over smoothed seconds between batches.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, config: StrategyConfig) -> None:
+        super().__init__(config)
         self._last_formed: float | None = None
         self._requests = 1.0
         self._gap = FIRST_WINDOW_S
@@ -197,35 +161,24 @@ class Predictive(_Batches):
 
     def _form(self, now: float, view: JoinView) -> int:
         room = view.max_num_seqs - view.num_running
-        if not view.num_waiting or room < 1:
+        is_due = view.num_waiting >= min(self.batch_size, room) or now - view.oldest_arrival >= MAX_WINDOW_S
+        if room < 1 or not is_due:
             return 0
-        is_full = view.num_waiting >= min(self.batch_size, room)
-        if not is_full and now - view.oldest_arrival < MAX_WINDOW_S:
-            return 0
-        self._learn(now, view.num_waiting)
-        return min(view.num_waiting, room)
-
-    def _learn(self, now: float, num_requests: int) -> None:
         if self._last_formed is not None:
             gap = min(max(now - self._last_formed, 1e-6), _MAX_GAP_S)
-            self._requests += _SMOOTHING * (num_requests - self._requests)
+            self._requests += _SMOOTHING * (view.num_waiting - self._requests)
             self._gap += _SMOOTHING * (gap - self._gap)
         self._last_formed = now
+        return min(view.num_waiting, room)
+
+
+_STRATEGIES: dict[str, type[Strategy]] = {
+    "continuous": Continuous, "static": Static, "dynamic": Dynamic, "predictive": Predictive, "hybrid": Hybrid
+}  # fmt: skip
 
 
 def make_strategy(config: StrategyConfig) -> Strategy:
-    """Raises `ConfigError` for an unknown name."""
-    match config.name:
-        case "continuous":
-            return Continuous()
-        case "static":
-            return Static(config.batch_size, config.batch_timeout_s)
-        case "dynamic":
-            return Dynamic(config.target_latency_s)
-        case "predictive":
-            return Predictive()
-        case "hybrid":
-            return Hybrid(config.target_latency_s, config.hybrid_threshold, config.hybrid_backlog)
-    raise ConfigError(
-        f"scheduling_strategy is {config.name!r}: choose one of continuous, static, dynamic, predictive, hybrid"
-    )
+    """Raise `ConfigError` for an unknown name."""
+    if config.name not in _STRATEGIES:
+        raise ConfigError(f"scheduling_strategy is {config.name!r}: choose one of {', '.join(_STRATEGIES)}")
+    return _STRATEGIES[config.name](config)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from tidewheel.errors import Busy
 from tidewheel.request import Request
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
-BURST_S = 1.0  # a bucket holds what this time brings, and never less than one
-MAX_BUCKETS = 8192  # unknown tenants with buckets of their own that are remembered
+BURST_S = 1.0  # time that fills a bucket; it holds at least one
+MAX_BUCKETS = 8192  # remembered unknown tenants with buckets of their own
 _NAME_CHARS = 40  # of a tenant in a message
 _REQUESTS = "requests_per_s"
 
 
 class TokenBucket:
-    """Fills at `rate` a second up to `burst`, and is full at first.
+    """Fills at `rate` a second up to `burst`, and is full at first (as in RFC 2697, but with a debt).
 
-    In any time t it lets through at most ``rate · t + burst``. What is larger than the burst passes only when the
-    bucket is full, and leaves a debt that is filled up first: then the bound is ``rate · t`` and the largest one.
-    The classical token bucket, as in RFC 2697, with a debt instead of a second bucket.
+    In any time t it lets through at most ``rate · t + burst``. A larger cost passes only when the bucket is full, and
+    leaves a debt that is filled up first; the bound is then ``rate · t`` and the largest cost.
     """
 
     __slots__ = ("_filled_at", "_level", "burst", "rate")
@@ -33,31 +33,28 @@ class TokenBucket:
         self._filled_at = -math.inf
 
     def level(self, now: float) -> float:
-        """Return what is there; a negative level is a debt."""
+        """Return the level; a negative one is a debt."""
         return min(self._level + self.rate * max(now - self._filled_at, 0.0), self.burst)
 
     def wait_seconds(self, cost: float, now: float) -> float:
-        """Return the time until `cost` can be taken; 0: now."""
+        """Return the seconds until `cost` can be taken."""
         return max(min(cost, self.burst) - self.level(now), 0.0) / self.rate
 
     def take(self, cost: float, now: float) -> None:
-        """Take `cost`, into debt if need be. A negative cost is given back, and what overflows is lost."""
+        """Take `cost`, into debt if need be. A negative cost is given back; the part over `burst` is lost."""
         self._level = min(self.level(now) - cost, self.burst)
         self._filled_at = max(now, self._filled_at)
 
-    def is_full(self, now: float) -> bool:
-        return self.level(now) >= self.burst
 
-
-_Buckets = dict[str, TokenBucket]  # by the rate that they hold a tenant to; no rate, no bucket
+_Buckets = dict[str, TokenBucket]  # by the name of the limit; none where there is no limit
 
 
 class TenantTable:
     """Buckets by tenant. Every call is O(1).
 
-    A tenant with an entry keeps its buckets for ever, and unknown tenants share those of `*`. Where `*` gives each
-    its own, memory is bounded: full buckets are forgotten (a new one is full too), and beyond `MAX_BUCKETS` the
-    least recently used.
+    A tenant with an entry keeps its buckets for ever; unknown tenants share the buckets of `*`. Where `*` gives each
+    its own, memory is bounded: full buckets are forgotten (new ones are full too), and beyond `MAX_BUCKETS` the least
+    recently used.
     """
 
     def __init__(self, tenants: Mapping[str, TenantLimits]) -> None:
@@ -65,18 +62,13 @@ class TenantTable:
         self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
 
-    def __len__(self) -> int:
-        """Return the number of unknown tenants whose buckets are remembered."""
-        return len(self._unnamed)
-
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
         """Raise `Busy`, with the time until the buckets have enough. Changes nothing."""
         account = account_of(self._tenants, tenant)
         buckets = self._named.get(account) or self._unnamed.get(account) or {}  # an unknown bucket is full
         for name, bucket in buckets.items():
             cost = num_requests if name == _REQUESTS else num_tokens
-            seconds = bucket.wait_seconds(cost, now)
-            if seconds > 0.0:
+            if (seconds := bucket.wait_seconds(cost, now)) > 0.0:
                 raise Busy(
                     f"{_describe(tenant, account)} {name} of {bucket.rate:g}: "
                     f"{max(bucket.level(now), 0.0):.0f} of {bucket.burst:g} are left, and this takes {cost}",
@@ -84,15 +76,15 @@ class TenantTable:
                 )
 
     def reserve(self, requests: Sequence[Request], num_tokens: int, now: float) -> None:
-        """Take `num_tokens` for each of the requests, after `check`. Each is settled when it ends."""
+        """Take `num_tokens` for each of the requests, after `check`. Settle each when it ends."""
         for request in requests:
             request.reserved_tokens = num_tokens
         self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """Take or give back what an ended request used more or less than it had reserved.
+        """Take or give back the difference between use and reservation of an ended request.
 
-        One that never started used nothing, and does not count as a request either.
+        A request that never started used nothing, and does not count as a request either.
         """
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
@@ -103,24 +95,20 @@ class TenantTable:
             bucket.take(num_requests if name == _REQUESTS else num_tokens, now)
 
     def _find(self, account: str, now: float) -> _Buckets:
-        buckets = self._named.get(account)
-        if buckets is not None:
-            return buckets
-        buckets = self._unnamed.get(account) or _make_buckets(limits_of(self._tenants, account))
+        if account in self._named:
+            return self._named[account]
+        if account not in self._unnamed:
+            self._forget(now)
+        buckets = self._unnamed.pop(account, None) or _make_buckets(limits_of(self._tenants, account))
         if buckets:
-            if account not in self._unnamed:
-                self._forget(now)
             self._unnamed[account] = buckets
-            self._unnamed.move_to_end(account)
         return buckets
 
     def _forget(self, now: float) -> None:
-        """Drop up to two before one comes, so the table shrinks again after a crowd has passed."""
-        for _ in range(2):
-            if not self._unnamed:
-                return
-            account, buckets = next(iter(self._unnamed.items()))
-            if len(self._unnamed) < MAX_BUCKETS and not all(bucket.is_full(now) for bucket in buckets.values()):
+        """Drop up to two tenants before one comes, so the table shrinks again after a crowd has passed."""
+        for account, buckets in list(islice(self._unnamed.items(), 2)):
+            is_full = all(bucket.level(now) >= bucket.burst for bucket in buckets.values())
+            if len(self._unnamed) < MAX_BUCKETS and not is_full:
                 return
             del self._unnamed[account]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from support.engine_clients import Client, endless, request
+from support.engine_clients import Client, Recorder, endless, request
 from support.fake_runner import naive_output
 from support.scheduling import make_request
 from tidewheel.config import EngineConfig
+from tidewheel.engine.client import MAX_REFUSED_TENANTS, EngineClient
 from tidewheel.engine.messages import CloseSession, Delta
 
 Connect = Callable[..., Client]
@@ -135,6 +137,28 @@ def test_a_class_that_was_lowered_is_said_and_figures_by_tenant_come(connect: Co
         return {label for label, figures in tenants.items() if figures.num_output_tokens}
 
     client.recorder.wait(lambda: labels_with_tokens() == {"capped", "other"}, "figures")
+
+
+def test_requests_that_a_front_end_refused_count_for_their_tenant(connect: Connect) -> None:
+    client = connect(config=EngineConfig(model="ok", tenants='{"acme": {}}'))
+    client.count_refused("acme", 3)
+    client.count_refused("invented", 1)
+
+    def rejected() -> dict[str, tuple[int, int]]:
+        tenants = client.recorder.stats[-1].tenants
+        return {label: (figures.num_requests, figures.num_rejected) for label, figures in tenants.items()}
+
+    client.recorder.wait(lambda: rejected() == {"acme": (3, 3), "other": (1, 1)}, "figures")
+
+
+def test_the_names_that_one_ping_reports_are_bounded(tmp_path: Path) -> None:
+    client = EngineClient(tmp_path, EngineConfig(model="ok"), Recorder(), name="front end")
+    for number in range(MAX_REFUSED_TENANTS + 10):
+        client.count_refused(f"t{number}", 1)
+    refused = client._take_refused()
+    assert len(refused) == MAX_REFUSED_TENANTS + 1 and refused[""] == 10
+    assert not client._take_refused()
+    client.close()
 
 
 def test_a_better_class_takes_the_place_of_a_lower_one(connect: Connect) -> None:

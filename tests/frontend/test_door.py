@@ -480,6 +480,16 @@ def test_where_nothing_is_held_a_full_waiting_set_ends_it(tmp_path: Path) -> Non
     harness.frontend.close()
 
 
+def test_what_the_door_refuses_is_reported_by_tenant(tmp_path: Path) -> None:
+    harness = Harness(tmp_path)
+    harness.frontend.on_room(room(2, most=2, received=[]))
+    sink = harness.submit_at_now(parameters={"tenant": "acme", "n": 2, "priority": 4})
+    sink.wait_end()
+    assert "waiting set is full" in str(sink.error)
+    assert harness.engine.refused == {"acme": 2} and not harness.engine.added
+    harness.frontend.close()
+
+
 def test_a_held_request_can_be_cancelled(harness: Harness) -> None:
     submitted = harness.submit(stream=True)
     refuse(harness, submitted)

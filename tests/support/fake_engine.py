@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -49,6 +50,7 @@ class FakeEngine:
         self.cancelled: list[int] = []
         self.cancelled_sequences: list[tuple[int, int]] = []
         self.refusal: TidewheelError | None = None
+        self.refused: Counter[str] = Counter()
         self._changed = threading.Condition()
 
     def add(self, message: AddRequest | CloseSession) -> None:
@@ -60,6 +62,11 @@ class FakeEngine:
             else:
                 self.added[message.key] = message
             self.num_added += 1
+            self._changed.notify_all()
+
+    def count_refused(self, tenant: str, count: int) -> None:
+        with self._changed:
+            self.refused[tenant] += count
             self._changed.notify_all()
 
     def cancel(self, keys: Iterable[int]) -> None:

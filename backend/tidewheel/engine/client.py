@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,7 @@ POLL_MS = 200
 SEEK_POLL_MS = 20
 MISMATCH_GRACE_S = 8.0  # an owner may be about to replace an engine that has other settings
 RETRY_AFTER_MS = 1000
+MAX_REFUSED_TENANTS = 1024  # names that one ping reports; more count as the tenant without a name
 
 
 class EngineListener(Protocol):
@@ -101,6 +103,8 @@ class EngineClient:
         self._outbox = Outbox(hold_s=self._options.hold_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._connection: Connection | None = None
+        self._refused: Counter[str] = Counter()  # by tenant
+        self._refused_lock = threading.Lock()
         self._poller = self._make_poller()
         self._info: EngineInfo | None = None
         self._is_ready = False  # the connection has been answered
@@ -139,6 +143,12 @@ class EngineClient:
         """Sends the request. Raises `Busy`, `EngineDead` or `Draining`; then nothing follows."""
         num_sequences = message.n if isinstance(message, AddRequest) else 1
         self._outbox.put(message.key, encoder.encode(message), num_sequences)
+
+    def count_refused(self, tenant: str, count: int) -> None:
+        """Report requests that were refused without asking the engine, with the next ping."""
+        with self._refused_lock:
+            known = tenant in self._refused or len(self._refused) < MAX_REFUSED_TENANTS
+            self._refused[tenant if known else ""] += count
 
     def cancel(self, keys: Iterable[int]) -> None:
         """All sequences of each are answered with a final delta, unless that was on its way already."""
@@ -240,8 +250,13 @@ class EngineClient:
             self._outbox.flush(connection.send)
         if now >= self._next_ping and self._connection is not None:
             self._next_ping = now + self._options.ping_interval_s
-            connection.send(encoder.encode(Ping()))
+            connection.send(encoder.encode(Ping(self._take_refused())))
             self._launcher.try_lock()
+
+    def _take_refused(self) -> dict[str, int]:
+        with self._refused_lock:
+            refused, self._refused = self._refused, Counter()
+        return refused
 
     def _handle(self, message: FromEngine) -> None:
         match message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
@@ -159,6 +159,9 @@ class EngineCore:
 
     def room(self) -> WaitingRoom:
         return self._scheduler.room(self._clock())
+
+    def observe_refused(self, refused: Mapping[str, int]) -> None:
+        self._scheduler.observe_refused(refused)
 
     def check_invariants(self) -> None:
         self._scheduler.check_invariants()

@@ -71,6 +71,8 @@ class CloseSession(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second by a front end that is alive; silence for 5 s ends its requests."""
 
+    refused: dict[str, int] = {}  # requests by tenant, refused since the last ping because the waiting set was full
+
 
 class Drain(Message, frozen=True):
     """Refuse new requests of every front end; what runs goes on."""

@@ -24,6 +24,7 @@ from tidewheel.engine.messages import (
     Failed,
     Goodbye,
     Hello,
+    Ping,
     Ready,
     Stats,
     ToEngine,
@@ -168,6 +169,8 @@ class EngineServer:
                 self._close_session(front_end, message)
             case Cancel():
                 self._cancel(front_end, message)
+            case Ping():
+                self._core.observe_refused(message.refused)
             case Goodbye():
                 self._drop(front_end, "leaves")
 

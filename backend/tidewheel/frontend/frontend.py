@@ -21,7 +21,7 @@ from queue import SimpleQueue
 
 from tidewheel.engine.client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
-from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError
+from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.door import Door
 from tidewheel.frontend.live import Ending, LiveRequest
 from tidewheel.frontend.parameters import read_urgency
@@ -136,7 +136,7 @@ class Frontend:
             return
         try:
             if isinstance(message, AddRequest):
-                self._door.claim(message)
+                self._claim(message)
             self._engine.add(message)
         except TidewheelError as error:
             self._end(request, Ending(error=error))
@@ -145,6 +145,13 @@ class Frontend:
                 return
             self._engine.cancel([request.key])
         self._door.forget(request.key)  # its answer may have come before the claim
+
+    def _claim(self, message: AddRequest) -> None:
+        try:
+            self._door.claim(message)
+        except WaitingSetFull:
+            self._engine.count_refused(message.tenant, message.n)
+            raise
 
     def _send_held(self) -> None:
         for request in self._known(self._door.offer()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Priority, Request
@@ -40,14 +40,21 @@ class Entrance:
         They share prompt and limits. `InvalidRequest` comes first: what can never work is not told to come back. A
         class above what their tenant may ask for is lowered.
         """
-        self._tenant_counts.observe_arrival(requests)
+        tenant, count = requests[0].tenant, len(requests)
+        self._tenant_counts.observe_arrival(tenant, count)
         for request in requests:
             request.priority = self._config.limits_of(request.tenant).granted(request.priority)
         try:
             return self._admit(requests, now)
         except TidewheelError:
-            self._tenant_counts.observe_refusal(requests)
+            self._tenant_counts.observe_refusal(tenant, count)
             raise
+
+    def observe_refused(self, refused: Mapping[str, int]) -> None:
+        """Count requests by tenant that a front end has refused."""
+        for tenant, count in refused.items():
+            self._tenant_counts.observe_arrival(tenant, count)
+            self._tenant_counts.observe_refusal(tenant, count)
 
     def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         state, request, count = self._state, requests[0], len(requests)

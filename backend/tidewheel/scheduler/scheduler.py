@@ -12,7 +12,7 @@ known ahead, other ends are found when the batch is applied, and the row's extra
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -166,6 +166,10 @@ class Scheduler:
             self._entrance.observe_ends(outputs.finished, now)
         self._control.observe_step(step, batch, state, now)
         return outputs
+
+    def observe_refused(self, refused: Mapping[str, int]) -> None:
+        """Count requests by tenant that a front end has refused, because the waiting set was full."""
+        self._entrance.observe_refused(refused)
 
     def stats(self) -> EngineStats:
         """Return a snapshot."""

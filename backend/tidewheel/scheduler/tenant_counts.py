@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tidewheel.errors import Busy, DeadlineExceeded
 from tidewheel.request import Request
@@ -27,27 +27,27 @@ class TenantCounts:
         self._labels = {name: _label(name) for name in named}
         self.figures = {label: TenantFigures() for label in (*self._labels.values(), OTHERS)}
 
-    def observe_arrival(self, requests: Sequence[Request]) -> None:
-        self._of(requests[0]).num_requests += len(requests)
+    def observe_arrival(self, tenant: str, count: int) -> None:
+        self._of(tenant).num_requests += count
 
-    def observe_refusal(self, requests: Sequence[Request]) -> None:
-        self._of(requests[0]).num_rejected += len(requests)
+    def observe_refusal(self, tenant: str, count: int) -> None:
+        self._of(tenant).num_rejected += count
 
     def observe_start(self, request: Request, queue_seconds: float) -> None:
-        figures = self._of(request)
+        figures = self._of(request.tenant)
         figures.num_started += 1
         figures.queue_seconds += queue_seconds
 
     def observe_end(self, request: Request) -> None:
-        figures = self._of(request)
+        figures = self._of(request.tenant)
         if request.first_scheduled_time is not None:
             figures.num_prompt_tokens += request.num_prompt_tokens
             figures.num_output_tokens += request.num_output_tokens
         elif isinstance(request.error, Busy | DeadlineExceeded):
             figures.num_rejected += 1
 
-    def _of(self, request: Request) -> TenantFigures:
-        return self.figures[self._labels.get(request.tenant, OTHERS)]
+    def _of(self, tenant: str) -> TenantFigures:
+        return self.figures[self._labels.get(tenant, OTHERS)]
 
 
 def _label(name: str) -> str:

@@ -334,6 +334,14 @@ def tokens_written_back_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Columns, "write_back", write_back)
 
 
+def prompts_under_way_never_age(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Columns, "is_prefilling", lambda self, row: False)
+
+
+def rows_taken_that_end_anyway(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Columns, "are_ending", lambda self: np.zeros(self.num_rows, dtype=np.bool_))
+
+
 MUTATIONS = (
     free_at_once, hash_before_commit, hit_too_long, tokens_in_flight_forgotten, wrong_victim, salt_forgotten,
     stale_answer_taken, class_forgotten, budget_overdrawn, rows_not_announced, most_progress_lost,
@@ -342,7 +350,8 @@ MUTATIONS = (
     lower_classes_share, long_ones_share, nothing_given_back, every_deadline_refused, critical_takes_all,
     critical_waits, one_victim_too_many, shared_blocks_counted_twice, found_blocks_counted_as_free,
     begun_group_evicted, half_a_group_evicted, cached_prefix_first_for_ever, cached_prefix_before_class,
-    computed_for_ever, growth_forgotten, tokens_written_back_twice,
+    computed_for_ever, growth_forgotten, tokens_written_back_twice, prompts_under_way_never_age,
+    rows_taken_that_end_anyway,
 )  # fmt: skip
 
 

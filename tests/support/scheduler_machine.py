@@ -226,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_joined = 0
         could_run = in_time and not driver.in_flight
         followers = [request for request in in_time if follows(request)]
-        blocks = Blocks(driver)
+        blocks, ending = Blocks(driver), driver.ending()
         batch = driver.schedule()
         self.note_releases(followers, now)
         assert sorted(late) == sorted(r.request_id for r in driver.expired)
@@ -234,6 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert batch is not None or not could_run, "work is left, nothing is in flight and nothing is scheduled"
         self.follow_quotas(now)
         victims = [r for r in running if r.num_preemptions > num_preemptions[r.request_id]]
+        assert not ending & {request.request_id for request in victims}, "a row left that had all its tokens"
         for request in victims:  # also those that are back already
             self.model.preempt(request, now)
         entered = [driver.requests[new.request_id] for new in batch.new_rows] if batch is not None else []

@@ -115,8 +115,16 @@ class Driver:
     def prefilling(self) -> set[str]:
         """Ids of running requests that entered with tokens which are not all scheduled."""
         columns = self.scheduler._state.columns
-        rows = columns.running.nonzero()[0].tolist()
-        return {columns.request(row).request_id for row in rows if columns.is_prefilling(row)}
+        starts = columns.num_computed_tokens + columns.num_inflight_tokens
+        rows = (columns.running & (starts < columns.num_entered_tokens)).nonzero()[0].tolist()
+        return {columns.request(row).request_id for row in rows}
+
+    def ending(self) -> set[str]:
+        """Ids of running requests that end by length with a token in flight."""
+        columns = self.scheduler._state.columns
+        ends = columns.num_tokens + columns.num_inflight_samples
+        rows = (columns.running & (ends >= columns.max_num_tokens)).nonzero()[0].tolist()
+        return {columns.request(row).request_id for row in rows}
 
     def _salt_of(self, request_id: str) -> str:
         """Who may share blocks: requests of one tenant under one salt."""

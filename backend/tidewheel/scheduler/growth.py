@@ -30,33 +30,47 @@ class Growth:
     def __init__(self, state: State) -> None:
         columns = state.columns
         rows = columns.running.nonzero()[0]
-        outputs = (columns.num_tokens[rows] - columns.num_prompt_tokens[rows]).astype(np.float64)
         self._state = state
-        self._lengths, self._survival = state.predictor.survival(outputs)
-        self.num_most = int((columns.max_num_tokens[rows] - columns.num_slots[rows]).clip(0).sum())
-        self._mean = self._variance = np.zeros(len(AHEAD))
-        self._add(outputs, columns.max_num_tokens[rows] - columns.num_tokens[rows], columns.num_own_slots(rows))
+        self._rows = rows
+        self._num_most = int((columns.max_num_tokens[rows] - columns.num_slots[rows]).clip(0).sum())
+        self._newcomers: list[tuple[int, int, int]] = []  # output tokens, tokens left, own slots
+        self._curve: tuple[FloatArray, FloatArray] | None = None
+        self._of_rows = np.zeros((2, len(AHEAD)))
 
     def leaves_room(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
-        """Return whether the request may enter, and count its need if so. Its followers ask for themselves."""
+        """Return whether the request may enter, and count its need if so. Its followers ask for themselves.
+
+        Lengths are estimated only where the longest outputs would not fit.
+        """
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         left = request.max_tokens - request.num_output_tokens
         own = kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids))
-        before = (self.num_most, self._mean, self._variance)
-        self.num_most += left
-        self._add(np.array([float(request.num_output_tokens)]), np.array([left]), np.array([float(own)]))
-        need = float((self._mean + CAUTION * np.sqrt(self._variance)).max())
-        if min(need, self.num_most) <= num_free:
-            return True
-        self.num_most, self._mean, self._variance = before
-        return False
+        newcomers = [*self._newcomers, (request.num_output_tokens, left, own)]
+        if self._num_most + left > num_free and self._need(newcomers) > num_free:
+            return False
+        self._num_most += left
+        self._newcomers = newcomers
+        return True
 
-    def _add(self, outputs: FloatArray, lefts: npt.NDArray[np.int_], own: FloatArray) -> None:
-        """Count requests by length of output, `lefts` more tokens at most, and slots of their `own`."""
-        now = np.interp(outputs, self._lengths, self._survival).clip(1e-9)[:, None]
-        alive = np.interp(outputs[:, None] + AHEAD, self._lengths, self._survival) / now
-        alive *= lefts[:, None] > AHEAD
-        held = AHEAD + own[:, None]
-        self._mean = self._mean + (alive * held - own[:, None]).sum(axis=0)
-        self._variance = self._variance + (alive * (1.0 - alive) * held * held).sum(axis=0)
+    def _need(self, newcomers: list[tuple[int, int, int]]) -> float:
+        columns, rows = self._state.columns, self._rows
+        if self._curve is None:
+            outputs = (columns.num_tokens[rows] - columns.num_prompt_tokens[rows]).astype(np.float64)
+            lefts = (columns.max_num_tokens[rows] - columns.num_tokens[rows]).astype(np.float64)
+            self._curve = self._state.predictor.survival(outputs)
+            self._of_rows = _moments(self._curve, outputs, lefts, columns.num_own_slots(rows))
+        mean, variance = self._of_rows + _moments(self._curve, *np.array(newcomers, dtype=np.float64).T)
+        return float((mean + CAUTION * np.sqrt(variance)).max())
+
+
+def _moments(
+    curve: tuple[FloatArray, FloatArray], outputs: FloatArray, lefts: FloatArray, own: FloatArray
+) -> FloatArray:
+    """Return mean and variance of the need, [2, len(AHEAD)], by length of output, tokens left and own slots."""
+    now = np.interp(outputs, *curve).clip(1e-9)[:, None]
+    alive = np.interp(outputs[:, None] + AHEAD, *curve) / now
+    alive *= lefts[:, None] > AHEAD
+    held = AHEAD + own[:, None]
+    mean = (alive * held - own[:, None]).sum(axis=0)
+    return np.stack((mean, (alive * (1.0 - alive) * held * held).sum(axis=0)))

@@ -166,10 +166,10 @@ class WaitingSet:
         Where tenants take turns, those of the tenant served next go first. The set must not change meanwhile.
         """
         for lane in self._next_lanes(with_new=with_new):
-            if with_new:
+            if with_new and lane.returning:
                 yield from heapq.merge(lane.returning, lane.new, key=lambda request: request.rank)
             else:
-                yield from lane.returning
+                yield from lane.new if with_new else lane.returning
 
     def key(self, request: Request) -> Rank:
         """Make ranks of running and waiting requests comparable at this moment."""

@@ -1,9 +1,9 @@
-"""The engine in-process, for offline batches and tests:
+"""The engine in-process, for offline batches and tests.
 
     with LLM("path/to/model", dtype="float32") as llm:
         results = llm.generate(["The sea is", {"input_ids": [5, 6, 7]}], SamplingParams(max_tokens=20))
 
-The front end's preparation and outputs around the engine's step loop, on the caller's thread, without sockets.
+Everything runs on the caller's thread, without sockets.
 """
 
 from __future__ import annotations
@@ -49,23 +49,21 @@ class GenerationResult:
     """Output of one prompt, or of one of its `n` sequences."""
 
     text: str  # empty without a tokenizer
-    token_ids: list[int]  # with the stop token, if one ended it
+    token_ids: list[int]  # includes a stop token
     finish_reason: str  # stop, length, deadline or error
     num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, found in the prefix cache
-    logprobs: list[TopLogprobs] | None  # aligned with token_ids, when asked for
+    num_cached_tokens: int  # prompt tokens in the prefix cache
+    logprobs: list[TopLogprobs] | None  # aligned with token_ids
     cumulative_logprob: float | None
-    error: TidewheelError | None  # with finish_reason error
-    index: int = 0  # of the sequence
+    error: TidewheelError | None  # if finish_reason is error
+    index: int = 0
 
 
 @dataclass(slots=True)
 class _Group:
-    """The sequences of one prompt."""
-
     requests: list[Request]
     outputs: Outputs
-    error: TidewheelError | None = None  # why it was never accepted
+    error: TidewheelError | None = None  # if never accepted
 
     def results(self) -> list[GenerationResult]:
         self.outputs.end(FinishReason.ERROR.value)  # for sequences that an error ended
@@ -94,8 +92,8 @@ class _Route(NamedTuple):
 class LLM:
     """One model, ready to generate. Not thread safe.
 
-    `settings` are fields of `EngineConfig`: `dtype`, `num_blocks`, `block_size`, `max_num_batched_tokens`, …
-    With `skip_tokenizer_init` prompts are token ids, and results have no text. Raises `ConfigError`.
+    `settings` are fields of `EngineConfig`. With `skip_tokenizer_init`, prompts are token ids and results have no
+    text. Raise `ConfigError` if a setting or the model does not work.
     """
 
     def __init__(self, model: str | Path, *, skip_tokenizer_init: bool = False, **settings: object) -> None:
@@ -105,7 +103,7 @@ class LLM:
         self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer()
         self._preparer = Preparer(self.info, self._tokenizer)
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
-        self._waiting: deque[_Group] = deque()  # not yet accepted by the scheduler
+        self._waiting: deque[_Group] = deque()  # not yet accepted
         self._open: dict[str, _Route] = {}  # unfinished sequences, by request id
         self._core: EngineCore | None = EngineCore(
             build_scheduler(self.config, self.info), runner, self._deliver, receive=self._feed
@@ -119,10 +117,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[GenerationResult]:
-        """Return results in the order of the prompts, and for each prompt in the order of its `n` sequences.
+        """Return results in prompt order, with the `n` sequences of a prompt together.
 
-        `params` and `options`: one for all, or one each; without them the model's own defaults. Deadlines count from
-        this call. Raise `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
+        Give one of `params` and `options` for all prompts, or one each; the default is the model's. Deadlines count
+        from this call. Raise `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
         """
         core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -145,14 +143,14 @@ class LLM:
         return [result for group in groups for result in group.results()]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
-        """Give the blocks of a session back. Raise `NotFound`."""
+        """Free the blocks of a session. Raise `NotFound` if there is none."""
         self._open_core().close_session(tenant, session_id)
 
     def stats(self) -> EngineStats:
         return self._open_core().stats()
 
     def close(self) -> None:
-        """Free the memory of the model and the cache."""
+        """Free model and cache memory."""
         self._core = None
         gc.collect()
         if not self.info.device.startswith("cpu"):
@@ -220,14 +218,14 @@ class LLM:
             num_left = len(self._open)
 
     def _feed(self) -> None:
-        """Add as many groups as the scheduler lets wait. The others follow in later steps."""
+        """Add as many groups as the scheduler lets wait. Later steps add the others."""
         core = self._open_core()
         while self._waiting:
             group = self._waiting[0]
             try:
                 core.add_group(group.requests)
             except WaitingSetFull:
-                return  # requests wait, so there is a step to come
+                return  # another step follows
             except InvalidRequest:
                 raise
             except TidewheelError as error:
@@ -244,7 +242,7 @@ class LLM:
             self._push(request, [])
 
     def _push(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
-        """Pass new tokens of a sequence on, or its end. Ignores a sequence that has ended."""
+        """Pass on new tokens or the end of a sequence, unless it has ended."""
         route = self._open.get(request.request_id)
         if route is None:
             return
@@ -259,7 +257,6 @@ class LLM:
 
 
 def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
-    """Return one for each prompt."""
     if not isinstance(given, Sequence):
         return [given] * num_prompts
     if len(given) != num_prompts:
@@ -268,7 +265,7 @@ def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
 
 
 def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:
-    """Return the token ids of a prompt, [num_prompt_tokens]; `prompt_token_ids` is vLLM's name for them."""
+    """Return token ids, [num_prompt_tokens]. `prompt_token_ids` is vLLM's name for them."""
     names = [name for name in ("input_ids", "prompt_token_ids") if name in prompt]
     if len(names) != 1 or len(prompt) != 1:
         raise InvalidRequest(f"a prompt is text or {{'input_ids': [...]}}, not a dict with {sorted(prompt)}")

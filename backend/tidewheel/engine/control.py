@@ -1,4 +1,4 @@
-"""Commands to an engine from outside its front ends, for whoever shuts a server down."""
+"""Engine commands for the shutdown of a server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from tidewheel.stats import EngineStats
 
 
 def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
-    """The engine refuses new requests from now on; what it still has. None: no engine answered in time.
-
-    May be called again to see how far it is.
+    """Make the engine refuse new requests and return its figures, or None without an answer in time. May be
+    repeated.
     """
     status = read_status(engine_dir)
     if status is None or status.state != "ready" or not status.is_alive:
@@ -34,7 +33,7 @@ def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
 
 
 def stop(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """Ends the engine: asked first, so that its requests get an answer, killed after the time. Whether one ran."""
+    """End the engine and return whether one ran. Kill it if it has not answered its requests within `timeout_s`."""
     status = read_status(engine_dir)
     if status is None or not status.is_alive:
         return False

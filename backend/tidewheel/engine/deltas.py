@@ -1,4 +1,4 @@
-"""From the scheduler to the wire: what a step did to one request."""
+"""Deltas from the scheduler's requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidewheel.request import FinishReason, Request
 def final_delta(
     key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
 ) -> Delta:
-    """Return the last delta of a sequence, with the tokens of its last step."""
+    """Return a sequence's last delta, with the tokens of its last step."""
     error = request.error
     if error is None and request.finish_reason is FinishReason.ERROR:
         error = InternalError("the request ended with an error that left no message")
@@ -27,7 +27,7 @@ def final_delta(
 
 
 def refusal(key: int, error: TidewheelError) -> Delta:
-    """Return the answer to a request that was not accepted."""
+    """Return the answer to a refused request."""
     info = error_info(error)
     return Delta(key=key, token_ids=[], finish_reason=FinishReason.ERROR.value, error=info, index=WHOLE_REQUEST)
 

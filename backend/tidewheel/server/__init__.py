@@ -1,1 +1,1 @@
-"""Finding, assembling, starting and watching a tritonserver."""
+"""Set-up and supervision of a tritonserver."""

@@ -1,4 +1,4 @@
-"""What `tidewheel serve` says. A terminal that has gone away must not end the server."""
+"""Output of `tidewheel serve`. A closed terminal does not end the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 
 
 class Console:
-    """The report goes to standard output, everything else to standard error, above any progress bar."""
+    """Report on standard output, everything else on standard error, above any progress bar."""
 
     def __init__(self, *, verbose: bool) -> None:
         self.verbose = verbose
@@ -28,8 +28,8 @@ class Console:
         self._write(f"tidewheel: {text}", sys.stderr)
 
     def server_line(self, line: LogLine, phase: Phase) -> None:
-        """Problems alone, unless verbose. While models load, no errors: the reason is reported once, at the end.
-        While the server stops, nothing: parts that miss each other are no news.
+        """Show problems, or everything if verbose. Hide errors while models load, because the reason is reported at
+        the end. Hide all while the server stops: parts that miss each other are no news.
         """
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)

@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGINT, SIGTERM and SIGHUP as something a selector can wait for."""
+"""SIGINT, SIGTERM and SIGHUP for a selector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts them while its block runs; `fileno` becomes readable with each. For the main thread only."""
+    """Count stop signals while the block runs. Each makes `fileno` readable. Main thread only."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -39,7 +39,7 @@ class StopSignals:
         return self._reader.fileno()
 
     def clear(self) -> None:
-        """Makes `fileno` unreadable again; the count stays."""
+        """Make `fileno` unreadable. Keep the count."""
         try:
             while self._reader.recv(64):
                 pass

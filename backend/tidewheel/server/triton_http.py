@@ -1,4 +1,4 @@
-"""The few questions that `tidewheel serve` asks tritonserver over HTTP."""
+"""Questions of `tidewheel serve` to tritonserver."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class DeployedModel(NamedTuple):
     name: str
     backend: str
     decoupled: bool
-    engine_of: str  # the model whose engine it shares; empty: its own
+    engine_of: str  # owner of a shared engine, or empty
 
 
 class TritonHttp:
-    """`authority` is host:port. Every call makes a connection of its own and raises OSError if none can be made."""
+    """HTTP client of `authority`, which is host:port. Each call opens a connection."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
@@ -30,7 +30,7 @@ class TritonHttp:
             return False
 
     def models(self) -> list[DeployedModel]:
-        """Every ready model, sorted by name."""
+        """Return every ready model, sorted by name. Raise OSError."""
         index = self._json("POST", "/v2/repository/index")
         names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
         return [self._model(name) for name in names]

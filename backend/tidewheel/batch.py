@@ -1,8 +1,8 @@
 """The values that scheduler and runner exchange for one step.
 
-A *row* is the index of a running request in every per-request table, in ``[0, max_num_seqs)``. The runner keeps each
-row's tokens, block table and sampling state, so a batch carries only changes. The runner writes sampled tokens into
-their rows itself. So a step can be scheduled before the tokens of the last one are read.
+A *row* is the index of a running request in per-request tables, in ``[0, max_num_seqs)``. The runner keeps each row's
+tokens, block table and sampling state, so a batch carries only changes. It also writes sampled tokens into their rows
+itself, so a step can be scheduled before the last one's tokens are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _no_ids() -> Int32Array:
 
 
 class NewRow(NamedTuple):
-    """A request that takes a row, first or after a preemption."""
+    """A request that takes a row, perhaps again after a preemption."""
 
     row: int
     request_id: str
@@ -41,7 +41,7 @@ class NewRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step in columns, for n scheduled rows. Arrays must not be written after construction.
+    """One step in columns. Arrays must not be written after construction.
 
     Decode rows (one token) come first, then longer chunks. Row i computes positions ``[start_positions[i],
     start_positions[i] + num_scheduled_tokens[i])``.
@@ -51,7 +51,7 @@ class ScheduledBatch:
     rows: Int32Array  # [n]
     start_positions: Int32Array  # [n] tokens in the KV cache
     num_scheduled_tokens: Int32Array  # [n]
-    samples: BoolArray  # [n] the chunk reaches the last token
+    samples: BoolArray  # [n] the chunk reaches the row's last token
     num_decodes: int  # leading rows with one token
     num_tokens: int  # sum of num_scheduled_tokens
     new_rows: tuple[NewRow, ...] = ()
@@ -69,8 +69,6 @@ class ScheduledBatch:
 
 
 class TopLogprobs(NamedTuple):
-    """Log-probabilities at one position."""
-
     logprob: float  # of the chosen token, before temperature and truncation
     rank: int  # of the chosen token, from 1
     top_ids: tuple[int, ...]  # best first

@@ -1,8 +1,8 @@
-"""Engine settings, checked once and then frozen.
+"""Engine settings, the same in `config.pbtxt`, `model.json`, CLI and `LLM(...)`, with vLLM's names for equal
+concepts.
 
-They are the same in `config.pbtxt`, `model.json`, CLI and `LLM(...)`, with vLLM's names for the same concepts.
-Unknown keys and impossible values raise `ConfigError` with one line that says what to change. The engine resolves
-what depends on the model or device into `EngineInfo`.
+A wrong key or value raises `ConfigError` with one line that says what to change. The engine resolves what depends on
+the model or device into `EngineInfo`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class EngineConfig:
 
     # order of service
     scheduling_policy: PolicyName = "priority"
-    ageing_s: float = 10.0  # a request rises a class each time it waits so long, to HIGH at most
-    cache_aware_order: bool = True  # within a class, longest cached prefix first until others waited `ageing_s`
+    ageing_s: float = 10.0  # waiting time that lifts a request one class, repeatedly, to HIGH at most
+    cache_aware_order: bool = True  # within a class, longest cached prefix first, until others waited `ageing_s`
     tenants: str = ""  # JSON, see `tenants.parse_tenants`
-    predictor_prior_tokens: int = 128  # output length before any is observed
+    predictor_prior_tokens: int = 128  # output length assumed at first
 
     # admission
     max_waiting_requests: int = 1024
@@ -69,19 +69,19 @@ class EngineConfig:
     breaker_error_rate: float | None = None  # opens the breaker; None: never
     breaker_queue_time_s: float | None = None  # opens the breaker; None: never
 
-    # block shortage
+    # when blocks run out
     admit_by_growth: bool = True  # admit only if running requests are expected to find blocks
     preemption_mode: PreemptionMode = "auto"  # auto: cheaper by the cost model
-    max_preemptions: int = 4  # per request, while another victim exists
+    max_preemptions: int = 4  # per request, while there is another victim
     swap_space: float = 0.0  # GiB of host memory
     long_prefill_token_threshold: int | None = None  # prompt tokens per request and step; None: the budget
 
-    # joining
+    # when requests may join
     scheduling_strategy: StrategyName = "continuous"
     batch_size: int | None = None  # static; None: max_num_seqs
     batch_timeout_ms: float = 50.0  # static: wait of an incomplete batch
     batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: steers the window
-    hybrid_threshold: int = 8  # hybrid: fewer join at once
+    hybrid_threshold: int = 8  # hybrid: fewer requests join at once
     hybrid_backlog: int = 256  # hybrid: with more waiting, all join at once
 
     # control
@@ -161,7 +161,7 @@ class EngineConfig:
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
         """Build settings from text or JSON values.
 
-        Relative `model` and `tokenizer` folders start at `base_dir`. Other names are Hugging Face ids. Some vLLM keys
+        Relative `model` and `tokenizer` folders start at `base_dir`; other names are Hugging Face ids. Some vLLM keys
         are accepted with their only possible value. Raise `ConfigError` for other keys.
         """
         values: dict[str, object] = {}
@@ -181,7 +181,7 @@ class EngineConfig:
         return cls(**values)  # type: ignore[arg-type]
 
     def to_settings(self) -> dict[str, object]:
-        """Return `model` and what differs from the defaults: enough to build the same config."""
+        """Return `model` and what differs from the defaults."""
         return {
             f.name: value
             for f in dataclasses.fields(self)
@@ -209,7 +209,6 @@ def _check_fixed(key: str, raw: object) -> None:
 
 
 def setting_names() -> list[str]:
-    """Return every key of `from_settings`."""
     return [*(field.name for field in dataclasses.fields(EngineConfig)), *_FIXED]
 
 

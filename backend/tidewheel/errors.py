@@ -39,8 +39,6 @@ class Code(enum.StrEnum):
 
 
 class TidewheelError(Exception):
-    """Base of errors that may reach a client."""
-
     tag: ClassVar[str] = "TW-INTERNAL"
     code: ClassVar[Code] = Code.INTERNAL
 
@@ -133,7 +131,7 @@ _TAGGED = re.compile(r"^\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?
 
 
 def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> TidewheelError:
-    """Return the error that a tag names, or an `InternalError` for an unknown tag."""
+    """Return the error of a tag; `InternalError` if it is unknown."""
     cls = _CLASSES.get(tag)
     if cls is None:
         return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)
@@ -141,7 +139,7 @@ def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> Tide
 
 
 def parse(text: str) -> TidewheelError | None:
-    """Invert ``str(error)``. Return None if the text has no tag."""
+    """Invert ``str(error)``. Return None if there is no tag."""
     match = _TAGGED.match(text)
     if match is None:
         return None

@@ -46,7 +46,7 @@ Prompt = str | Mapping[str, Sequence[int] | Int32Array]  # text, or {"input_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """Output of one prompt, or of one of its `n` sequences."""
+    """Output of one of a prompt's `n` sequences."""
 
     text: str  # empty without a tokenizer
     token_ids: list[int]  # includes a stop token
@@ -66,7 +66,7 @@ class _Group:
     error: TidewheelError | None = None  # if never accepted
 
     def results(self) -> list[GenerationResult]:
-        self.outputs.end(FinishReason.ERROR.value)  # for sequences that an error ended
+        self.outputs.end(FinishReason.ERROR.value)  # sequences that an error ended
         pairs = zip(self.requests, self.outputs.take(), strict=True)
         return [self._result(index, request, chunk) for index, (request, chunk) in enumerate(pairs)]
 
@@ -86,7 +86,7 @@ class _Group:
 
 class _Route(NamedTuple):
     group: _Group
-    sequence: int  # its index
+    sequence: int
 
 
 class LLM:
@@ -104,7 +104,7 @@ class LLM:
         self._preparer = Preparer(self.info, self._tokenizer)
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._waiting: deque[_Group] = deque()  # not yet accepted
-        self._open: dict[str, _Route] = {}  # unfinished sequences, by request id
+        self._open: dict[str, _Route] = {}  # unfinished, by request id
         self._core: EngineCore | None = EngineCore(
             build_scheduler(self.config, self.info), runner, self._deliver, receive=self._feed
         )
@@ -117,10 +117,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[GenerationResult]:
-        """Return results in prompt order, with the `n` sequences of a prompt together.
+        """Return results in prompt order, with a prompt's `n` sequences together.
 
-        Give one of `params` and `options` for all prompts, or one each; the default is the model's. Deadlines count
-        from this call. Raise `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
+        Give one of `params` and `options` for all prompts, or one each. Default `params` are the model's. Deadlines
+        count from this call. Raise `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
         """
         core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -150,7 +150,6 @@ class LLM:
         return self._open_core().stats()
 
     def close(self) -> None:
-        """Free model and cache memory."""
         self._core = None
         gc.collect()
         if not self.info.device.startswith("cpu"):
@@ -218,7 +217,7 @@ class LLM:
             num_left = len(self._open)
 
     def _feed(self) -> None:
-        """Add as many groups as the scheduler lets wait. Later steps add the others."""
+        """Add as many groups as the scheduler lets wait. The others follow in later steps."""
         core = self._open_core()
         while self._waiting:
             group = self._waiting[0]
@@ -265,7 +264,7 @@ def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
 
 
 def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:
-    """Return token ids, [num_prompt_tokens]. `prompt_token_ids` is vLLM's name for them."""
+    """Return token ids, [num_prompt_tokens]. `prompt_token_ids` is vLLM's name."""
     names = [name for name in ("input_ids", "prompt_token_ids") if name in prompt]
     if len(names) != 1 or len(prompt) != 1:
         raise InvalidRequest(f"a prompt is text or {{'input_ids': [...]}}, not a dict with {sorted(prompt)}")

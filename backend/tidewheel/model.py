@@ -19,7 +19,7 @@ from tidewheel.errors import ConfigError, TidewheelError  # noqa: E402
 
 
 class TritonPythonModel:
-    """One front end. Triton runs each model instance in its own process."""
+    """One front end. Triton runs each instance in its own process."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -37,10 +37,10 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Hand requests on. Response senders take the answers.
+        """Submit requests. Their response senders take the answers.
 
-        Return at once, or with a native queue when one more request may come. Until then Triton queues requests by
-        the order, bounds and time limits of `config.pbtxt`.
+        With a native queue, return when one more request may come. Until then Triton queues requests by the order,
+        bounds and time limits of `config.pbtxt`.
         """
         for request in requests:
             self._instance.submit(request)

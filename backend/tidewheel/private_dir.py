@@ -11,14 +11,14 @@ from tidewheel.errors import ConfigError
 
 
 def run_dir() -> Path:
-    """Return `$TIDEWHEEL_RUN_DIR`, or a folder in the temporary directory, made by `private_dir`."""
+    """Return `$TIDEWHEEL_RUN_DIR` or a folder in the temporary directory, made by `private_dir`."""
     named = os.environ.get("TIDEWHEEL_RUN_DIR")
     path = Path(named) if named else Path(tempfile.gettempdir()) / f"tidewheel-{os.getuid()}"
     return private_dir(path.absolute())
 
 
 def private_dir(path: Path) -> Path:
-    """Make the folder with mode 0700. Raise `ConfigError` if it belongs to another user or is open to others."""
+    """Make the folder, mode 0700. Raise `ConfigError` if it belongs to another user or is open to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

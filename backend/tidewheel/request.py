@@ -1,4 +1,4 @@
-"""A request of the scheduler and the engine: token ids in, token ids out."""
+"""A request: token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class Request:
         self.sequence = -1  # of arrival; breaks ties
         self.rank: tuple[float, ...] = ()  # in the policy's order
         self.lift_time: float | None = None  # of the next lift by age
-        self.was_over_quota = False  # has dropped a class for that
-        self.followers: list[Request] = []  # wait until this leader has its prompt computed
+        self.was_over_quota = False  # and has dropped a class for it
+        self.followers: list[Request] = []  # wait for this leader's prompt to be computed
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.error: TidewheelError | None = None  # with FinishReason.ERROR
@@ -124,12 +124,12 @@ class Request:
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """Sampling with biases, built per row so that a refused request never pays for it."""
+        """Sampling with biases, built per row, so that a refused request never pays for it."""
         return self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
 
     @property
     def has_begun(self) -> bool:
-        """Return whether the request or its leader has had a row. From then on it is never evicted."""
+        """Return whether it or its leader has had a row. From then on it is never evicted."""
         leads = self.leader is not None and self.leader.first_scheduled_time is not None
         return leads or self.first_scheduled_time is not None
 

@@ -1,4 +1,4 @@
-"""Sampling parameters with vLLM's names, checked once and then immutable."""
+"""Sampling parameters with vLLM's names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LogitBias(Mapping[int, float]):
     __slots__ = ("amounts", "token_ids")
 
     def __init__(self, token_ids: Int32Array, amounts: Float32Array) -> None:
-        """Raise `InvalidRequest` for zero or too many entries, ids that do not ascend, and values out of range."""
+        """Raise `InvalidRequest` for a wrong number of entries, ids that do not ascend, and values out of range."""
         self.token_ids = token_ids  # [num_entries]
         self.amounts = amounts  # [num_entries]
         if not 0 < len(token_ids) == len(amounts):
@@ -46,7 +46,6 @@ class LogitBias(Mapping[int, float]):
 
     @classmethod
     def of(cls, biases: Mapping[int, float]) -> LogitBias:
-        """Pack one or more biases."""
         if isinstance(biases, LogitBias):
             return biases
         token_ids = np.fromiter(biases.keys(), dtype=np.int32, count=len(biases))
@@ -99,7 +98,7 @@ def pack_biases(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request. Raise `InvalidRequest` naming the field, value and limit."""
+    """Sampling of one request. Raise `InvalidRequest` naming field, value and limit."""
 
     max_tokens: int | None = None  # None: what fits the context
     min_tokens: int = 0

@@ -15,7 +15,6 @@ JSON_SETTINGS = ("tenants",)  # text in `config.pbtxt`, an object in `model.json
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown key."""
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(known)}"

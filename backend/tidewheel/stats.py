@@ -1,4 +1,4 @@
-"""Engine figures: counted by cache and scheduler, sent to front ends, published as metrics."""
+"""Engine figures for front ends and metrics."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class TenantFigures(msgspec.Struct):
 class EngineStats(msgspec.Struct):
     """Sums since the start, and current values, of one engine.
 
-    The engine counts in one struct. Only snapshots have correct current values. Lists have one element per requested
-    class, CRITICAL … LOW.
+    Only snapshots have correct current values. Lists have one element per requested class, CRITICAL … LOW.
     """
 
     num_running: int = 0
@@ -76,7 +75,6 @@ class EngineStats(msgspec.Struct):
     tenants: dict[str, TenantFigures] = {}  # by label, a bounded number
 
     def snapshot(self) -> EngineStats:
-        """Return a copy that later counting does not change."""
         stats = copy(self)
         stats.waiting_by_class = self.waiting_by_class.copy()
         stats.started_by_class = self.started_by_class.copy()
@@ -88,11 +86,11 @@ class EngineStats(msgspec.Struct):
 
 
 class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Bounds and usage of the waiting set, so that front ends can refuse without asking."""
+    """Bounds and usage of the waiting set. With it front ends refuse without asking."""
 
-    num_requests: int  # new ones
+    num_requests: int  # new
     max_requests: int
     num_tokens: int  # of their prompts
     max_tokens: int
-    lowest_class: int  # only newcomers above it may take a place; over LOW: any may
+    lowest_class: int  # only better classes may take a place; over LOW: any
     retry_after_ms: int

@@ -1,5 +1,3 @@
-"""Weights, limits and rights by tenant."""
-
 from __future__ import annotations
 
 import json
@@ -30,7 +28,7 @@ def _check_number(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """Limits of one tenant; None means no limit. Raise `ConfigError` naming the field and value."""
+    """Limits of one tenant; None means no limit. Raise `ConfigError` naming field and value."""
 
     weight: float = 1.0  # relative share under the `fair` policy
     requests_per_s: float | None = None
@@ -59,7 +57,6 @@ NO_LIMITS = TenantLimits()
 
 
 def limits_of(tenants: Mapping[str, TenantLimits], tenant: str) -> TenantLimits:
-    """Return the tenant's limits, or those of `*`."""
     limits = tenants.get(tenant)
     return tenants.get(EVERYBODY, NO_LIMITS) if limits is None else limits
 

@@ -1,7 +1,6 @@
 """The baselines in Triton. Each `execute` is one batch of Triton's dynamic batcher.
 
-`model_repository/baseline_dynamic` and `baseline_static` differ only in `config.pbtxt`. Settings are the engine's
-`model`, `dtype`, `device` and `num_threads`.
+`model_repository/baseline_dynamic` and `baseline_static` differ only in `config.pbtxt`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return one response per request at the end of the batch. A bad request affects no other."""
+        """Return all responses at the end of the batch. A bad request affects no other."""
         items = [self._read(request) for request in requests]
         outputs = iter(self._generate([item for item in items if isinstance(item, Row)]))
         return [_response(next(outputs) if isinstance(item, Row) else item) for item in items]
@@ -88,7 +87,7 @@ def _settings(args: Mapping[str, str]) -> EngineConfig:
 
 
 def _only_row(tensor: Any) -> np.ndarray[Any, Any]:
-    """Return a tensor without its batch dimension. Triton makes batches from one-row requests."""
+    """Remove the batch dimension. Triton makes batches from one-row requests."""
     array: np.ndarray[Any, Any] = tensor.as_numpy()
     if array.shape[0] != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.shape[0]} rows: send a request for each prompt")

@@ -1,5 +1,3 @@
-"""A Triton model instance: settings, engine client, front end and metrics."""
-
 from __future__ import annotations
 
 import os
@@ -55,7 +53,7 @@ class EngineRelay:
 
 
 class ModelInstance:
-    """One model instance. One thread calls `submit`, between `open` and `close`."""
+    """Settings, engine client, front end and metrics of a Triton model instance. One thread calls `submit`."""
 
     def __init__(self, settings: ModelSettings, client: EngineClient, frontend: Frontend) -> None:
         self._settings = settings

@@ -1,5 +1,3 @@
-"""Conversion of Triton requests and responses."""
-
 from __future__ import annotations
 
 import json
@@ -47,7 +45,7 @@ def read_request(
     stream = _flag(inputs, "stream")
     if stream and not decoupled:
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
-    # The client did not write the rendered chat template, so only a text prompt is echoed by default.
+    # The client did not write the rendered chat template, so by default only a text prompt is echoed.
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
     if stream and not exclude_input:
         raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
@@ -151,8 +149,8 @@ def _check_size(name: str, num_bytes: int, limit: int) -> None:
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[Any]:
     """Return output tensors with one element per sequence, by index. `texts` fills `text_output`.
 
-    The prompt is counted once. `token_ids` concatenates the new tokens of all sequences; `num_output_tokens` holds
-    their lengths.
+    The prompt is counted once. `token_ids` concatenates the new tokens of all sequences, with lengths in
+    `num_output_tokens`.
     """
     tensors = [_text_tensor("text_output", texts)]
     if response_format.finish_reason:
@@ -168,19 +166,18 @@ def response_tensors(response: Response, response_format: ResponseFormat, texts:
     if response_format.token_ids:
         tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
     if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
-        # Figures of a sequence that a stop string ended may arrive too late.
+        # A sequence that a stop string ended may not have its figures yet.
         tensors.extend(_perf_tensors([chunk.stats or RequestStats() for chunk in response]))
     return tensors
 
 
 def logprobs_json(chunk: Chunk) -> str:
-    """Return `{token_id: {logprob, rank, decoded_token}}` per token. `logprob` is null if it cannot be sampled."""
+    """Return `{token_id: {logprob, rank, decoded_token}}` per token. An impossible token's `logprob` is null."""
     pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
     return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
 
 
 def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
-    """Return the chosen token's entry, then the most likely ones."""
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
         found.setdefault(top_id, (logprob, rank))

@@ -1,5 +1,3 @@
-"""Front end records in Triton's log."""
-
 from __future__ import annotations
 
 import logging
@@ -30,6 +28,5 @@ def route_logging() -> None:
 
 
 def log_engine_info(info: EngineInfo) -> None:
-    """Log the memory split and capacity."""
     for line in describe(info):
         pb_utils.Logger.log_info(line)

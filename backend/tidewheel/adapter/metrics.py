@@ -55,7 +55,7 @@ REQUEST_HISTOGRAMS = (
 
 
 class EngineMetrics:
-    """Engine figures under the engine's name, published by the front end that holds its lock."""
+    """Engine figures under the engine's name. The front end that holds its lock publishes them."""
 
     def __init__(self, info: EngineInfo, labels: Labels) -> None:
         self._block_size = info.block_size
@@ -112,7 +112,7 @@ class RequestMetrics:
         self._histograms = [(f.of, Histogram(f.name, f.description, f.bounds, labels)) for f in REQUEST_HISTOGRAMS]
 
     def publish(self, stats: FrontendStats, refused: Mapping[str, int]) -> None:
-        """Publish the figures. `refused` counts by tag requests that never reached the front end."""
+        """Publish figures. `refused` counts requests by tag that never reached the front end."""
         self._received.advance(stats.num_received + sum(refused.values()))
         self._finished.advance(stats.finished)
         self._failed.advance(stats.failed)
@@ -121,7 +121,7 @@ class RequestMetrics:
         for of, histogram in self._histograms:
             snapshot = of(stats)
             histogram.advance(snapshot.counts, snapshot.total)
-        # Last, so that a visible refusal implies all earlier figures.
+        # Last: a visible refusal implies all earlier figures.
         self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
 
 

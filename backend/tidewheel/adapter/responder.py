@@ -1,5 +1,3 @@
-"""Responses of one request."""
-
 from __future__ import annotations
 
 import threading
@@ -31,7 +29,7 @@ class TritonSink:
         self._texts: list[list[str]] = []  # of all responses, if text accumulates
 
     def send(self, response: Response) -> None:
-        """Send a response, FINAL if all sequences have ended. If sending fails, end the request."""
+        """Send a response, FINAL if all sequences have ended. If that fails, end the request."""
         with self._lock:
             if not self._is_open:
                 return
@@ -43,7 +41,7 @@ class TritonSink:
                 self._fail(InternalError("the response could not be sent; the server's log says why"))
 
     def fail(self, error: TidewheelError) -> None:
-        """Send the error as FINAL. Do nothing if the request is over."""
+        """Send the error as FINAL, unless the request is over."""
         with self._lock:
             self._fail(error)
 
@@ -81,13 +79,12 @@ class TritonSink:
 
 
 def error_response(error: TidewheelError) -> Any:
-    """Return a response with the tagged message and Triton's code."""
     code = getattr(pb_utils.TritonError, error.code.value)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(_printable(str(error)), code))
 
 
 def _printable(message: str) -> str:
-    """Escape lone surrogates and control characters that a client sent, and cut long messages."""
+    """Escape a client's lone surrogates and control characters, and cut long messages."""
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "…"
     encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")

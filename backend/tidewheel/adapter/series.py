@@ -1,14 +1,14 @@
-"""Time series on Triton's `/metrics`, advanced in aggregate.
+"""Time series on Triton's `/metrics`.
 
 Each call of a Triton metric is a round trip to the server (14 to 90 µs, measured). So totals are counted here and
 only differences are sent.
 
 A Triton histogram takes one value per call. So histograms are published as Prometheus' series `<name>_bucket`,
-`<name>_sum` and `<name>_count`. They are announced as gauges, because the parser of Prometheus' Python client adds
-`_total` to counter names, and queries use only names. Front ends share series of equal name and labels, so their
-differences add up.
+`<name>_sum` and `<name>_count`. They are announced as gauges, because Prometheus' Python parser adds `_total` to
+counter names, and queries use only names. Front ends share series of equal name and labels, so their differences add
+up.
 
-Triton removes a family and its metrics with the family's last Python object, so each series keeps one.
+Triton removes a family's metrics with its last Python object, so each series keeps one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Gauge:
             self._value = value
 
     def forget(self) -> None:
-        """Send the next value in any case, because another front end may set the gauge."""
+        """Send the next value in any case: another front end may set the gauge."""
         self._value = None
 
 
 class Counter:
-    """A growing total. A smaller one means that its process restarted from 0."""
+    """A growing total. A smaller one comes from a restarted process."""
 
     def __init__(self, family: Any, labels: Labels) -> None:
         self._metric = family.Metric(labels=dict(labels))
@@ -52,7 +52,7 @@ class Counter:
         self._total = total
 
     def follow(self, total: float) -> None:
-        """Skip to a total that another front end has published."""
+        """Skip what another front end has published."""
         self._total = total
 
 
@@ -90,7 +90,7 @@ class Histogram:
         self._count = Counter(gauge_family(f"{name}_count", f"{description} (number)"), labels)
 
     def advance(self, counts: Sequence[int], total: float) -> None:
-        """Advance to `counts` per bucket (not cumulative, overflow last) and the sum `total`."""
+        """Advance to `counts` per bucket (not cumulative, overflow last) and their sum `total`."""
         cumulative = 0
         for bucket, count in zip(self._buckets, counts, strict=True):
             cumulative += count

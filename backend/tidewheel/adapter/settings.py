@@ -1,4 +1,4 @@
-"""Settings of one repository entry: `parameters` of `config.pbtxt`, `model.json`, or another entry's engine.
+"""Settings of a repository entry: `parameters` of `config.pbtxt`, `model.json`, or another entry's engine.
 
 Every mistake raises `ConfigError` with one line that says what to change.
 """
@@ -19,14 +19,13 @@ from tidewheel.settings import coerce_setting, unknown_setting
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
 
-# Triton's own parameters.
 _TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 _MAX_SENDER_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
-    """Settings of each entry itself, twins included."""
+    """Settings of each entry itself, also of twins."""
 
     num_sender_threads: int = 4  # more gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # named as in Triton's vLLM backend
@@ -38,8 +37,6 @@ class FrontendSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """One version of an entry."""
-
     name: str
     folder: Path  # absolute
     version: str
@@ -70,7 +67,6 @@ class ModelSettings:
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
-    """Return the settings of a model from the `args` of `initialize`."""
     config = json.loads(args["model_config"])
     entry = ModelEntry(
         name=args["model_name"],
@@ -131,7 +127,6 @@ def _read_model_json(path: Path) -> dict[str, object]:
 
 
 def _same(text: object, value: object) -> bool:
-    """Return whether a `config.pbtxt` text equals a `model.json` value."""
     if isinstance(value, dict):
         return _is_json_of(str(text), value)
     left, right = str(text).strip(), str(value).strip()
@@ -162,7 +157,7 @@ def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
 
 
 def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:
-    """Return the entry whose engine a twin shares, and its engine settings."""
+    """Return the entry that owns a twin's engine, and its engine settings."""
     path = twin.repository / name / "config.pbtxt"
     if Path(name).name != name or not path.is_file():
         raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")

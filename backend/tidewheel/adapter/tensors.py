@@ -1,4 +1,4 @@
-"""Tensors of a model, from Triton's vLLM backend and the TRT-LLM ensemble, with additions."""
+"""Tensors of Triton's vLLM backend and the TRT-LLM ensemble, with additions."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Generator:
         return token_ids
 
     def check(self, row: Row) -> None:
-        """Raise `InvalidRequest` if the row cannot be computed."""
+        """Raise `InvalidRequest` for a row that cannot be computed."""
         vocab_size, length = self._tokenizer.vocab_size, len(row.token_ids)
         if length == 0:
             raise InvalidRequest("the prompt has no tokens: it must have at least one")

@@ -34,7 +34,7 @@ _decoder = msgspec.json.Decoder(list[Death])
 
 
 def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
-    """Return the deaths in the window, oldest first. A future time is from before the last boot."""
+    """Return deaths in the window, oldest first. A future time is from before the last boot."""
     try:
         deaths = _decoder.decode((engine_dir / BACKOFF).read_bytes())
     except (OSError, msgspec.DecodeError):

@@ -33,7 +33,7 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
-    """Load the real runner. Import torch only here, because that takes seconds."""
+    """Load the real runner. Its import of torch takes seconds."""
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)
@@ -55,8 +55,8 @@ def is_async(config: EngineConfig, device: str) -> bool:
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """Build the scheduler. Raise `ConfigError` if settings do not fit the model or cache, or the `record` folder
-    cannot be written.
+    """Build the scheduler. Raise `ConfigError` if settings do not fit the model or cache, or `record` cannot be
+    written.
     """
     tenants = parse_tenants(config.tenants)
     _check_quotas(config, tenants, info.num_blocks)

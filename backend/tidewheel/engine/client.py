@@ -1,6 +1,6 @@
 """A front end's side of the engine: start or join it, send requests, answer them if it dies.
 
-Everything that can block or fail runs on one thread. A request that `add` accepted ends exactly once, with a final
+Everything that can block or fail runs on one thread. A request accepted by `add` ends exactly once, with a final
 delta or `on_lost`.
 """
 
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
-MISMATCH_GRACE_S = 8.0  # for an owner to replace an engine with other settings
+MISMATCH_GRACE_S = 8.0  # an owner may be replacing an engine with other settings
 RETRY_AFTER_MS = 1000
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
@@ -71,12 +71,10 @@ class EngineListener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """Time limits and the engine command."""
-
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    hold_s: float = 10.0  # requests wait so long for a restarting engine
-    hang_timeout_s: float = 60.0  # a silent engine is killed; longer than any step
+    hold_s: float = 10.0  # for a restarting engine
+    hang_timeout_s: float = 60.0  # kills a silent engine; longer than any step
     ping_interval_s: float = 1.0
 
 
@@ -118,7 +116,7 @@ class EngineClient:
     # --- any thread -------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> EngineInfo:
-        """Start or join the engine and wait until it serves. Raise `ConfigError` in one line."""
+        """Start or join the engine and wait until it serves. Raise `ConfigError` if it cannot."""
         self._thread.start()
         if not self._settled.wait(timeout_s):
             status = read_status(self._engine_dir)
@@ -136,11 +134,11 @@ class EngineClient:
 
     @property
     def is_owner(self) -> bool:
-        """Return whether this client looks after the engine. Only the owner publishes engine metrics."""
+        """Return whether this client tends the engine. Only the owner publishes engine metrics."""
         return self._launcher.is_owner
 
     def add(self, message: AddRequest | CloseSession) -> None:
-        """Send the request. Raise `Busy`, `EngineDead`, `Draining` or `InternalError` if nothing follows."""
+        """Send the request. After `Busy`, `EngineDead`, `Draining` or `InternalError` nothing follows."""
         num_sequences = message.n if isinstance(message, AddRequest) else 1
         self._outbox.put(message.key, encoder.encode(message), num_sequences)
 
@@ -151,11 +149,11 @@ class EngineClient:
             self._refused[tenant if known else ""] += count
 
     def cancel(self, keys: Iterable[int]) -> None:
-        """Cancel requests. Each sequence gets a final delta, unless one is already on its way."""
+        """Cancel requests. Each sequence gets a final delta, unless it already has one."""
         self._outbox.put_cancel(list(keys))
 
     def cancel_sequence(self, key: int, index: int) -> None:
-        """Cancel one sequence, with a final delta. Its siblings continue."""
+        """Cancel one sequence with a final delta. Its siblings continue."""
         self._outbox.put_cancel([], [(key, index)])
 
     def close(self) -> None:
@@ -195,7 +193,6 @@ class EngineClient:
         self._lose(self._outbox.lose_expired(), _lost(f"the engine is not back after {self._options.hold_s:g} s"))
 
     def _seek(self) -> None:
-        """Look once for an engine to join."""
         status = read_status(self._engine_dir)
         if self._info is not None and status is not None and status.is_draining and not status.is_alive:
             self._fail(Draining("the server is shutting down"))
@@ -292,7 +289,7 @@ class EngineClient:
     # --- ends -------------------------------------------------------------------------------------------------
 
     def _fail(self, error: TidewheelError) -> None:
-        """End all requests now and refuse later ones."""
+        """End all requests and refuse new ones."""
         log.error("%s", error.message)
         self._failure = error.message
         self._give_up(error)

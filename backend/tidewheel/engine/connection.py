@@ -1,5 +1,3 @@
-"""A front end's connection to one engine process."""
-
 from __future__ import annotations
 
 import logging
@@ -62,14 +60,13 @@ class Connection:
         return messages
 
     def last_words(self) -> list[FromEngine]:
-        """Return what a dead engine had sent."""
         messages: list[FromEngine] = []
         while more := self.receive(LAST_WORDS_MS):
             messages += more
         return messages
 
     def kill_hung_engine(self) -> None:
-        """Kill the engine after it has logged its threads' stacks."""
+        """Kill the engine after its log has its threads' stacks."""
         self.process.end(signal.SIGUSR1, DUMP_GRACE_S)
 
     def close(self) -> None:

@@ -1,5 +1,3 @@
-"""Engine commands for the shutdown of a server."""
-
 from __future__ import annotations
 
 import signal
@@ -15,9 +13,7 @@ from tidewheel.stats import EngineStats
 
 
 def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
-    """Make the engine refuse new requests and return its figures, or None without an answer in time. May be
-    repeated.
-    """
+    """Make the engine refuse new requests. Return its figures, or None without an answer. May be repeated."""
     status = read_status(engine_dir)
     if status is None or status.state != "ready" or not status.is_alive:
         return None
@@ -33,7 +29,7 @@ def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
 
 
 def stop(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """End the engine and return whether one ran. Kill it if it has not answered its requests within `timeout_s`."""
+    """End the engine, by force after `timeout_s`. Return whether one ran. Its requests get an answer first."""
     status = read_status(engine_dir)
     if status is None or not status.is_alive:
         return False

@@ -28,12 +28,12 @@ Deliver = Callable[[StepOutputs], None]
 class EngineCore:
     """Loop over scheduler and runner, on one thread.
 
-    If the scheduler allows two steps in flight, a step is launched before the tokens of the last one are awaited. The
-    device computes it while these are applied, delivered and sent.
+    With two steps in flight, a step is launched before the tokens of the last one are awaited. The device computes it
+    while they are applied, delivered and sent.
 
     `receive` runs before a step is planned, and again before its tokens are applied, so that requests cancelled
-    meanwhile get no further token. It calls `add` and `cancel`. `deliver` gets every new token and the one end of
-    every added request; it may call `cancel`. Deadlines are checked before every step.
+    meanwhile get no further token. It calls `add` and `cancel`. `deliver` gets every new token and each added
+    request's one end; it may call `cancel`. Deadlines are checked before every step.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Return whether a request is unfinished or a step is in flight."""
+        """Return whether a request or a step is unfinished."""
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Add a request. Raise the scheduler's refusal and deliver nothing."""
+        """Raise the scheduler's refusal. Then nothing is delivered."""
         self._deliver_ended(self._scheduler.add(request, self._clock()))
 
     def add_group(self, requests: Sequence[Request]) -> None:
-        """Add all requests that share a prompt, or none."""
+        """Add all requests of one prompt, or none."""
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """Raise `NotFound` if there is no such session."""
+        """Raise `NotFound` if there is none."""
         self._scheduler.close_session(tenant, session_id)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -108,13 +108,13 @@ class EngineCore:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = error.with_traceback(None)  # its frames hold tensors that the retry needs room for
+            failure = error.with_traceback(None)  # its frames hold tensors that take the retry's room
             del pending
             tokens = self._recover(batch, failure) if later is None else self._lose(batch, later)
         self._receive()
         self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
         end = self._clock()
-        self._step_seconds += end - max(began, self._last_end)  # the second of two in flight begins here
+        self._step_seconds += end - max(began, self._last_end)  # with two in flight, the second begins here
         self._last_end = end
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
@@ -135,8 +135,8 @@ class EngineCore:
         return recover(self._runner, batch, failure, self._give_up)
 
     def _lose(self, batch: ScheduledBatch, later: ScheduledBatch) -> SampledTokens:
-        """End the requests of a failed step, because a later step read tokens that were never computed. Requests that
-        left their rows in between are computed again and continue, like all others.
+        """End the requests of a failed step, because a later step read its missing tokens. Requests that left their
+        rows in between are computed again; they and all others continue.
         """
         left = set(later.freed_rows.tolist())
         for row in batch.rows.tolist():

@@ -1,5 +1,3 @@
-"""Deltas from the scheduler's requests."""
-
 from __future__ import annotations
 
 from tidewheel.batch import TopLogprobs
@@ -11,7 +9,7 @@ from tidewheel.request import FinishReason, Request
 def final_delta(
     key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
 ) -> Delta:
-    """Return a sequence's last delta, with the tokens of its last step."""
+    """Return a sequence's last delta, with its last tokens."""
     error = request.error
     if error is None and request.finish_reason is FinishReason.ERROR:
         error = InternalError("the request ended with an error that left no message")
@@ -27,7 +25,6 @@ def final_delta(
 
 
 def refusal(key: int, error: TidewheelError) -> Delta:
-    """Return the answer to a refused request."""
     info = error_info(error)
     return Delta(key=key, token_ids=[], finish_reason=FinishReason.ERROR.value, error=info, index=WHOLE_REQUEST)
 

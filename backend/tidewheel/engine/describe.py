@@ -1,5 +1,3 @@
-"""Log lines of a loaded engine."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

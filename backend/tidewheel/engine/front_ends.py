@@ -1,5 +1,3 @@
-"""Connected front ends, their requests and unsent deltas."""
-
 from __future__ import annotations
 
 import errno
@@ -33,7 +31,7 @@ class FrontEnd:
         self.identity = identity
         self.name = name
         self.last_seen = now
-        self.request_ids: dict[int, dict[int, str]] = {}  # by key and index, unfinished
+        self.request_ids: dict[int, dict[int, str]] = {}  # unfinished, by key and index
         self.unsent: list[Delta] = []
         self.received: list[int] = []  # keys since the room was sent
         self.room: WaitingRoom | None = None  # as sent
@@ -42,11 +40,11 @@ class FrontEnd:
 class _Route(NamedTuple):
     front_end: FrontEnd
     key: int
-    sequence: int  # among those of the key
+    sequence: int  # within the key
 
 
 class FrontEnds:
-    """Front ends on a ROUTER socket. ROUTER_MANDATORY turns a gone peer into an error."""
+    """Front ends, their requests and unsent deltas. ROUTER_MANDATORY turns a gone peer into an error."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -62,13 +60,13 @@ class FrontEnds:
         return self._by_identity.get(identity)
 
     def admit(self, identity: bytes, name: str, now: float) -> FrontEnd:
-        """Add a front end. After a second `Hello` it keeps its requests."""
+        """Add a front end, or find it after a second `Hello`."""
         front_end = self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
         front_end.last_seen = now
         return front_end
 
     def remove(self, front_end: FrontEnd) -> list[str]:
-        """Remove a front end and return the ids of its unfinished requests."""
+        """Forget a front end. Return the ids of its unfinished requests."""
         self._by_identity.pop(front_end.identity, None)
         orphans = [request_id for ids in front_end.request_ids.values() for request_id in ids.values()]
         for request_id in orphans:
@@ -77,7 +75,7 @@ class FrontEnds:
         return orphans
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
-        """Return front ends that are unreachable, silent or do not read, with the reason."""
+        """Return unreachable, silent and non-reading front ends, with the reason."""
         gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
         self._unreachable = []
         for front_end in self._by_identity.values():
@@ -90,8 +88,8 @@ class FrontEnds:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def open(self, front_end: FrontEnd, key: int, n: int) -> list[str]:
-        """Return ids for the sequences of a new request. One final delta closes each. Raise `InvalidRequest` if the
-        key is in use.
+        """Return ids for a new request's sequences. One final delta closes each. Raise `InvalidRequest` if the key is
+        in use.
         """
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
@@ -117,7 +115,6 @@ class FrontEnds:
         self.refuse(front_end, key, error)
 
     def deliver(self, outputs: StepOutputs) -> None:
-        """Queue a step's deltas for `flush`."""
         routes, logprobs = self._routes, outputs.logprobs or _NO_LOGPROBS
         for index, (request, token_id) in enumerate(zip(outputs.requests, outputs.token_ids, strict=True)):
             if request.finish_reason is not None:
@@ -143,13 +140,13 @@ class FrontEnds:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send each front end its deltas in one message. A full queue delays them to the next flush."""
+        """Send each front end one message with its deltas. A full queue delays them to the next flush."""
         for front_end in self._by_identity.values():
             if front_end.unsent and self._send(front_end.identity, Deltas(front_end.unsent)):
                 front_end.unsent = []
 
     def tell_room(self, room: WaitingRoom) -> None:
-        """Send the room to front ends that know another one or have sent requests since."""
+        """Send the room to front ends that know another one or have sent requests."""
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue
@@ -160,7 +157,7 @@ class FrontEnds:
         self._send_all(self._by_identity, message)
 
     def send_to(self, identity: bytes, message: FromEngine) -> None:
-        """Send to any peer, unless it is gone or does not read."""
+        """Send to any peer. Drop the message if it is gone or does not read."""
         self._send_all([identity], message)
 
     def _send_all(self, identities: Iterable[bytes], message: FromEngine) -> None:

@@ -1,5 +1,3 @@
-"""Owner of an engine: the front end that holds its folder's lock keeps it running."""
-
 from __future__ import annotations
 
 import fcntl
@@ -25,7 +23,7 @@ STOP_GRACE_S = 3.0
 
 
 class EngineLauncher:
-    """Launcher for one thread."""
+    """Keeper of an engine, for the front end that holds its folder's lock. Use it from one thread."""
 
     def __init__(
         self, engine_dir: Path, config: EngineConfig, *, command: Sequence[str], policy: RestartPolicy
@@ -44,7 +42,7 @@ class EngineLauncher:
         return self._lock is not None
 
     def try_lock(self) -> bool:
-        """Return whether this is the owner now. A lost race may be retried. The kernel frees a dead owner's lock."""
+        """Return whether this is the owner now. May be retried; the kernel frees a dead owner's lock."""
         if self._lock is None:
             descriptor = os.open(self._engine_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -58,8 +56,8 @@ class EngineLauncher:
     def tend(self, *, was_ready: bool) -> None:
         """Start an engine if there is none and its delay is over. The owner calls this repeatedly.
 
-        `was_ready`: the engine served this front end, so its absence is a death. Raise `ConfigError` in one line if
-        another start would not help.
+        `was_ready`: the engine served this front end, so its absence is a death. Raise `ConfigError` if another start
+        would not help.
         """
         status = read_status(self._engine_dir)
         if status is not None and status.is_alive:
@@ -136,7 +134,7 @@ class EngineLauncher:
 
 
 def end_engine(status: Status, grace_s: float) -> None:
-    """Ask the engine to end, kill it after the grace, and wait for it."""
+    """End the engine, by force after the grace, and wait for it."""
     handle = ProcessHandle(status.pid, status.start_ticks)
     try:
         handle.end(signal.SIGTERM, grace_s)

@@ -1,11 +1,11 @@
 """Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket, never pickle.
 
-Front end → engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`. Engine →
-front end: `Ready` or `Failed` after `Hello`; `Deltas` after a step; `Stats` twice a second; `Room` when it changes;
-`Dropped` to an unknown front end. `Drain` needs no `Hello` and is answered with `Stats`.
+To the engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`. From it:
+`Ready` or `Failed` after `Hello`; `Deltas` after a step; `Stats` twice a second; `Room` when it changes; `Dropped` to
+an unknown front end. `Drain` needs no `Hello`; `Stats` answers it.
 
-A `key`, which the front end counts up, names a request; the client's id never travels. Deltas answer every
-`AddRequest`, the last one with `finish_reason`. Or `Dropped` ends all requests of a front end.
+A request's `key` counts up in its front end; the client's id never travels. Deltas answer every `AddRequest`, the
+last with `finish_reason`, or `Dropped` ends all requests of a front end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
 PROTOCOL = 3
-WHOLE_REQUEST = -1  # index of a delta that answers a request without sequences
+WHOLE_REQUEST = -1  # index of a delta for a request without sequences
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -31,19 +31,19 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Hello(Message, frozen=True):
     protocol: int
     client: str  # unique name
-    settings_digest: str  # of the expected settings; a twin sends "" and takes any
+    settings_digest: str  # of expected settings; a twin sends "" and takes any
 
 
 class AddRequest(Message, frozen=True):
     key: int
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end, `logit_bias` is below
+    sampling: SamplingParams  # `stop`, `bad_words` stay in the front end; `logit_bias` is below
     stop_token_ids: tuple[int, ...] = ()  # its own, and end-of-sequence ids unless ignored
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
     cache_salt: str = ""
-    arrival_ns: int = 0  # monotonic clock, shared by all processes of a host
-    n: int = 1  # sequences of one prompt; deltas carry their `index`
+    arrival_ns: int = 0  # monotonic clock, shared by a host's processes
+    n: int = 1  # sequences of a prompt, by `index` in deltas
     tenant: str = ""
     deadline_ns: int = 0  # monotonic clock; 0: none
     soft_deadline_ns: int = 0
@@ -59,7 +59,7 @@ class Cancel(Message, frozen=True):
 
 
 class CloseSession(Message, frozen=True):
-    """Answered by one delta, with finish_reason "stop" or an error such as `NotFound`."""
+    """Answered by one delta: finish_reason "stop", or an error such as `NotFound`."""
 
     key: int
     tenant: str
@@ -67,13 +67,13 @@ class CloseSession(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sign of life, every second. After 5 s of silence a front end's requests end."""
+    """Sent every second. After 5 s of silence a front end's requests end."""
 
-    refused: dict[str, int] = {}  # by tenant, since the last ping, as the waiting set was full
+    refused: dict[str, int] = {}  # by tenant, since the last ping, for a full waiting set
 
 
 class Drain(Message, frozen=True):
-    """Refuse new requests of all front ends. Accepted ones continue."""
+    """Order to refuse all new requests. Accepted ones continue."""
 
 
 class Goodbye(Message, frozen=True):
@@ -87,10 +87,10 @@ ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """Values resolved when the model was loaded. Memory is in bytes."""
+    """Values resolved at load. Memory is in bytes."""
 
     pid: int
-    model: str  # folder
+    model: str
     architecture: str
     device: str  # "cpu (2 threads)", "NVIDIA H200"
     dtype: str
@@ -105,12 +105,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     enable_prefix_caching: bool
     load_seconds: float
-    num_host_blocks: int = 0  # of the host tier
+    num_host_blocks: int = 0
     swap_seconds_per_block: float | None = None  # per copy in one direction; None: no host tier
     graph_bytes: int = 0  # of CUDA graphs
     stage_seconds: dict[str, float] = {}  # of the load, in order
     async_scheduling: bool = False  # a step is launched before the last one's tokens are read
-    tenants: dict[str, TenantLimits] = {}  # as configured
+    tenants: dict[str, TenantLimits] = {}
 
     @property
     def num_cache_tokens(self) -> int:
@@ -118,12 +118,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Longest prompt and output of a request. The last token is never cached."""
+        """Longest prompt and output. The last token is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
     def max_concurrency(self) -> float:
-        """Full-length requests that fit the cache."""
         return self.num_cache_tokens / self.max_model_len
 
 
@@ -143,19 +142,19 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tag: str
     message: str
     retry_after_ms: int | None = None
-    is_waiting_set_full: bool = False  # may be sent again once another request has started
+    is_waiting_set_full: bool = False  # may be sent again after another request's start
 
 
 class Dropped(Message, frozen=True):
-    """End of all requests of a front end that the engine no longer knows: it counts as gone, or the engine ends.
-    `Hello` starts anew.
+    """End of a front end's requests, and of its connection: it counts as gone, or the engine ends. `Hello` starts
+    anew.
     """
 
     error: ErrorInfo
 
 
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Figures of one sequence, with its last delta. Times are ns of the monotonic clock; 0 means never."""
+    """Figures of one ended sequence. Times are ns of the monotonic clock; 0 means never."""
 
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
@@ -169,15 +168,13 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """New tokens of a request, its end, or both."""
-
     key: int
     token_ids: list[int]
     finish_reason: str = ""  # a `FinishReason`; empty before the end
     error: ErrorInfo | None = None  # with finish_reason "error"
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
-    index: int = 0  # of the sequence; each has a last delta, or one `WHOLE_REQUEST` ends all
+    index: int = 0  # of the sequence; each has a last delta, or `WHOLE_REQUEST` ends all
 
 
 class Deltas(Message, frozen=True):
@@ -189,11 +186,9 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Room in the waiting set, sent when it changes. With it a front end refuses at once what the engine would refuse
-    after its step.
-    """
+    """News of the waiting set. With it front ends refuse at once what the engine would refuse after its step."""
 
-    received: list[int]  # keys of this front end's requests since the last message
+    received: list[int]  # keys of its requests since the last one
 
 
 FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room

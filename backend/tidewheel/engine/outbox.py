@@ -1,5 +1,3 @@
-"""Requests of an `EngineClient` until their end."""
-
 from __future__ import annotations
 
 import os
@@ -12,7 +10,7 @@ from typing import NamedTuple
 from tidewheel.engine.messages import WHOLE_REQUEST, Cancel, Delta, encoder
 from tidewheel.errors import Busy, TidewheelError, from_wire
 
-MAX_HELD = 4096  # requests; the engine bounds its own waiting requests
+MAX_HELD = 4096  # the engine bounds its own waiting requests
 
 
 class _Add(NamedTuple):
@@ -33,13 +31,13 @@ class _Cancel(NamedTuple):
 
 
 class Outbox:
-    """Requests in one place each: queued, held (no engine to take them), or in flight.
+    """Requests until their end: queued, held without an engine, or in flight.
 
     Any thread may call `put`, `put_cancel` and `wake`. The rest belongs to the io thread, which `wake_fd` wakes.
     """
 
     def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
-        """Hold at most `max_held` requests for a missing engine, for `hold_s` seconds."""
+        """Hold at most `max_held` requests for a missing engine."""
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._max_held = max_held
         self._hold_s = hold_s
@@ -54,7 +52,7 @@ class Outbox:
     # --- any thread -------------------------------------------------------------------------------------------
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
-        """Queue a request. Raise `Busy` if too many are held, or the error given to `refuse`."""
+        """Queue a request. Raise `Busy` if too many are held, or the error of `refuse`."""
         with self._lock:
             if self._refusal is not None:
                 refusal = self._refusal  # each raising thread needs its own instance
@@ -85,7 +83,7 @@ class Outbox:
     # --- the io thread ----------------------------------------------------------------------------------------
 
     def take(self) -> list[int]:
-        """Process the queue. Return keys that were cancelled before they were sent; these are over."""
+        """Process the queue. Return keys that end because they were cancelled unsent."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -114,7 +112,6 @@ class Outbox:
             self._cancelled = _Cancel([], [])
 
     def ended(self, deltas: Iterable[Delta]) -> None:
-        """Count the final deltas."""
         for delta in deltas:
             if not delta.finish_reason or delta.key not in self._in_flight:
                 continue
@@ -123,14 +120,14 @@ class Outbox:
                 del self._in_flight[delta.key]
 
     def lose_in_flight(self) -> list[int]:
-        """Return and forget the keys that the engine will not answer."""
+        """Forget and return the keys that get no answer any more."""
         lost = list(self._in_flight)
         self._in_flight.clear()
         self._cancelled = _Cancel([], [])
         return lost
 
     def lose_expired(self) -> list[int]:
-        """Return and forget keys held too long. They are ordered by age, so stop at the first young one."""
+        """Forget and return keys held too long. The first young one ends the search."""
         now = time.monotonic()
         expired = []
         for key, held in self._held.items():

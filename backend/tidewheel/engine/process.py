@@ -1,7 +1,7 @@
 """The engine process: ``python -m tidewheel.engine.process --engine-dir DIR --settings JSON``.
 
-It loads the model and serves the front ends on its folder's socket. It ends after `--linger-s` without a front end,
-on SIGTERM, or when its folder vanishes. It logs to standard error.
+It loads the model and serves its folder's socket. It ends after `--linger-s` without a front end, on SIGTERM, or when
+its folder vanishes. It logs to standard error.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    """Writer of `status.json`."""
-
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self._engine_dir = engine_dir
         pid = os.getpid()
@@ -60,18 +58,18 @@ class StatusFile:
         write_status(self._engine_dir, self._status)
 
     def end(self, state: State, message: str) -> None:
-        """Write the last state. Call this before the last answers, so that no retry reaches this engine."""
+        """Write the last state, before the last answers, so that no retry reaches this engine."""
         with contextlib.suppress(OSError):  # the folder may be gone
             self.update(state=state, message=message)
 
     def progress(self, stage: str, fraction: float) -> None:
-        """Write progress, not more often than a person can read."""
+        """Write progress as often as a person can read."""
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
             self.update(stage=stage, fraction=fraction)
 
 
 class StopSignal:
-    """Return why the engine must stop, else an empty string."""
+    """Reason to stop, or an empty string."""
 
     def __init__(self, engine_dir: Path) -> None:
         self._engine_dir = engine_dir
@@ -93,7 +91,7 @@ class StopSignal:
 def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s: float = LINGER_S) -> int:
     """Run the engine to its end and return the exit code. All requests have an answer by then.
 
-    Raise BlockingIOError if the folder has an engine already.
+    Raise BlockingIOError if the folder has another engine.
     """
     with _only_engine(engine_dir):
         status = StatusFile(engine_dir, config)
@@ -146,14 +144,14 @@ def _announce(info: EngineInfo, status: StatusFile) -> None:
     for line in describe(info):
         log.info("%s", line)
     gc.collect()
-    gc.freeze()  # collections between steps skip what loading made
+    gc.freeze()  # collections then skip what loading made
     status.update(state="ready", stage="", fraction=1.0, info=info)
     log.info("ready")
 
 
 @contextlib.contextmanager
 def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Lock the folder, because a second engine would take the socket. Wait for one that is ending."""
+    """Lock the folder, because engines would take each other's socket. Wait for one that is ending."""
     deadline = time.monotonic() + PREDECESSOR_LIMIT_S
     with (engine_dir / ENGINE_LOCK).open("w") as lock:
         while True:

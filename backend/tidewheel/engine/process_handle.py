@@ -1,5 +1,3 @@
-"""A process handle that is safe when the kernel reuses a pid."""
-
 from __future__ import annotations
 
 import contextlib
@@ -14,22 +12,22 @@ _POLL_S = 0.02
 
 
 class ProcessHandle:
-    """Handle on any process, a child or not. `fileno` is readable once it has ended."""
+    """Handle on any process, safe against reuse of its pid. `fileno` is readable once it has ended."""
 
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self._start_ticks = start_ticks
-        self.fileno: int | None = None  # None: no pidfds, so poll `has_ended`
+        self.fileno: int | None = None  # None without pidfds: then ask
         self._ending = select.poll()
         with contextlib.suppress(AttributeError, OSError):
             self.fileno = os.pidfd_open(pid)
             self._ending.register(self.fileno, select.POLLIN)
-        if not self.is_alive:  # it may mean a later process with this pid
+        if not self.is_alive:  # perhaps a later process with this pid
             self.close()
 
     @property
     def has_ended(self) -> bool:
-        """Return not `is_alive`, for one system call."""
+        """`is_alive`, negated, for one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property

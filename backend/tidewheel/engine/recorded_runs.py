@@ -1,5 +1,3 @@
-"""Scheduler and step times of a recorded engine."""
-
 from __future__ import annotations
 
 from pathlib import Path

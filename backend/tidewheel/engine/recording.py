@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 def check_folder(config: EngineConfig) -> None:
-    """Raise `ConfigError` if the folder for recordings is missing or cannot be written."""
+    """Raise `ConfigError` if the `record` folder is missing or cannot be written."""
     folder = Path(config.record)
     if not config.record:
         return

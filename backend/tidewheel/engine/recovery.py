@@ -1,6 +1,6 @@
 """Recovery from memory shortage: run the step again without its longest chunk. One request ends, the others continue.
 
-Do not repeat a step after a later launch, which has read what this step should have written.
+A step is not repeated after a later launch, which has read what it should have written.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
 from tidewheel.engine.runner import Runner
 
-MAX_GIVEN_UP = 3  # requests; if that frees too little, others are the cause
+MAX_GIVEN_UP = 3  # requests; after that they are not the cause
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the device or host ran out of memory. Go by name, because this layer imports no torch. torch
-    raises `OutOfMemoryError` on a GPU and a plain `RuntimeError` on a CPU.
+    """Tell by name, because this layer imports no torch. torch raises `OutOfMemoryError` on a GPU and a plain
+    `RuntimeError` on a CPU.
     """
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
@@ -30,9 +30,9 @@ def recover(
     error: Exception,
     give_up: Callable[[int], None],
 ) -> SampledTokens:
-    """Return tokens without the rows given up. Raise the error if giving up rows does not help.
+    """Return tokens without the rows given up. Raise the error if that does not help.
 
-    A repeated step is safe: it writes the same keys and values into the same slots.
+    A step may be repeated: it writes the same keys and values into the same slots.
     """
     keep = np.ones(len(batch.rows), dtype=np.bool_)
     for _ in range(MAX_GIVEN_UP):
@@ -51,13 +51,12 @@ def recover(
 
 
 def no_tokens(batch: ScheduledBatch) -> SampledTokens:
-    """Return the result of a batch without rows left."""
     return SampledTokens(batch.step_id, np.full(len(batch.rows), SampledTokens.NOT_FINITE, dtype=np.int32))
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """Keep only some rows. Unused new rows and block tables do no harm. Copied blocks are not copied again, because
-    they may hold other data by now.
+    """Keep some rows. Unused new rows and block tables do no harm. Blocks are not copied again, because they may hold
+    other data by now.
     """
     none = np.empty(0, dtype=np.int32)
     return dataclasses.replace(

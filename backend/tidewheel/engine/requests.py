@@ -1,7 +1,6 @@
 """Conversion of an `AddRequest` to scheduler requests.
 
-`check_request` is the one check. Front ends and `LLM` call it before they send, and the engine again, because it
-trusts no message.
+Front ends and `LLM` call `check_request` before they send, and the engine again, because it trusts no message.
 """
 
 from __future__ import annotations
@@ -29,18 +28,14 @@ MAX_SEQUENCES = 16
 
 
 class SessionTtl(NamedTuple):
-    """Lifetime of sessions."""
-
     default_s: float
     max_s: float
 
 
 class CheckedRequest(NamedTuple):
-    """Checked values of a message."""
-
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
-    max_tokens: int  # resolved to what fits the context
+    max_tokens: int  # requested, or what fits the context
     priority: Priority
 
 
@@ -113,7 +108,7 @@ def check_labels(tenant: str, cache_salt: str, session_id: str) -> None:
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:
-    """Raise `PromptTooLarge` if no room is left for one output token."""
+    """Raise `PromptTooLarge` without room for one output token."""
     if num_tokens >= info.max_num_tokens:
         raise PromptTooLarge(
             f"{name} has {num_tokens} tokens{qualifier}: with one token of output the context of "

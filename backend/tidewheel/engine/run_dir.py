@@ -1,4 +1,4 @@
-"""Folders of engines, with sockets, locks and logs, readable only by their user."""
+"""Private folders of engines, with sockets, locks and logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see un
 
 
 def engine_dir(repository: Path, model_name: str) -> Path:
-    """Return the private folder of a model's engine. Its name is short, stable and unique."""
+    """Return the folder of a model's engine. Its name is short, stable and unique."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
     path = run_dir() / f"{label}-{digest}"
@@ -30,7 +30,7 @@ def engine_dir(repository: Path, model_name: str) -> Path:
 
 
 def check_socket_path(directory: Path) -> None:
-    """Raise `ConfigError` if the path of a unix socket in the folder is too long."""
+    """Raise `ConfigError` if a socket path in the folder is too long."""
     size = len(os.fsencode(directory / SOCKET))
     if size > MAX_SOCKET_PATH:
         raise ConfigError(

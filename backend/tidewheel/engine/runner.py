@@ -1,4 +1,4 @@
-"""Interface of `tidewheel.runner.model_runner.ModelRunner`, also for tests."""
+"""Interface of `ModelRunner`, also for tests."""
 
 from __future__ import annotations
 

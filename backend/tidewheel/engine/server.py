@@ -1,5 +1,3 @@
-"""The engine's end of the socket: commands in, deltas out, on one thread."""
-
 from __future__ import annotations
 
 import logging
@@ -44,7 +42,9 @@ RECEIVE_S = 0.002  # for messages between steps; the last one may exceed it
 
 
 class EngineServer:
-    """Server for front ends on a bound ROUTER socket. A bad message affects only its sender."""
+    """The engine's end of a bound ROUTER socket: commands in, deltas out, on one thread. A bad message affects only
+    its sender.
+    """
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class EngineServer:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def serve(self, must_stop: Callable[[], str]) -> str:
-        """Serve until `must_stop` returns a reason, or for `linger_s` without a front end. Return the reason."""
+        """Serve until `must_stop` returns a reason, or `linger_s` without a front end. Return the reason."""
         while True:
             worked = self._core.step()
             self._front_ends.tell_room(self._core.room())
@@ -127,7 +127,7 @@ class EngineServer:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle messages for `RECEIVE_S`. The others wait for the next step."""
+        """Handle messages for `RECEIVE_S`. The others wait a step."""
         until = self._clock() + RECEIVE_S
         is_first = True
         while is_first or self._clock() < until:

@@ -1,5 +1,3 @@
-"""Info of an engine without a model, for the simulator and replays."""
-
 from __future__ import annotations
 
 from tidewheel.config import EngineConfig

@@ -1,5 +1,3 @@
-"""Start of a detached engine process, which outlives its front end."""
-
 from __future__ import annotations
 
 import os
@@ -21,13 +19,13 @@ MAX_LOG_BYTES = 16 << 20  # then set aside at the next start
 
 
 def engine_command() -> list[str]:
-    """Return the command, without the engine's own arguments."""
+    """Return the command without its arguments."""
     return [python_executable(), "-P", "-m", "tidewheel.engine.process"]
 
 
 def python_executable() -> str:
-    """Return the running interpreter, even if it is embedded and `sys.executable` is the host. Raise `ConfigError` if
-    there is none.
+    """Return the running interpreter, also where it is embedded in a host program. Raise `ConfigError` if there is
+    none.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = (
@@ -43,7 +41,7 @@ def python_executable() -> str:
 
 
 def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Start the engine and write `status.json`. Its output goes to `engine.log`."""
+    """Start a detached engine, which outlives its front end. Write `status.json` and log to `engine.log`."""
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
     log_path = engine_dir / LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
@@ -52,7 +50,7 @@ def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, o
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
         )
-    # Reap the process even if its launcher no longer watches it.
+    # Reap it even if its launcher no longer watches.
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
     ticks = process_start_ticks(process.pid) or 0  # it has ended; no process has 0
     write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))

@@ -1,5 +1,3 @@
-"""`status.json`: the state of an engine, replaced atomically."""
-
 from __future__ import annotations
 
 import hashlib
@@ -20,13 +18,15 @@ _ENDED = ("failed", "stopped", "crashed")
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an engine. `failed` is final: the settings or the model must change. `stopped` was asked for,
-    `crashed` was not. A killed engine writes neither.
+    """`status.json`: state of an engine.
+
+    `failed` is final: settings or model must change. `stopped` was asked for, `crashed` was not. A killed engine
+    writes neither.
     """
 
     state: State
     pid: int
-    start_ticks: int  # with the pid, an identity even if the kernel reuses it
+    start_ticks: int  # with the pid, an identity despite its reuse
     settings: dict[str, object]
     stage: str = ""
     fraction: float = 0.0  # of the stage
@@ -45,7 +45,7 @@ _decoder = msgspec.json.Decoder(Status)
 
 
 def read_status(engine_dir: Path) -> Status | None:
-    """Return None if there is none that this version can read."""
+    """Return None if none can be read."""
     try:
         return _decoder.decode((engine_dir / STATUS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -58,7 +58,6 @@ def write_status(engine_dir: Path, status: Status) -> None:
 
 
 def settings_digest(settings: Mapping[str, object]) -> str:
-    """Return equal digests for equal engine settings."""
     return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()
 
 
@@ -80,7 +79,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """Return the last log line without time and level, cut to `limit` characters."""
+    """Return the last log line without time and level."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

@@ -1,1 +1,1 @@
-"""Set-up and supervision of a tritonserver."""
+"""Supervision of a tritonserver."""

@@ -15,9 +15,8 @@ _PACKAGES = ("tidewheel", "tidewheel_kernels")
 
 
 def assemble(install: TritonInstall, target: Path) -> Path:
-    """Make `target` with links to the installed backends and a copy of the Python backend's library. Return it.
-
-    Other backends are linked too, for ensembles.
+    """Make `target` with links to the backends and a copy of the Python backend's library. Other backends serve
+    ensembles.
     """
     target.mkdir(parents=True)
     for backend in install.backends.iterdir():
@@ -27,7 +26,7 @@ def assemble(install: TritonInstall, target: Path) -> Path:
     python.mkdir()
     for part in (install.backends / "python").iterdir():
         if part.suffix == ".so":
-            shutil.copy2(part, python)  # Triton refuses a library with a real path outside the folder
+            shutil.copy2(part, python)  # Triton refuses a real path outside the folder
         elif part.name not in (STUB_NAME, "__pycache__"):
             (python / part.name).symlink_to(part)
     (python / STUB_NAME).symlink_to(install.stub)
@@ -36,7 +35,7 @@ def assemble(install: TritonInstall, target: Path) -> Path:
 
 
 def package_folder(name: str) -> Path:
-    """Return a package's folder without importing it. Raise `ServeError` if it is not installed."""
+    """Return a package's folder, not imported. Raise `ServeError` if it is missing."""
     spec = importlib.util.find_spec(name)
     places = spec.submodule_search_locations if spec is not None else None
     folder = next((Path(place) for place in places or () if Path(place).is_dir()), None)
@@ -46,7 +45,7 @@ def package_folder(name: str) -> Path:
 
 
 def python_path() -> list[str]:
-    """Return the stub's PYTHONPATH, most specific first, to import what this Python imports."""
+    """Return the stub's PYTHONPATH, most specific first."""
     roots = [package_folder(name).parent for name in _PACKAGES]
     site = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
     return list(dict.fromkeys(str(path) for path in (*roots, *site)))

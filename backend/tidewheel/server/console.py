@@ -1,5 +1,3 @@
-"""Output of `tidewheel serve`. A closed terminal does not end the server."""
-
 from __future__ import annotations
 
 import contextlib
@@ -16,7 +14,9 @@ _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 
 
 class Console:
-    """Report on standard output, everything else on standard error, above any progress bar."""
+    """Report on standard output, the rest on standard error, above any progress bar. A closed terminal does not end
+    the server.
+    """
 
     def __init__(self, *, verbose: bool) -> None:
         self.verbose = verbose

@@ -1,5 +1,3 @@
-"""Errors of `tidewheel serve`."""
-
 from __future__ import annotations
 
 

@@ -1,5 +1,3 @@
-"""Command line and environment of tritonserver."""
-
 from __future__ import annotations
 
 import math
@@ -21,9 +19,9 @@ from tidewheel.server.workdir import WorkDir
 SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
 SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
 MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
-EXIT_MARGIN_S = 15  # Triton's limit beyond the drain limit: the supervisor acts first
+EXIT_MARGIN_S = 15  # Triton's, after the drain limit: the supervisor acts first
 
-# Only operators of development servers need these APIs. A key that is told to no client closes them.
+# APIs for operators of development servers. A key that no client knows closes them.
 _CLOSED_APIS = "shared-memory,trace,logging"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 
@@ -44,7 +42,7 @@ def command(
     flags: frozenset[str],
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command line. `flags` are known to this tritonserver; `extra` comes last, as given."""
+    """Return the command line. `flags` are known to this tritonserver; `extra` comes last."""
     return [
         str(install.binary),
         f"--model-repository={repository}",
@@ -67,7 +65,6 @@ def command(
 
 
 def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for tritonserver, stubs and engines."""
     env = dict(base)
     env["TIDEWHEEL_RUN_DIR"] = str(work.run)
     env["LD_LIBRARY_PATH"] = _joined([str(path) for path in install.libraries], base.get("LD_LIBRARY_PATH"))
@@ -76,7 +73,7 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
     env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
     env["TIDEWHEEL_PYTHON"] = sys.executable
     env["PYTHONUNBUFFERED"] = "1"
-    # torch makes this folder on import; its default is a predictable name in /tmp.
+    # torch makes it on import; the default is a predictable name in /tmp.
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work.root / "inductor"))
     # Front ends tokenise on their own threads, and numpy there has no work to share.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -85,7 +82,7 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
 
 
 def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str]:
-    """Return the flags in its help. Raise `ServeError` if the program does not run."""
+    """Return the flags in its help. Raise `ServeError` if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the located program
             [str(install.binary), "--help"], env=dict(env), capture_output=True, text=True, timeout=60, check=False
@@ -113,7 +110,7 @@ def _hardening(flags: frozenset[str]) -> list[str]:
 
 
 def _without_gpu(flags: frozenset[str]) -> list[str]:
-    """Return flags that silence Triton's complaints about a missing NVIDIA driver."""
+    """Silence Triton's complaints about a missing NVIDIA driver."""
     if Path("/dev/nvidiactl").exists():
         return []
     wanted = {"--allow-gpu-metrics": "false", "--pinned-memory-pool-byte-size": "0"}

@@ -1,5 +1,3 @@
-"""Search for a tritonserver."""
-
 from __future__ import annotations
 
 import ctypes.util
@@ -23,8 +21,6 @@ _LINKED_PYTHON = re.compile(rb"libpython(3\.\d+)m?\.so")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonInstall:
-    """A tritonserver and its parts."""
-
     binary: Path
     backends: Path  # holds `python/`, in a container others too
     stub: Path  # for the running Python
@@ -84,7 +80,7 @@ def _installed(binary: Path, origin: str) -> TritonInstall:
 
 
 def _bundled(package: Path) -> TritonInstall:
-    """Return the wheel's server. Stubs for several Pythons lie beside it."""
+    """Return the wheel's server, with stubs for several Pythons beside it."""
     root = package / "tritonserver"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / version / STUB_NAME
@@ -115,9 +111,8 @@ def _wheel_binary(package: Path) -> Path:
 
 
 def _python_library_folders() -> list[Path]:
-    """Return the folder of libpython3.X.so, which the stub is linked with, or none if the loader knows it.
-
-    Raise `ServeError` if there is no such library.
+    """Return the folder of libpython3.X.so for the stub, or none if the loader knows it. Raise `ServeError` if there
+    is none.
     """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     library = f"libpython{version}.so.1.0"
@@ -139,7 +134,7 @@ def _check_parts(binary: Path, parts: Iterable[Path]) -> None:
 
 
 def _check_stub(stub: Path) -> None:
-    """Raise `ServeError` if the stub runs another Python, for which these packages would not load."""
+    """Raise `ServeError` if the stub runs another Python, where these packages would not load."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     with stub.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:

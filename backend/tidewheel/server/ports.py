@@ -1,5 +1,3 @@
-"""Choice of free ports."""
-
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +20,7 @@ class Ports:
 def choose(host: str, wanted: Ports) -> Ports:
     """Replace every 0 in `wanted`. Raise `ServeError` naming a port in use and its option.
 
-    Ports are held until all are known, so that they differ. They are free again on return.
+    All are held until the last is known, so that they differ. They are free again on return.
     """
     with contextlib.ExitStack() as held:
         http = _hold(held, host, wanted.http, "http")
@@ -37,7 +35,6 @@ def reachable(host: str) -> str:
 
 
 def authority(host: str, port: int) -> str:
-    """Return `host:port` as in a URL."""
     address = reachable(host)
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 

@@ -60,7 +60,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 class Watch:
-    """Watch for the end of one process. `fileno` is a pidfd, or None without one: then poll `has_ended`."""
+    """Watch on one process's end. `fileno` is a pidfd, or None: then poll `has_ended`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -80,17 +80,17 @@ class Watch:
 
 
 def adopt_orphans() -> None:
-    """Adopt descendants whose parent ends, so that none escapes."""
+    """Adopt descendants whose parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """Ask for SIGTERM when the parent ends. Call this in a child before exec."""
+    """Get SIGTERM when the parent ends. Call this in a child before exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def reap(*, keep: int) -> None:
-    """Reap ended children, but not `keep`, whose owner wants the exit status."""
+    """Reap ended children but `keep`, whose owner wants its exit status."""
     for process in children(os.getpid()):
         if process.state == "Z" and process.pid != keep:
             with contextlib.suppress(ChildProcessError):
@@ -104,7 +104,7 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Poll. Return whether the condition came true in time."""
+    """Poll. Return whether the condition came true."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:

@@ -1,5 +1,3 @@
-"""Progress bars of loading models, from their engines' status files."""
-
 from __future__ import annotations
 
 import contextlib
@@ -17,7 +15,7 @@ _STEPS = 1000
 
 
 class LoadProgress:
-    """Bars on a terminal, else one line per engine and stage, to keep log files readable."""
+    """Bars per loading engine on a terminal, else one line per engine and stage, for log files."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
         """Take `engines`: model name → folder."""

@@ -1,5 +1,3 @@
-"""Report of a ready `tidewheel serve`."""
-
 from __future__ import annotations
 
 import shlex
@@ -20,7 +18,7 @@ _PROMPT = "A tuple is"
 def describe_models(
     version: str, origin: str, models: Sequence[DeployedModel], infos: Mapping[str, EngineInfo]
 ) -> str:
-    """Describe what runs. `infos`: model name → what its engine resolved."""
+    """Take `infos`: model name → what its engine resolved."""
     lines = ["", f"Tidewheel {__version__} on Triton {version or 'of unknown version'} ({origin})", ""]
     for model in models:
         lines += _model_lines(model, infos)
@@ -28,7 +26,6 @@ def describe_models(
 
 
 def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) -> str:
-    """Describe where it runs, with examples to paste."""
     host, ports = endpoints.host, endpoints.ports
     lines = [
         f"  HTTP      http://{authority(host, ports.http)}",

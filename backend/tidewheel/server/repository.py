@@ -1,5 +1,3 @@
-"""Model repositories, written for `--model` or checked."""
-
 from __future__ import annotations
 
 import re
@@ -50,7 +48,7 @@ def check_name(name: str) -> str:
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
-    """Parse `key=value` texts. Raise `ConfigError` for a key given twice."""
+    """Parse `key=value` texts. Raise `ConfigError` for a repeated key."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -78,10 +76,9 @@ def entries(repository: Path) -> list[str]:
 
 
 def select(repository: Path, names: Iterable[str], target: Path) -> Path:
-    """Make a repository in `target` with links to some entries, and return it.
+    """Make a repository in `target` with links to some entries, and return it. Raise `ConfigError` if one is missing.
 
-    Triton's own `--model-control-mode=explicit` would let every client load models, with its own files. Raise
-    `ConfigError` if an entry is missing.
+    Triton's own `--model-control-mode=explicit` would let every client load models, with its own files.
     """
     there = entries(repository)
     wanted = list(dict.fromkeys(names))

@@ -1,5 +1,3 @@
-"""`tidewheel serve`, from options to exit code."""
-
 from __future__ import annotations
 
 import contextlib
@@ -35,7 +33,7 @@ class ServeOptions:
     models: tuple[str, ...] = ()  # entries to serve; empty: all
     model: str | None = None  # folder or Hugging Face id
     model_name: str = ""  # empty: last part of `model`
-    settings: Mapping[str, str]  # of the engine of `model`
+    settings: Mapping[str, str]
     host: str = "127.0.0.1"
     ports: Ports
     drain_s: float = 30.0
@@ -47,8 +45,6 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Decisions made before a process starts."""
-
     install: TritonInstall
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -104,7 +100,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
-    """Return the folder to serve. Write it for a model or for selected entries."""
+    """Return the folder to serve, written now unless a whole repository is served."""
     if options.model_repository is not None:
         folder = options.model_repository.expanduser().resolve()
         return repository.select(folder, options.models, work.repository) if options.models else folder

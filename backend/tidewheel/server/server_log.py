@@ -1,5 +1,3 @@
-"""Log of tritonserver and its stubs."""
-
 from __future__ import annotations
 
 import codecs
@@ -14,7 +12,7 @@ _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
 _LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL)
 _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
-# Protobuf says in a line of its own, before Triton's, what is wrong with a config.pbtxt.
+# Protobuf's line comes before Triton's.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
 # Harmless lines of machines without a GPU and of clients that went away at the end.
@@ -47,7 +45,7 @@ def parse(text: str) -> LogLine:
 
 
 def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
-    """Return the model that cannot be loaded and the reason, if the message names them."""
+    """Return the model that cannot be loaded and the reason, if the message says so."""
     if match := _LOAD_FAILED.match(message):
         return LoadFailure(match["model"], _one_line(match["reason"]))
     if match := _POLL_FAILED.match(message):
@@ -57,10 +55,7 @@ def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
 
 
 class ServerLog:
-    """Split output into lines, keep the last ones, and remember version and first failed load.
-
-    `copy` gets every byte, for `--log-file`.
-    """
+    """Lines of output: the last ones, the version and the first failed load. `copy` gets every byte."""
 
     def __init__(self, copy: IO[bytes] | None = None) -> None:
         self._copy = copy
@@ -102,7 +97,7 @@ class ServerLog:
 
 
 def _one_line(reason: str) -> str:
-    """Return the reason without exception name and Triton's stack."""
+    """Drop exception name and Triton's stack."""
     text = reason.split("\n\nAt:", 1)[0].strip()
     text = _EXCEPTION_NAME.sub("", text)
     return " ".join(text.split())

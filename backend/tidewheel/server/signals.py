@@ -1,5 +1,3 @@
-"""SIGINT, SIGTERM and SIGHUP for a selector."""
-
 from __future__ import annotations
 
 import signal
@@ -10,7 +8,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Count stop signals while the block runs. Each makes `fileno` readable. Main thread only."""
+    """Count of SIGINT, SIGTERM and SIGHUP while the block runs. Each makes `fileno` readable. Main thread only."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -39,7 +37,7 @@ class StopSignals:
         return self._reader.fileno()
 
     def clear(self) -> None:
-        """Make `fileno` unreadable. Keep the count."""
+        """Make `fileno` unreadable, but keep the count."""
         try:
             while self._reader.recv(64):
                 pass

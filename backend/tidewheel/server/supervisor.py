@@ -1,5 +1,3 @@
-"""One tritonserver with stubs and engines: started, watched and ended together."""
-
 from __future__ import annotations
 
 import os
@@ -31,8 +29,8 @@ _READ_BYTES = 1 << 16
 class Supervisor:
     """Owner of tritonserver and every process below this one. Leaving the `with` block ends them.
 
-    On one thread, a selector waits for signals, output and the end of watched processes. `on_line` gets each output
-    line and the server's phase.
+    On one thread, a selector waits for signals, output and ends of processes. `on_line` gets each output line and the
+    phase.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
         processes.adopt_orphans()
-        # In its own session, so that Ctrl-C reaches only this process, which ends the others in order.
+        # In its own session: Ctrl-C reaches only this process, which ends the others in order.
         self._server = subprocess.Popen(  # noqa: S603 - the located program
             list(command),
             env=dict(environment),
@@ -74,7 +72,6 @@ class Supervisor:
 
     @property
     def was_forced(self) -> bool:
-        """Return whether a stop was asked for twice."""
         return self._signals.count > 1
 
     def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
@@ -107,7 +104,7 @@ class Supervisor:
     def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
         """Refuse new requests and let the others end. After the limit they get an error.
 
-        Triton has little time once its engines are idle, because it would wait for every idle HTTP connection.
+        Once engines are idle, Triton has little time: it would wait for every idle HTTP connection.
         """
         self._begin_stop()
         end = time.monotonic() + limit_s
@@ -123,7 +120,7 @@ class Supervisor:
         self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
-        """End every process below this one, with SIGKILL after the grace. None is left on return."""
+        """End every process below this one, by SIGKILL after the grace. None is left on return."""
         self._begin_stop()
         me = os.getpid()
         processes.signal_all(processes.descendants(me), SIGTERM)
@@ -167,7 +164,6 @@ class Supervisor:
         self._watches.clear()
 
     def _pump(self, timeout_s: float) -> None:
-        """Wait for events and handle them."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
 

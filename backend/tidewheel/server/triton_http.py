@@ -1,5 +1,3 @@
-"""Questions of `tidewheel serve` to tritonserver."""
-
 from __future__ import annotations
 
 import http.client
@@ -18,7 +16,7 @@ class DeployedModel(NamedTuple):
 
 
 class TritonHttp:
-    """HTTP client of `authority`, which is host:port. Each call opens a connection."""
+    """HTTP client of `authority`, host:port. Each call opens a connection."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
@@ -30,7 +28,7 @@ class TritonHttp:
             return False
 
     def models(self) -> list[DeployedModel]:
-        """Return every ready model, sorted by name. Raise OSError."""
+        """Return ready models, sorted by name. Raise OSError."""
         index = self._json("POST", "/v2/repository/index")
         names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
         return [self._model(name) for name in names]

@@ -1,5 +1,3 @@
-"""Private folder of a running server, and removal of killed ones' folders."""
-
 from __future__ import annotations
 
 import contextlib
@@ -21,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange t
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Folder of mode 0700. Its server's lock keeps it from being swept."""
+    """Private folder of a server, mode 0700. A lock keeps a running server's from being swept."""
 
     root: Path
 
@@ -75,7 +73,7 @@ def _restore(run_dir: str | None) -> None:
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove folders and regions of this user's killed servers. Return the folders."""
+    """Remove what this user's killed servers left. Return the folders."""
     return [root for root in base.glob(f"{_PREFIX}*") if _is_left_over(root) and _remove(root, shared_memory)]
 
 

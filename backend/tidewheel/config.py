@@ -52,7 +52,7 @@ class EngineConfig:
     engine_start_timeout_s: float = 600.0
     record: str = ""  # folder for recordings of every decision; empty: off
 
-    debug_invariants: bool = False  # check scheduler and cache in idle turns, O(blocks)
+    debug_invariants: bool = False  # check scheduler and cache in idle turns, O(blocks); for tests
 
     async_scheduling: bool | None = None  # launch a step before the last one's tokens are read; None: on CUDA
 

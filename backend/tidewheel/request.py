@@ -93,7 +93,7 @@ class Request:
         self.logit_bias = logit_bias  # replaces that of `sampling`, unless None
         self.cache_salt = cache_salt
         self.tenant = tenant
-        self.deadline = deadline  # same clock; ends it in any case
+        self.deadline = deadline  # same clock; ends it in any case; None: never
         self.soft_deadline = soft_deadline  # same clock; drops it one class
         self.session_id = session_id  # per tenant; blocks stay `session_ttl` seconds
         self.session_ttl = session_ttl
@@ -103,9 +103,9 @@ class Request:
         self.predicted_output_tokens = float(max_tokens)
         self.reserved_tokens = 0  # taken from its tenant's rate, settled at its end
         self.state = RequestState.WAITING
-        self.sequence = -1  # of arrival; breaks ties
+        self.sequence = -1  # arrival number; breaks ties
         self.rank: tuple[float, ...] = ()  # in the policy's order
-        self.lift_time: float | None = None  # of the next lift by age
+        self.lift_time: float | None = None  # when age lifts it next
         self.was_over_quota = False  # and has dropped a class for it
         self.followers: list[Request] = []  # wait for this leader's prompt to be computed
         self.finish_reason: FinishReason | None = None

@@ -34,7 +34,7 @@ _decoder = msgspec.json.Decoder(list[Death])
 
 
 def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
-    """Return deaths in the window, oldest first. A future time is from before the last boot."""
+    """Return the deaths in the window, oldest first. Ignore future times, which are from before the last boot."""
     try:
         deaths = _decoder.decode((engine_dir / BACKOFF).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -44,7 +44,7 @@ def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
 
 
 def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) -> list[Death]:
-    """Add a death, once per process, and return the recent ones."""
+    """Add a death, unless it is known, and return the recent ones."""
     deaths = recent_deaths(engine_dir, window_s)
     if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
         deaths.append(Death(pid, start_ticks, time.monotonic()))

@@ -33,7 +33,7 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
-    """Load the real runner. Its import of torch takes seconds."""
+    """Load the real runner. Import torch only here, because that takes seconds."""
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)
@@ -50,7 +50,9 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
 
 
 def is_async(config: EngineConfig, device: str) -> bool:
-    """Return whether steps overlap. On a CPU they cannot, and each stop would waste a row."""
+    """Return whether to launch steps ahead. On a CPU nothing overlaps, because a launch returns when its work is
+    done, and a request that stops would waste a row.
+    """
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 

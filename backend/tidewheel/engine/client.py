@@ -73,8 +73,8 @@ class EngineListener(Protocol):
 class ClientOptions:
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    hold_s: float = 10.0  # for a restarting engine
-    hang_timeout_s: float = 60.0  # kills a silent engine; longer than any step
+    hold_s: float = 10.0  # how long requests wait for a restarting engine
+    hang_timeout_s: float = 60.0  # a silent engine is killed after this; longer than any step
     ping_interval_s: float = 1.0
 
 
@@ -138,18 +138,18 @@ class EngineClient:
         return self._launcher.is_owner
 
     def add(self, message: AddRequest | CloseSession) -> None:
-        """Send the request. After `Busy`, `EngineDead`, `Draining` or `InternalError` nothing follows."""
+        """Send the request. If it raises `Busy`, `EngineDead`, `Draining` or `InternalError`, nothing follows."""
         num_sequences = message.n if isinstance(message, AddRequest) else 1
         self._outbox.put(message.key, encoder.encode(message), num_sequences)
 
     def count_refused(self, tenant: str, count: int) -> None:
-        """Report requests refused here, with the next ping."""
+        """Report refused requests with the next ping."""
         with self._refused_lock:
             known = tenant in self._refused or len(self._refused) < MAX_REFUSED_TENANTS
             self._refused[tenant if known else ""] += count
 
     def cancel(self, keys: Iterable[int]) -> None:
-        """Cancel requests. Each sequence gets a final delta, unless it already has one."""
+        """Cancel requests. Each sequence gets a final delta, unless one is already on its way."""
         self._outbox.put_cancel(list(keys))
 
     def cancel_sequence(self, key: int, index: int) -> None:
@@ -206,7 +206,7 @@ class EngineClient:
             self._connect(status)
 
     def _heed_owner(self, status: Status) -> None:
-        """Raise `ConfigError` if another owner's engine failed or has other settings."""
+        """Raise `ConfigError` if another owner's engine failed or keeps other settings."""
         if status.state == "failed" and status.written_ns >= self._seeking_since:
             raise ConfigError(status.message)
         waited_s = (time.monotonic_ns() - self._seeking_since) * 1e-9

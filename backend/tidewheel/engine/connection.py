@@ -39,7 +39,7 @@ class Connection:
             poller.register(self.process.fileno, zmq.POLLIN)
 
     def send(self, payload: bytes) -> bool:
-        """Return False if the engine is too far behind."""
+        """Return False if the engine is too far behind to take it."""
         try:
             self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
@@ -66,7 +66,7 @@ class Connection:
         return messages
 
     def kill_hung_engine(self) -> None:
-        """Kill the engine after its log has its threads' stacks."""
+        """Kill the engine. First its log gets the stacks of its threads."""
         self.process.end(signal.SIGUSR1, DUMP_GRACE_S)
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ from tidewheel.stats import EngineStats
 
 
 def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
-    """Make the engine refuse new requests. Return its figures, or None without an answer. May be repeated."""
+    """Make the engine refuse new requests and return its figures. Return None without an answer in time. May be
+    repeated.
+    """
     status = read_status(engine_dir)
     if status is None or status.state != "ready" or not status.is_alive:
         return None
@@ -29,7 +31,9 @@ def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
 
 
 def stop(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """End the engine, by force after `timeout_s`. Return whether one ran. Its requests get an answer first."""
+    """End the engine and return whether one ran. Ask first, so that its requests get an answer, and kill it after
+    `timeout_s`.
+    """
     status = read_status(engine_dir)
     if status is None or not status.is_alive:
         return False

@@ -62,7 +62,7 @@ class EngineCore:
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Raise the scheduler's refusal. Then nothing is delivered."""
+        """Add a request. If the scheduler refuses, raise its error and deliver nothing."""
         self._deliver_ended(self._scheduler.add(request, self._clock()))
 
     def add_group(self, requests: Sequence[Request]) -> None:
@@ -70,7 +70,7 @@ class EngineCore:
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """Raise `NotFound` if there is none."""
+        """Raise `NotFound` if there is no such session."""
         self._scheduler.close_session(tenant, session_id)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
@@ -108,13 +108,13 @@ class EngineCore:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = error.with_traceback(None)  # its frames hold tensors that take the retry's room
+            failure = error.with_traceback(None)  # its frames hold tensors, and the retry needs their room
             del pending
             tokens = self._recover(batch, failure) if later is None else self._lose(batch, later)
         self._receive()
         self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
         end = self._clock()
-        self._step_seconds += end - max(began, self._last_end)  # with two in flight, the second begins here
+        self._step_seconds += end - max(began, self._last_end)  # the second of two in flight begins at the last end
         self._last_end = end
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
@@ -127,7 +127,7 @@ class EngineCore:
         finally:
             for new in batch.new_rows:
                 self._request_ids[new.row] = new.request_id
-        while self._in_flight:  # frees device memory
+        while self._in_flight:  # frees what the device holds for them
             self._complete(later=batch)
         return Computed(self._recover(batch, failure))
 
@@ -135,8 +135,8 @@ class EngineCore:
         return recover(self._runner, batch, failure, self._give_up)
 
     def _lose(self, batch: ScheduledBatch, later: ScheduledBatch) -> SampledTokens:
-        """End the requests of a failed step, because a later step read its missing tokens. Requests that left their
-        rows in between are computed again; they and all others continue.
+        """End the requests of a failed step, because a later step has read its missing tokens. Requests that left
+        their rows in between are computed again. They and all others continue.
         """
         left = set(later.freed_rows.tolist())
         for row in batch.rows.tolist():

@@ -9,7 +9,7 @@ from tidewheel.request import FinishReason, Request
 def final_delta(
     key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
 ) -> Delta:
-    """Return a sequence's last delta, with its last tokens."""
+    """Return the last delta of a sequence, with the tokens of its last step."""
     error = request.error
     if error is None and request.finish_reason is FinishReason.ERROR:
         error = InternalError("the request ended with an error that left no message")

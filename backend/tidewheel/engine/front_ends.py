@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
 _NO_LOGPROBS: dict[int, TopLogprobs] = {}
-MAX_UNSENT_DELTAS = 1 << 18  # per front end; with more it counts as gone
+MAX_UNSENT_DELTAS = 1 << 18  # per front end; above this it counts as gone
 
 
 class FrontEnd:
@@ -60,7 +60,7 @@ class FrontEnds:
         return self._by_identity.get(identity)
 
     def admit(self, identity: bytes, name: str, now: float) -> FrontEnd:
-        """Add a front end, or find it after a second `Hello`."""
+        """Add a front end. After a second `Hello` it keeps its requests."""
         front_end = self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
         front_end.last_seen = now
         return front_end
@@ -146,7 +146,7 @@ class FrontEnds:
                 front_end.unsent = []
 
     def tell_room(self, room: WaitingRoom) -> None:
-        """Send the room to front ends that know another one or have sent requests."""
+        """Send the room to front ends that know another one or have sent requests since."""
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue

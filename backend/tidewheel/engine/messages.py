@@ -37,7 +37,7 @@ class Hello(Message, frozen=True):
 class AddRequest(Message, frozen=True):
     key: int
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # `stop`, `bad_words` stay in the front end; `logit_bias` is below
+    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end; `logit_bias` is packed below
     stop_token_ids: tuple[int, ...] = ()  # its own, and end-of-sequence ids unless ignored
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
@@ -55,7 +55,7 @@ class AddRequest(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     keys: list[int]
-    sequences: list[tuple[int, int]] = []  # (key, index); siblings continue
+    sequences: list[tuple[int, int]] = []  # (key, index) of single sequences; siblings continue
 
 
 class CloseSession(Message, frozen=True):
@@ -69,7 +69,7 @@ class CloseSession(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second. After 5 s of silence a front end's requests end."""
 
-    refused: dict[str, int] = {}  # by tenant, since the last ping, for a full waiting set
+    refused: dict[str, int] = {}  # by tenant, since the last ping; the waiting set was full
 
 
 class Drain(Message, frozen=True):
@@ -87,7 +87,7 @@ ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """Values resolved at load. Memory is in bytes."""
+    """Values that the engine resolved at its load. Memory is in bytes."""
 
     pid: int
     model: str
@@ -142,12 +142,12 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tag: str
     message: str
     retry_after_ms: int | None = None
-    is_waiting_set_full: bool = False  # may be sent again after another request's start
+    is_waiting_set_full: bool = False  # may be sent again as soon as another request starts
 
 
 class Dropped(Message, frozen=True):
-    """End of a front end's requests, and of its connection: it counts as gone, or the engine ends. `Hello` starts
-    anew.
+    """End of all requests of a front end that the engine no longer knows. The last message of an engine, or the
+    answer to a front end that counts as gone. `Hello` starts anew.
     """
 
     error: ErrorInfo
@@ -186,9 +186,11 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """News of the waiting set. With it front ends refuse at once what the engine would refuse after its step."""
+    """Room in the waiting set, sent when it changes. It lets front ends refuse at once what the engine would refuse
+    after its step.
+    """
 
-    received: list[int]  # keys of its requests since the last one
+    received: list[int]  # keys of the front end's requests since the last `Room`
 
 
 FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room

@@ -52,7 +52,7 @@ class Outbox:
     # --- any thread -------------------------------------------------------------------------------------------
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
-        """Queue a request. Raise `Busy` if too many are held, or the error of `refuse`."""
+        """Queue a request. Raise `Busy` if too many are held, or the error given to `refuse`."""
         with self._lock:
             if self._refusal is not None:
                 refusal = self._refusal  # each raising thread needs its own instance
@@ -83,7 +83,7 @@ class Outbox:
     # --- the io thread ----------------------------------------------------------------------------------------
 
     def take(self) -> list[int]:
-        """Process the queue. Return keys that end because they were cancelled unsent."""
+        """Process the queue. Return keys cancelled before they were sent, which are over."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -127,7 +127,7 @@ class Outbox:
         return lost
 
     def lose_expired(self) -> list[int]:
-        """Forget and return keys held too long. The first young one ends the search."""
+        """Forget and return keys held too long. They are in order of age, so a young one ends the search."""
         now = time.monotonic()
         expired = []
         for key, held in self._held.items():
@@ -149,7 +149,7 @@ class Outbox:
         return lost
 
     def close(self) -> None:
-        """Close `wake_fd`. Call `refuse` before."""
+        """Close `wake_fd`, after `refuse`."""
         with self._lock:
             self._is_closed = True
             os.close(self.wake_fd)

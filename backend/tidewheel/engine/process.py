@@ -58,7 +58,7 @@ class StatusFile:
         write_status(self._engine_dir, self._status)
 
     def end(self, state: State, message: str) -> None:
-        """Write the last state, before the last answers, so that no retry reaches this engine."""
+        """Write the last state. Call it before the last answers, so that no client returns to this engine."""
         with contextlib.suppress(OSError):  # the folder may be gone
             self.update(state=state, message=message)
 
@@ -69,7 +69,7 @@ class StatusFile:
 
 
 class StopSignal:
-    """Reason to stop, or an empty string."""
+    """Callable that returns the reason to stop, or an empty string."""
 
     def __init__(self, engine_dir: Path) -> None:
         self._engine_dir = engine_dir
@@ -144,7 +144,7 @@ def _announce(info: EngineInfo, status: StatusFile) -> None:
     for line in describe(info):
         log.info("%s", line)
     gc.collect()
-    gc.freeze()  # collections then skip what loading made
+    gc.freeze()  # collections between steps skip what loading made
     status.update(state="ready", stage="", fraction=1.0, info=info)
     log.info("ready")
 

@@ -17,17 +17,17 @@ class ProcessHandle:
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self._start_ticks = start_ticks
-        self.fileno: int | None = None  # None without pidfds: then ask
+        self.fileno: int | None = None  # None without pidfds, where only polling helps
         self._ending = select.poll()
         with contextlib.suppress(AttributeError, OSError):
             self.fileno = os.pidfd_open(pid)
             self._ending.register(self.fileno, select.POLLIN)
-        if not self.is_alive:  # perhaps a later process with this pid
+        if not self.is_alive:  # the pidfd may be of a later process with this pid
             self.close()
 
     @property
     def has_ended(self) -> bool:
-        """`is_alive`, negated, for one system call."""
+        """Return whether it has ended, for one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property

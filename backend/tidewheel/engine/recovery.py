@@ -13,12 +13,12 @@ import numpy as np
 from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
 from tidewheel.engine.runner import Runner
 
-MAX_GIVEN_UP = 3  # requests; after that they are not the cause
+MAX_GIVEN_UP = 3  # requests; if memory is still short, they are not the cause
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell by name, because this layer imports no torch. torch raises `OutOfMemoryError` on a GPU and a plain
-    `RuntimeError` on a CPU.
+    """Return whether memory ran out. Go by names, because this layer imports no torch: `OutOfMemoryError` on a GPU,
+    an allocator's plain `RuntimeError` on a CPU.
     """
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
@@ -30,7 +30,7 @@ def recover(
     error: Exception,
     give_up: Callable[[int], None],
 ) -> SampledTokens:
-    """Return tokens without the rows given up. Raise the error if that does not help.
+    """Return the tokens of the batch without the rows given up. Raise the error if that does not help.
 
     A step may be repeated: it writes the same keys and values into the same slots.
     """
@@ -55,8 +55,8 @@ def no_tokens(batch: ScheduledBatch) -> SampledTokens:
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """Keep some rows. Unused new rows and block tables do no harm. Blocks are not copied again, because they may hold
-    other data by now.
+    """Leave out all rows but `keep`. Unused new rows and block tables do no harm. Blocks are not copied again,
+    because they may hold other data by now.
     """
     none = np.empty(0, dtype=np.int32)
     return dataclasses.replace(
@@ -77,7 +77,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
 
 
 def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
-    """Align with the whole batch. Rows given up have no valid token."""
+    """Align tokens with the whole batch. Rows given up have no valid token."""
     token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
     token_ids[keep] = tokens.token_ids
     indices = np.flatnonzero(keep).tolist()

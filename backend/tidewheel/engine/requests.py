@@ -108,7 +108,7 @@ def check_labels(tenant: str, cache_salt: str, session_id: str) -> None:
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:
-    """Raise `PromptTooLarge` without room for one output token."""
+    """Raise `PromptTooLarge` if no output token fits."""
     if num_tokens >= info.max_num_tokens:
         raise PromptTooLarge(
             f"{name} has {num_tokens} tokens{qualifier}: with one token of output the context of "

@@ -1,4 +1,4 @@
-"""Interface of `ModelRunner`, also for tests."""
+"""Interface of `tidewheel.runner.model_runner.ModelRunner`; tests have their own."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
-RECEIVE_S = 0.002  # for messages between steps; the last one may exceed it
+RECEIVE_S = 0.002  # for messages between steps; the last one may overrun
 
 
 class EngineServer:
@@ -127,7 +127,7 @@ class EngineServer:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle messages for `RECEIVE_S`. The others wait a step."""
+        """Handle messages for `RECEIVE_S`. The others wait for the next step."""
         until = self._clock() + RECEIVE_S
         is_first = True
         while is_first or self._clock() < until:

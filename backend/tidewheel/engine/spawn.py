@@ -15,11 +15,11 @@ from tidewheel.engine.run_dir import LOG
 from tidewheel.engine.status import Status, process_start_ticks, write_status
 from tidewheel.errors import ConfigError
 
-MAX_LOG_BYTES = 16 << 20  # then set aside at the next start
+MAX_LOG_BYTES = 16 << 20  # a longer log is set aside at the next start
 
 
 def engine_command() -> list[str]:
-    """Return the command without its arguments."""
+    """Return the command that starts an engine, without its arguments."""
     return [python_executable(), "-P", "-m", "tidewheel.engine.process"]
 
 
@@ -41,7 +41,7 @@ def python_executable() -> str:
 
 
 def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Start a detached engine, which outlives its front end. Write `status.json` and log to `engine.log`."""
+    """Start an engine that outlives its front end. Write `status.json`; its output goes to `engine.log`."""
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
     log_path = engine_dir / LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
@@ -50,9 +50,9 @@ def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, o
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
         )
-    # Reap it even if its launcher no longer watches.
+    # Reap the process even if its launcher no longer watches it.
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
-    ticks = process_start_ticks(process.pid) or 0  # it has ended; no process has 0
+    ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended
     write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))
     return process
 

@@ -26,7 +26,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     state: State
     pid: int
-    start_ticks: int  # with the pid, an identity despite its reuse
+    start_ticks: int  # with the pid, identifies one process
     settings: dict[str, object]
     stage: str = ""
     fraction: float = 0.0  # of the stage
@@ -45,7 +45,7 @@ _decoder = msgspec.json.Decoder(Status)
 
 
 def read_status(engine_dir: Path) -> Status | None:
-    """Return None if none can be read."""
+    """Return None without a status that this version can read."""
     try:
         return _decoder.decode((engine_dir / STATUS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -69,7 +69,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """Return the start in clock ticks since boot, None if ended. Field 22 of proc_pid_stat(5)."""
+    """Return the start in clock ticks since boot, or None if it has ended. See field 22 in proc_pid_stat(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -79,7 +79,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """Return the last log line without time and level."""
+    """Return the last log line without time and level, cut to `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

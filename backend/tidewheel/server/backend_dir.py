@@ -15,8 +15,8 @@ _PACKAGES = ("tidewheel", "tidewheel_kernels")
 
 
 def assemble(install: TritonInstall, target: Path) -> Path:
-    """Make `target` with links to the backends and a copy of the Python backend's library. Other backends serve
-    ensembles.
+    """Make `target` and return it. It has links to the installed backends, all of them for ensembles, and a copy of
+    the Python backend's library.
     """
     target.mkdir(parents=True)
     for backend in install.backends.iterdir():
@@ -35,7 +35,7 @@ def assemble(install: TritonInstall, target: Path) -> Path:
 
 
 def package_folder(name: str) -> Path:
-    """Return a package's folder, not imported. Raise `ServeError` if it is missing."""
+    """Return the folder of a package without importing it. Raise `ServeError` if it is not installed."""
     spec = importlib.util.find_spec(name)
     places = spec.submodule_search_locations if spec is not None else None
     folder = next((Path(place) for place in places or () if Path(place).is_dir()), None)
@@ -45,7 +45,7 @@ def package_folder(name: str) -> Path:
 
 
 def python_path() -> list[str]:
-    """Return the stub's PYTHONPATH, most specific first."""
+    """Return the PYTHONPATH with which the stub imports what this Python imports, most specific first."""
     roots = [package_folder(name).parent for name in _PACKAGES]
     site = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
     return list(dict.fromkeys(str(path) for path in (*roots, *site)))

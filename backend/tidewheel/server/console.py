@@ -14,8 +14,8 @@ _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 
 
 class Console:
-    """Report on standard output, the rest on standard error, above any progress bar. A closed terminal does not end
-    the server.
+    """Writer of the report to standard output, and of the rest to standard error, above any progress bar. A closed
+    terminal does not end the server.
     """
 
     def __init__(self, *, verbose: bool) -> None:

@@ -19,9 +19,9 @@ from tidewheel.server.workdir import WorkDir
 SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
 SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
 MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
-EXIT_MARGIN_S = 15  # Triton's, after the drain limit: the supervisor acts first
+EXIT_MARGIN_S = 15  # after the drain limit, so that the supervisor acts before Triton
 
-# APIs for operators of development servers. A key that no client knows closes them.
+# Only operators of development servers need these APIs. A key that no client knows closes them.
 _CLOSED_APIS = "shared-memory,trace,logging"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 
@@ -73,7 +73,7 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
     env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
     env["TIDEWHEEL_PYTHON"] = sys.executable
     env["PYTHONUNBUFFERED"] = "1"
-    # torch makes it on import; the default is a predictable name in /tmp.
+    # torch makes this folder on import; the default in /tmp is predictable.
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work.root / "inductor"))
     # Front ends tokenise on their own threads, and numpy there has no work to share.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -82,7 +82,7 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
 
 
 def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str]:
-    """Return the flags in its help. Raise `ServeError` if it does not run."""
+    """Return the flags in tritonserver's help. Raise `ServeError` if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the located program
             [str(install.binary), "--help"], env=dict(env), capture_output=True, text=True, timeout=60, check=False
@@ -110,7 +110,7 @@ def _hardening(flags: frozenset[str]) -> list[str]:
 
 
 def _without_gpu(flags: frozenset[str]) -> list[str]:
-    """Silence Triton's complaints about a missing NVIDIA driver."""
+    """Return flags that silence Triton's complaints about a missing NVIDIA driver."""
     if Path("/dev/nvidiactl").exists():
         return []
     wanted = {"--allow-gpu-metrics": "false", "--pinned-memory-pool-byte-size": "0"}

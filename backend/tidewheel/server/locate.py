@@ -111,8 +111,8 @@ def _wheel_binary(package: Path) -> Path:
 
 
 def _python_library_folders() -> list[Path]:
-    """Return the folder of libpython3.X.so for the stub, or none if the loader knows it. Raise `ServeError` if there
-    is none.
+    """Return the folder of the libpython3.X.so that the stub needs, or none if the loader finds it. Raise
+    `ServeError` if there is no such library.
     """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     library = f"libpython{version}.so.1.0"

@@ -60,7 +60,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 class Watch:
-    """Watch on one process's end. `fileno` is a pidfd, or None: then poll `has_ended`."""
+    """Watcher of one process's end. `fileno` is a pidfd, or None if the kernel has none: then poll `has_ended`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -80,17 +80,17 @@ class Watch:
 
 
 def adopt_orphans() -> None:
-    """Adopt descendants whose parent ends."""
+    """Adopt descendants whose parent ends, so that none escapes."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the parent ends. Call this in a child before exec."""
+    """Ask for SIGTERM when the parent ends. Call it in a child before exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def reap(*, keep: int) -> None:
-    """Reap ended children but `keep`, whose owner wants its exit status."""
+    """Reap ended children except `keep`, whose owner wants its exit status."""
     for process in children(os.getpid()):
         if process.state == "Z" and process.pid != keep:
             with contextlib.suppress(ChildProcessError):
@@ -104,7 +104,7 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Poll. Return whether the condition came true."""
+    """Poll, and return whether the condition came true in time."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:

@@ -27,7 +27,7 @@ class LoadProgress:
         tqdm.monitor_interval = 0  # no thread beside the one that forks
 
     def update(self) -> None:
-        with contextlib.suppress(OSError):  # the terminal is gone
+        with contextlib.suppress(OSError):  # the terminal may be gone
             self._update()
 
     def _update(self) -> None:

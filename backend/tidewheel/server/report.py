@@ -18,7 +18,7 @@ _PROMPT = "A tuple is"
 def describe_models(
     version: str, origin: str, models: Sequence[DeployedModel], infos: Mapping[str, EngineInfo]
 ) -> str:
-    """Take `infos`: model name → what its engine resolved."""
+    """Describe the server and its models. `infos`: model name → what its engine resolved."""
     lines = ["", f"Tidewheel {__version__} on Triton {version or 'of unknown version'} ({origin})", ""]
     for model in models:
         lines += _model_lines(model, infos)

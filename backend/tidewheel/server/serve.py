@@ -27,7 +27,7 @@ FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Exactly one of `model_repository` and `model` is set."""
+    """Options of `serve`. Exactly one of `model_repository` and `model` is set."""
 
     model_repository: Path | None = None
     models: tuple[str, ...] = ()  # entries to serve; empty: all

@@ -12,10 +12,10 @@ _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
 _LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL)
 _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
-# Protobuf's line comes before Triton's.
+# Protobuf says what is wrong with a config.pbtxt on a line of its own, before Triton's.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
-# Harmless lines of machines without a GPU and of clients that went away at the end.
+# Harmless lines about a missing GPU and about clients that left at the very end.
 _NOISE = re.compile(
     r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled"
     r"|HandleCancellation called even when the context was not cancelled"
@@ -55,7 +55,9 @@ def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
 
 
 class ServerLog:
-    """Lines of output: the last ones, the version and the first failed load. `copy` gets every byte."""
+    """Parser of server output. It keeps the last lines, the version and the first failed load. `copy` gets every
+    byte, for `--log-file`.
+    """
 
     def __init__(self, copy: IO[bytes] | None = None) -> None:
         self._copy = copy
@@ -97,7 +99,7 @@ class ServerLog:
 
 
 def _one_line(reason: str) -> str:
-    """Drop exception name and Triton's stack."""
+    """Return the reason without the exception's name and Triton's stack."""
     text = reason.split("\n\nAt:", 1)[0].strip()
     text = _EXCEPTION_NAME.sub("", text)
     return " ".join(text.split())

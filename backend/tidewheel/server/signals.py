@@ -8,7 +8,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Count of SIGINT, SIGTERM and SIGHUP while the block runs. Each makes `fileno` readable. Main thread only."""
+    """Counter of SIGINT, SIGTERM and SIGHUP while its block runs. Each makes `fileno` readable. Main thread only."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -75,7 +75,9 @@ class Supervisor:
         return self._signals.count > 1
 
     def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
-        """Return False if asked to stop before the server is ready. Raise `ServeError` if a load fails."""
+        """Return whether the server became ready before a stop. Raise `ServeError` if a load fails or the server
+        ends.
+        """
         while not is_ready():
             self._pump(POLL_S)
             on_tick()
@@ -104,7 +106,7 @@ class Supervisor:
     def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
         """Refuse new requests and let the others end. After the limit they get an error.
 
-        Once engines are idle, Triton has little time: it would wait for every idle HTTP connection.
+        Once its engines are idle, Triton has `SETTLE_S` left, because it would wait for every idle HTTP connection.
         """
         self._begin_stop()
         end = time.monotonic() + limit_s
@@ -120,7 +122,7 @@ class Supervisor:
         self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
-        """End every process below this one, by SIGKILL after the grace. None is left on return."""
+        """Ask every process below this one to end, and kill it after the grace. None is left on return."""
         self._begin_stop()
         me = os.getpid()
         processes.signal_all(processes.descendants(me), SIGTERM)

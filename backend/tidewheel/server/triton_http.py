@@ -12,11 +12,11 @@ class DeployedModel(NamedTuple):
     name: str
     backend: str
     decoupled: bool
-    engine_of: str  # owner of a shared engine, or empty
+    engine_of: str  # model whose engine it shares, or empty
 
 
 class TritonHttp:
-    """HTTP client of `authority`, host:port. Each call opens a connection."""
+    """Client of the server at `authority`, host:port. Each call opens its own connection."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
@@ -28,7 +28,7 @@ class TritonHttp:
             return False
 
     def models(self) -> list[DeployedModel]:
-        """Return ready models, sorted by name. Raise OSError."""
+        """Return ready models, sorted by name. Raise OSError if the server does not answer."""
         index = self._json("POST", "/v2/repository/index")
         names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
         return [self._model(name) for name in names]

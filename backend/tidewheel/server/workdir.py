@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange t
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Private folder of a server, mode 0700. A lock keeps a running server's from being swept."""
+    """Private folder of a server, mode 0700. A lock, held while the server lives, keeps it from being swept."""
 
     root: Path
 

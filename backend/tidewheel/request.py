@@ -1,5 +1,3 @@
-"""A request: token ids in, token ids out."""
-
 from __future__ import annotations
 
 import enum

@@ -1,5 +1,3 @@
-"""Sampling parameters with vLLM's names."""
-
 from __future__ import annotations
 
 import math
@@ -77,7 +75,6 @@ class LogitBias(Mapping[int, float]):
         return len(self.token_ids)
 
     def _refuse(self) -> None:
-        """Raise `InvalidRequest` for the first wrong entry."""
         before = -1
         for token_id, amount in zip(self.token_ids.tolist(), self.amounts.tolist(), strict=True):
             _check_int("logit_bias token id", token_id, 0, 2**31 - 1)

@@ -1,5 +1,3 @@
-"""Engine and front end figures on Triton's `/metrics`."""
-
 from __future__ import annotations
 
 import threading

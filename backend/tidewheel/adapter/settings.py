@@ -148,7 +148,6 @@ def _frontend_hints() -> dict[str, object]:
 
 
 def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
-    """Move the front end's settings out of `settings`."""
     hints = _frontend_hints()
     values: dict[str, Any] = {
         key: coerce_setting(key, settings.pop(key), hints[key]) for key in hints.keys() & settings

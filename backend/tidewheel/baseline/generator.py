@@ -117,7 +117,6 @@ class Generator:
         return output
 
     def _output(self, row: Row, tokens: list[int]) -> RowOutput:
-        """Cut off tokens after the row's end."""
         tokens = tokens[: row.max_tokens]
         stops = () if row.ignore_eos else self._eos.tolist()
         end = next((index for index, token in enumerate(tokens) if token in stops), None)

@@ -1,5 +1,3 @@
-"""Scheduler and engine info for a loaded runner."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -212,7 +212,6 @@ class EngineServer:
             self._front_ends.close(front_end, message.key, failure)
 
     def _schedule(self, message: AddRequest, request_ids: list[str]) -> None:
-        """Add all sequences or none."""
         requests = to_requests(
             message,
             self._info,

@@ -58,7 +58,6 @@ def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, o
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment with this process's import paths."""
     package = Path(tidewheel.__file__).parent
     paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

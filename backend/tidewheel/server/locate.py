@@ -80,7 +80,6 @@ def _installed(binary: Path, origin: str) -> TritonInstall:
 
 
 def _bundled(package: Path) -> TritonInstall:
-    """Return the wheel's server, with stubs for several Pythons beside it."""
     root = package / "tritonserver"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / version / STUB_NAME

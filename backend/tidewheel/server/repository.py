@@ -106,5 +106,4 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
 
 
 def _escape(text: str) -> str:
-    """Escape for protobuf text between double quotes."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

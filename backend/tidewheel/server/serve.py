@@ -100,7 +100,6 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
-    """Return the folder to serve, written now unless a whole repository is served."""
     if options.model_repository is not None:
         folder = options.model_repository.expanduser().resolve()
         return repository.select(folder, options.models, work.repository) if options.models else folder

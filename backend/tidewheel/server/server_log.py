@@ -69,7 +69,6 @@ class ServerLog:
         self.failure: LoadFailure | None = None
 
     def feed(self, data: bytes) -> list[LogLine]:
-        """Return the lines that `data` completes."""
         if self._copy is not None:
             self._copy.write(data)
             self._copy.flush()
@@ -99,7 +98,6 @@ class ServerLog:
 
 
 def _one_line(reason: str) -> str:
-    """Return the reason without the exception's name and Triton's stack."""
     text = reason.split("\n\nAt:", 1)[0].strip()
     text = _EXCEPTION_NAME.sub("", text)
     return " ".join(text.split())

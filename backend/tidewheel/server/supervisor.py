@@ -183,7 +183,6 @@ class Supervisor:
                 self._on_line(line, self._phase)
 
     def _wait_server(self, limit_s: float) -> bool:
-        """Return whether tritonserver ended in time. Stop waiting when forced."""
         end = time.monotonic() + limit_s
         while self._server.poll() is None:
             if time.monotonic() >= end or self.was_forced:

@@ -25,7 +25,6 @@ class WorkDir:
 
     @property
     def run(self) -> Path:
-        """TIDEWHEEL_RUN_DIR, with a folder per engine."""
         return self.root / "run"
 
     @property

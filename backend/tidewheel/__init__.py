@@ -1,7 +1,6 @@
 """Tidewheel serves large language models from NVIDIA Triton Inference Server.
 
-`from tidewheel import LLM, RequestOptions, SamplingParams` runs the same engine in-process. Names are loaded on first
-use, so that importing the package never imports torch.
+Names load on first use, so that importing the package never imports torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Engine settings: one frozen value, checked once, the same from `config.pbtxt`, `model.json`, CLI or `LLM(...)`.
+"""Engine settings, the same in `config.pbtxt`, `model.json`, CLI and `LLM(...)`, with vLLM's names for equal
+concepts.
 
-Names follow vLLM where the concept is the same. Unknown keys and impossible values raise `ConfigError` with one
-line that says what to change. What depends on the model or the device (context length, number of blocks) is
-resolved later, by the engine, into `EngineInfo`.
+A wrong key or value raises `ConfigError` with one line that says what to change. The engine resolves what depends on
+the model or device into `EngineInfo`.
 """
 
 from __future__ import annotations
@@ -30,72 +30,70 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. Sizes are in tokens, sequences or blocks; fractions in (0, 1]."""
+    """Settings of one engine. Sizes are in tokens, sequences or blocks; fractions are in (0, 1]."""
 
-    model: str  # a folder, or a Hugging Face id
-    tokenizer: str = ""  # a folder; empty: the model's
+    model: str  # folder or Hugging Face id
+    tokenizer: str = ""  # folder; empty: the model's
     dtype: DType = "auto"
     device: Device = "auto"
-    load_format: LoadFormat = "auto"  # dummy: random weights made on the device
+    load_format: LoadFormat = "auto"  # dummy: random weights
     seed: int = 0
     max_model_len: int | None = None  # None: the model's context
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int | None = None  # None: 64 on CUDA, 16 on CPU
     num_blocks: int | None = None  # None: from free memory
-    kv_cache_memory_mb: int | None = None  # CPU: memory for the cache; None: 512
+    kv_cache_memory_mb: int | None = None  # CPU; None: 512
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
-    enforce_eager: bool = False  # no CUDA graphs; on a CPU there are none anyway
-    num_threads: int | None = None  # CPU threads of the engine; None: all cores, one for small models
+    enforce_eager: bool = False  # no CUDA graphs
+    num_threads: int | None = None  # on the CPU; None: all cores, one for small models
     max_prompt_bytes: int = 1 << 22
     engine_start_timeout_s: float = 600.0
-    record: str = ""  # a folder: every decision is recorded there, for `tidewheel simulate`; empty: none is
+    record: str = ""  # folder for recordings of every decision; empty: off
 
-    debug_invariants: bool = (
-        False  # check scheduler and cache whenever a turn finds nothing to do: O(blocks), for tests
-    )
+    debug_invariants: bool = False  # check scheduler and cache in idle turns, O(blocks); for tests
 
-    async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; None: on CUDA
+    async_scheduling: bool | None = None  # launch a step before the last one's tokens are read; None: on CUDA
 
     # order of service
     scheduling_policy: PolicyName = "priority"
-    ageing_s: float = 10.0  # a waiting request is lifted one class each time this passes, to HIGH at most
-    cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
-    tenants: str = ""  # JSON: limits and weights by tenant, see `tenants.parse_tenants`
-    predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
+    ageing_s: float = 10.0  # waiting time that lifts a request one class, repeatedly, to HIGH at most
+    cache_aware_order: bool = True  # within a class, longest cached prefix first, until others waited `ageing_s`
+    tenants: str = ""  # JSON, see `tenants.parse_tenants`
+    predictor_prior_tokens: int = 128  # output length assumed at first
 
-    # who may wait
+    # admission
     max_waiting_requests: int = 1024
     max_waiting_tokens: int = 1 << 22
-    breaker_error_rate: float | None = None  # the breaker opens above it; None: errors do not open it
-    breaker_queue_time_s: float | None = None  # the breaker opens above it; None: waiting does not open it
+    breaker_error_rate: float | None = None  # opens the breaker; None: never
+    breaker_queue_time_s: float | None = None  # opens the breaker; None: never
 
-    # who leaves when blocks run out
-    admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
-    preemption_mode: PreemptionMode = "auto"  # auto: the cheaper of the two, by the cost model
-    max_preemptions: int = 4  # of one request, while another victim can be found
-    swap_space: float = 0.0  # GiB of host memory behind the KV cache
-    long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; None: the budget
+    # when blocks run out
+    admit_by_growth: bool = True  # admit only if running requests are expected to find blocks
+    preemption_mode: PreemptionMode = "auto"  # auto: cheaper by the cost model
+    max_preemptions: int = 4  # per request, while there is another victim
+    swap_space: float = 0.0  # GiB of host memory
+    long_prefill_token_threshold: int | None = None  # prompt tokens per request and step; None: the budget
 
-    # when waiting requests may join
+    # when requests may join
     scheduling_strategy: StrategyName = "continuous"
-    batch_size: int | None = None  # static: requests of a batch; None: max_num_seqs
-    batch_timeout_ms: float = 50.0  # static: how long a batch that is not full waits
-    batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: what the window is steered to
-    hybrid_threshold: int = 8  # hybrid: fewer requests than this join at once
-    hybrid_backlog: int = 256  # hybrid: with more waiting requests than this, all join at once
+    batch_size: int | None = None  # static; None: max_num_seqs
+    batch_timeout_ms: float = 50.0  # static: wait of an incomplete batch
+    batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: steers the window
+    hybrid_threshold: int = 8  # hybrid: fewer requests join at once
+    hybrid_backlog: int = 256  # hybrid: with more waiting, all join at once
 
     # control
-    target_tpot_ms: float | None = None  # a controller moves the token budget to hold it; None: it is fixed
-    enable_seqs_governor: bool = False  # moves the number of running requests between 1 and max_num_seqs
-    governor_target_latency_ms: float | None = None  # of a step, for the governor; None: it looks at memory alone
+    target_tpot_ms: float | None = None  # held by changing the token budget; None: fixed budget
+    enable_seqs_governor: bool = False  # adapts running requests, 1 to max_num_seqs
+    governor_target_latency_ms: float | None = None  # per step; None: memory only
 
     # sessions
-    session_ttl_s: float = 300.0  # how long a session is kept when its request does not say
+    session_ttl_s: float = 300.0  # unless the request sets one
     max_session_ttl_s: float = 3600.0
     max_sessions: int = 4096
-    session_max_blocks: int | None = None  # of one session; None: the context
+    session_max_blocks: int | None = None  # per session; None: the context
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -161,10 +159,10 @@ class EngineConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
-        """Typed settings from text or JSON values.
+        """Build settings from text or JSON values.
 
-        `base_dir` is where a relative `model` path starts; a name that is no folder there is taken as a
-        Hugging Face id. Keys of vLLM that state what is always so here are accepted with just that value.
+        Relative `model` and `tokenizer` folders start at `base_dir`; other names are Hugging Face ids. Some vLLM keys
+        are accepted with their only possible value. Raise `ConfigError` for other keys.
         """
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
@@ -183,7 +181,7 @@ class EngineConfig:
         return cls(**values)  # type: ignore[arg-type]
 
     def to_settings(self) -> dict[str, object]:
-        """Only what differs from the defaults: enough to make the same config again."""
+        """Return `model` and what differs from the defaults."""
         return {
             f.name: value
             for f in dataclasses.fields(self)
@@ -191,7 +189,7 @@ class EngineConfig:
         }
 
 
-# vLLM settings that have one possible value here: (value, what to do instead).
+# vLLM settings with one possible value: (value, reason).
 _FIXED: dict[str, tuple[object, str]] = {
     "trust_remote_code": (False, "code from a model folder is never run"),
     "tensor_parallel_size": (1, "one device serves one engine"),
@@ -211,7 +209,6 @@ def _check_fixed(key: str, raw: object) -> None:
 
 
 def setting_names() -> list[str]:
-    """Every key that `EngineConfig.from_settings` takes."""
     return [*(field.name for field in dataclasses.fields(EngineConfig)), *_FIXED]
 
 

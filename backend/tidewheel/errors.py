@@ -1,23 +1,23 @@
-"""What can go wrong, one class per cause.
+"""Errors, one class per cause.
 
     TidewheelError
-    ├── InvalidRequest      TW-INPUT         the client sent something that can never work
+    ├── InvalidRequest      TW-INPUT         can never work
     │   └── PromptTooLarge  TW-TOO-LARGE     over a size limit, refused before any work
-    ├── Unsupported         TW-UNSUPPORTED   known, and not offered
+    ├── Unsupported         TW-UNSUPPORTED   known but not offered
     ├── NotFound            TW-NOT-FOUND
     ├── Busy                TW-BUSY          overload: try again after `retry_after_ms`
-    │   └── WaitingSetFull                   a Busy that ends as soon as another request starts
+    │   └── WaitingSetFull                   until another request starts
     ├── Draining            TW-DRAINING      shutting down: try another server
     ├── DeadlineExceeded    TW-DEADLINE
     ├── Cancelled           TW-CANCELLED
     ├── EngineDead          TW-ENGINE-DEAD   the engine process is gone: safe to retry
     ├── SlowReader          TW-SLOW-READER   the client did not read its stream
-    ├── NumericError        TW-NUMERIC       the model produced non-finite logits for this request
-    └── InternalError       TW-INTERNAL      our bug
-    ConfigError             the settings of a model are wrong: its load stops (never sent on the wire)
+    ├── NumericError        TW-NUMERIC       non-finite logits
+    └── InternalError       TW-INTERNAL      a bug in Tidewheel
+    ConfigError             wrong model settings: the load stops (never on the wire)
 
-Every message that reaches a client starts with the tag, so that programs need not read prose:
-``[TW-BUSY retry_after_ms=250] waiting set is full: 512 of 512 requests``.
+Every message to a client starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: 512 of 512
+requests``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import ClassVar
 
 
 class Code(enum.StrEnum):
-    """Status codes as Triton names them (`TRITONSERVER_ERROR_*`)."""
+    """Status codes in Triton's names (`TRITONSERVER_ERROR_*`)."""
 
     INVALID_ARG = "INVALID_ARG"
     NOT_FOUND = "NOT_FOUND"
@@ -39,8 +39,6 @@ class Code(enum.StrEnum):
 
 
 class TidewheelError(Exception):
-    """Base of every error that may reach a client."""
-
     tag: ClassVar[str] = "TW-INTERNAL"
     code: ClassVar[Code] = Code.INTERNAL
 
@@ -116,7 +114,7 @@ class InternalError(TidewheelError):
 
 
 class ConfigError(Exception):
-    """A setting is unknown, contradictory or impossible. One line that says what to change."""
+    """A wrong setting. The message says in one line what to change."""
 
 
 _CLASSES: dict[str, type[TidewheelError]] = {
@@ -133,7 +131,7 @@ _TAGGED = re.compile(r"^\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?
 
 
 def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> TidewheelError:
-    """The error that a tag names; an unknown tag is an `InternalError` that keeps the text."""
+    """Return the error of a tag; `InternalError` if it is unknown."""
     cls = _CLASSES.get(tag)
     if cls is None:
         return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)
@@ -141,7 +139,7 @@ def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> Tide
 
 
 def parse(text: str) -> TidewheelError | None:
-    """Inverse of ``str(error)``; None when the text carries no tag."""
+    """Invert ``str(error)``. Return None if there is no tag."""
     match = _TAGGED.match(text)
     if match is None:
         return None

@@ -1,9 +1,9 @@
-"""The engine in-process, for offline batches and tests:
+"""The engine in-process, for offline batches and tests.
 
     with LLM("path/to/model", dtype="float32") as llm:
         results = llm.generate(["The sea is", {"input_ids": [5, 6, 7]}], SamplingParams(max_tokens=20))
 
-The front end's preparation and outputs around the engine's step loop, on the caller's thread, without sockets.
+Everything runs on the caller's thread, without sockets.
 """
 
 from __future__ import annotations
@@ -46,29 +46,27 @@ Prompt = str | Mapping[str, Sequence[int] | Int32Array]  # text, or {"input_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """Output of one prompt, or of one of its `n` sequences."""
+    """Output of one of a prompt's `n` sequences."""
 
     text: str  # empty without a tokenizer
-    token_ids: list[int]  # with the stop token, if one ended it
+    token_ids: list[int]  # includes a stop token
     finish_reason: str  # stop, length, deadline or error
     num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, found in the prefix cache
-    logprobs: list[TopLogprobs] | None  # aligned with token_ids, when asked for
+    num_cached_tokens: int  # prompt tokens in the prefix cache
+    logprobs: list[TopLogprobs] | None  # aligned with token_ids
     cumulative_logprob: float | None
-    error: TidewheelError | None  # with finish_reason error
-    index: int = 0  # of the sequence
+    error: TidewheelError | None  # if finish_reason is error
+    index: int = 0
 
 
 @dataclass(slots=True)
 class _Group:
-    """The sequences of one prompt."""
-
     requests: list[Request]
     outputs: Outputs
-    error: TidewheelError | None = None  # why it was never accepted
+    error: TidewheelError | None = None  # if never accepted
 
     def results(self) -> list[GenerationResult]:
-        self.outputs.end(FinishReason.ERROR.value)  # for sequences that an error ended
+        self.outputs.end(FinishReason.ERROR.value)  # sequences that an error ended
         pairs = zip(self.requests, self.outputs.take(), strict=True)
         return [self._result(index, request, chunk) for index, (request, chunk) in enumerate(pairs)]
 
@@ -88,14 +86,14 @@ class _Group:
 
 class _Route(NamedTuple):
     group: _Group
-    sequence: int  # its index
+    sequence: int
 
 
 class LLM:
     """One model, ready to generate. Not thread safe.
 
-    `settings` are fields of `EngineConfig`: `dtype`, `num_blocks`, `block_size`, `max_num_batched_tokens`, …
-    With `skip_tokenizer_init` prompts are token ids, and results have no text. Raises `ConfigError`.
+    `settings` are fields of `EngineConfig`. With `skip_tokenizer_init`, prompts are token ids and results have no
+    text. Raise `ConfigError` if a setting or the model does not work.
     """
 
     def __init__(self, model: str | Path, *, skip_tokenizer_init: bool = False, **settings: object) -> None:
@@ -105,8 +103,8 @@ class LLM:
         self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer()
         self._preparer = Preparer(self.info, self._tokenizer)
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
-        self._waiting: deque[_Group] = deque()  # not yet accepted by the scheduler
-        self._open: dict[str, _Route] = {}  # unfinished sequences, by request id
+        self._waiting: deque[_Group] = deque()  # not yet accepted
+        self._open: dict[str, _Route] = {}  # unfinished, by request id
         self._core: EngineCore | None = EngineCore(
             build_scheduler(self.config, self.info), runner, self._deliver, receive=self._feed
         )
@@ -119,10 +117,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[GenerationResult]:
-        """Return results in the order of the prompts, and for each prompt in the order of its `n` sequences.
+        """Return results in prompt order, with a prompt's `n` sequences together.
 
-        `params` and `options`: one for all, or one each; without them the model's own defaults. Deadlines count from
-        this call. Raise `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
+        Give one of `params` and `options` for all prompts, or one each. Default `params` are the model's. Deadlines
+        count from this call. Raise `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
         """
         core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -145,14 +143,13 @@ class LLM:
         return [result for group in groups for result in group.results()]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
-        """Give the blocks of a session back. Raise `NotFound`."""
+        """Free the blocks of a session. Raise `NotFound` if there is none."""
         self._open_core().close_session(tenant, session_id)
 
     def stats(self) -> EngineStats:
         return self._open_core().stats()
 
     def close(self) -> None:
-        """Free the memory of the model and the cache."""
         self._core = None
         gc.collect()
         if not self.info.device.startswith("cpu"):
@@ -227,7 +224,7 @@ class LLM:
             try:
                 core.add_group(group.requests)
             except WaitingSetFull:
-                return  # requests wait, so there is a step to come
+                return  # another step follows
             except InvalidRequest:
                 raise
             except TidewheelError as error:
@@ -244,7 +241,7 @@ class LLM:
             self._push(request, [])
 
     def _push(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
-        """Pass new tokens of a sequence on, or its end. Ignores a sequence that has ended."""
+        """Pass on new tokens or the end of a sequence, unless it has ended."""
         route = self._open.get(request.request_id)
         if route is None:
             return
@@ -259,7 +256,6 @@ class LLM:
 
 
 def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
-    """Return one for each prompt."""
     if not isinstance(given, Sequence):
         return [given] * num_prompts
     if len(given) != num_prompts:
@@ -268,7 +264,7 @@ def _each(name: str, given: T | Sequence[T], num_prompts: int) -> Sequence[T]:
 
 
 def _input_ids(prompt: Mapping[str, Sequence[int] | Int32Array]) -> Int32Array:
-    """Return the token ids of a prompt, [num_prompt_tokens]; `prompt_token_ids` is vLLM's name for them."""
+    """Return token ids, [num_prompt_tokens]. `prompt_token_ids` is vLLM's name."""
     names = [name for name in ("input_ids", "prompt_token_ids") if name in prompt]
     if len(names) != 1 or len(prompt) != 1:
         raise InvalidRequest(f"a prompt is text or {{'input_ids': [...]}}, not a dict with {sorted(prompt)}")

@@ -1,4 +1,4 @@
-"""What Triton loads for a model whose `config.pbtxt` says `backend: "tidewheel"`."""
+"""Triton's entry point to models with `backend: "tidewheel"`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-# The stub for Python 3.12 runs isolated: it does not read PYTHONPATH, on which `tidewheel serve` puts this package.
+# The stub for Python 3.12 ignores PYTHONPATH, where `tidewheel serve` puts this package.
 sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
 
 import tidewheel  # noqa: E402
@@ -19,7 +19,7 @@ from tidewheel.errors import ConfigError, TidewheelError  # noqa: E402
 
 
 class TritonPythonModel:
-    """One front end: Triton makes one in a process of its own for every model instance."""
+    """One front end. Triton runs each instance in its own process."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -29,7 +29,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        # Triton imports this file as the module `model`: the log says which package it then got.
+        # Triton imports this file as `model`, so log which package it found.
         pb_utils.Logger.log_info(f"{args['model_instance_name']}: engine package {tidewheel.__file__}")
         try:
             self._instance = ModelInstance.open(args)
@@ -37,10 +37,10 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Hands the requests on; every answer goes through its request's response sender.
+        """Submit requests. Their response senders take the answers.
 
-        Returns at once, or, with a native queue, when one more request may come: until then Triton keeps the others
-        in its queue, in the order and under the bounds and time limits of `config.pbtxt`.
+        With a native queue, return when one more request may come. Until then Triton queues requests by the order,
+        bounds and time limits of `config.pbtxt`.
         """
         for request in requests:
             self._instance.submit(request)

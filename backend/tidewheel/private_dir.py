@@ -1,4 +1,4 @@
-"""Folders that only this user may look into."""
+"""Folders that only their user may open."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from tidewheel.errors import ConfigError
 
 
 def run_dir() -> Path:
-    """`$TIDEWHEEL_RUN_DIR`, or a folder of this user in the temporary directory. Made with mode 0700.
-
-    Raises `ConfigError` when the folder belongs to somebody else or others may look into it.
-    """
+    """Return `$TIDEWHEEL_RUN_DIR` or a folder in the temporary directory, made by `private_dir`."""
     named = os.environ.get("TIDEWHEEL_RUN_DIR")
     path = Path(named) if named else Path(tempfile.gettempdir()) / f"tidewheel-{os.getuid()}"
     return private_dir(path.absolute())
 
 
 def private_dir(path: Path) -> Path:
-    """Made with mode 0700. Raises `ConfigError` when it belongs to somebody else or others may look into it."""
+    """Make the folder, mode 0700. Raise `ConfigError` if it belongs to another user or is open to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

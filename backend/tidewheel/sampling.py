@@ -1,5 +1,3 @@
-"""Sampling parameters: the names of vLLM's `SamplingParams`, checked once, immutable after."""
-
 from __future__ import annotations
 
 import math
@@ -14,7 +12,7 @@ from tidewheel.errors import InvalidRequest
 if TYPE_CHECKING:
     from tidewheel.batch import Float32Array, Int32Array
 
-# Caps before allocation: a request may not make the server allocate without bound.
+# Caps checked before allocation.
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
@@ -22,31 +20,30 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BIAS = 100.0
-MIN_TEMPERATURE = 1e-2  # below it, logits / temperature overflows; 0 means greedy
+MIN_TEMPERATURE = 1e-2  # below it logits / temperature overflows; 0 means greedy
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**64 - 1
 
 
 class LogitBias(Mapping[int, float]):
-    """Biases as two aligned arrays, token ids ascending: what the engine receives and the runner adds."""
+    """Biases as aligned arrays with ascending token ids."""
 
     __slots__ = ("amounts", "token_ids")
 
     def __init__(self, token_ids: Int32Array, amounts: Float32Array) -> None:
-        """Raise `InvalidRequest` for no entries or too many, ids that do not ascend, and values out of range."""
+        """Raise `InvalidRequest` for a wrong number of entries, ids that do not ascend, and values out of range."""
         self.token_ids = token_ids  # [num_entries]
         self.amounts = amounts  # [num_entries]
         if not 0 < len(token_ids) == len(amounts):
             raise InvalidRequest(f"logit_bias has {len(token_ids)} token ids and {len(amounts)} biases")
         _check_count("logit_bias", len(token_ids), MAX_LOGIT_BIAS)
-        # The reductions of ufuncs cost a third of the array methods; NaN is no number that is small enough.
+        # Ufunc reductions cost a third of array methods. NaN fails the comparison.
         is_ascending = token_ids[0] >= 0 and np.logical_and.reduce(token_ids[1:] > token_ids[:-1])
         if not is_ascending or not np.maximum.reduce(np.abs(amounts)) <= MAX_BIAS:
             self._refuse()
 
     @classmethod
     def of(cls, biases: Mapping[int, float]) -> LogitBias:
-        """Pack one bias or more."""
         if isinstance(biases, LogitBias):
             return biases
         token_ids = np.fromiter(biases.keys(), dtype=np.int32, count=len(biases))
@@ -56,7 +53,7 @@ class LogitBias(Mapping[int, float]):
 
     @classmethod
     def from_bytes(cls, token_ids: bytes, amounts: bytes) -> LogitBias:
-        """Read int32 ids and float32 amounts, little endian. Raise `InvalidRequest` as the constructor does."""
+        """Read little-endian int32 ids and float32 amounts. Raise `InvalidRequest`."""
         if len(token_ids) % 4 or len(amounts) % 4:
             raise InvalidRequest(f"logit_bias has {len(token_ids)} and {len(amounts)} bytes: each entry has four")
         return cls(np.frombuffer(token_ids, dtype="<i4"), np.frombuffer(amounts, dtype="<f4"))
@@ -78,7 +75,6 @@ class LogitBias(Mapping[int, float]):
         return len(self.token_ids)
 
     def _refuse(self) -> None:
-        """Raise `InvalidRequest` for the first entry that is wrong."""
         before = -1
         for token_id, amount in zip(self.token_ids.tolist(), self.amounts.tolist(), strict=True):
             _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
@@ -90,7 +86,7 @@ class LogitBias(Mapping[int, float]):
 
 
 def pack_biases(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
-    """Return the arguments of `LogitBias.from_bytes`; both are empty without biases."""
+    """Return arguments of `from_bytes`, empty without biases."""
     if not biases:
         return b"", b""
     bias = LogitBias.of(biases)
@@ -99,15 +95,15 @@ def pack_biases(biases: Mapping[int, float]) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request. Raises `InvalidRequest` naming the field, the value and the limit."""
+    """Sampling of one request. Raise `InvalidRequest` naming field, value and limit."""
 
-    max_tokens: int | None = None  # None: what still fits the context
+    max_tokens: int | None = None  # None: what fits the context
     min_tokens: int = 0
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0 or -1: off
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # > 1 discourages tokens of prompt and output
+    repetition_penalty: float = 1.0  # over 1 discourages tokens of prompt and output
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -117,7 +113,7 @@ class SamplingParams:
     ignore_eos: bool = False
     bad_words: tuple[str, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # by token id
-    logprobs: int | None = None  # None: off; k: the chosen token and the k most likely
+    logprobs: int | None = None  # None: off; k: chosen token and k most likely
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -157,7 +153,7 @@ class SamplingParams:
 
 
 def _are_biases(biases: Mapping[int, float]) -> bool:
-    """Check all entries together, twenty times as fast as one by one."""
+    """Check all entries at once, twenty times as fast as singly."""
     if not biases:
         return True
     if set(map(type, biases)) != {int} or not set(map(type, biases.values())) <= {int, float}:

@@ -1,4 +1,4 @@
-"""Settings as people write them, text of `config.pbtxt` or values of JSON, as the types that they must have."""
+"""Conversion of `config.pbtxt` text and JSON values to declared types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ JSON_SETTINGS = ("tenants",)  # text in `config.pbtxt`, an object in `model.json
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> str:
-    """What to say of a key that is none of the known ones."""
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(known)}"
@@ -23,7 +22,7 @@ def unknown_setting(key: str, known: Iterable[str]) -> str:
 
 
 def coerce_setting(key: str, raw: object, hint: object) -> object:
-    """Text as `config.pbtxt` has it, or a JSON value, as the type that the field declares."""
+    """Convert text or a JSON value to the declared type. Raise `ConfigError`."""
     if isinstance(hint, types.UnionType):
         if raw is None:
             return None

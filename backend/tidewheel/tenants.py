@@ -1,5 +1,3 @@
-"""Weights, limits and rights by tenant, from the `tenants` setting."""
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 from tidewheel.settings import unknown_setting
 
-EVERYBODY = "*"  # the entry of tenants that have none of their own
+EVERYBODY = "*"  # all other tenants
 MAX_NAMED_TENANTS = 4096
 MAX_TENANT_CHARS = 128
 
@@ -30,15 +28,15 @@ def _check_number(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What one tenant may have. None: no limit. Raises `ConfigError` naming the field and the value."""
+    """Limits of one tenant; None means no limit. Raise `ConfigError` naming field and value."""
 
-    weight: float = 1.0  # share of the engine under the `fair` policy, relative to the other tenants
+    weight: float = 1.0  # relative share under the `fair` policy
     requests_per_s: float | None = None
-    tokens_per_s: float | None = None  # prompt and output tokens: predicted at first, then settled
-    max_blocks: int | None = None  # KV blocks of its running requests and sessions, before it drops a class
+    tokens_per_s: float | None = None  # prompt and output: predicted first, then settled
+    max_blocks: int | None = None  # of running requests and sessions; beyond, requests drop a class
     max_sessions: int | None = None
-    max_priority: int = Priority.CRITICAL.value  # the best class that it may ask for, 1 to 4
-    each: bool = False  # in `*` alone: each unknown tenant has rates and sessions of its own
+    max_priority: int = Priority.CRITICAL.value  # best class to request, 1 to 4
+    each: bool = False  # only in `*`: unknown tenants have rates and sessions of their own
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -51,7 +49,7 @@ class TenantLimits:
             raise ConfigError(f"each is {self.each!r}: it must be true or false")
 
     def granted(self, asked: Priority) -> Priority:
-        """Return the class that was asked for, lowered to the best one allowed."""
+        """Return the requested class, lowered to the best allowed."""
         return max(asked, Priority(self.max_priority))
 
 
@@ -59,19 +57,18 @@ NO_LIMITS = TenantLimits()
 
 
 def limits_of(tenants: Mapping[str, TenantLimits], tenant: str) -> TenantLimits:
-    """Return the tenant's own limits, or those of `*`."""
     limits = tenants.get(tenant)
     return tenants.get(EVERYBODY, NO_LIMITS) if limits is None else limits
 
 
 def account_of(tenants: Mapping[str, TenantLimits], tenant: str) -> str:
-    """Return the name under which rates and sessions are counted: unknown tenants share `*` unless it says `each`."""
+    """Return the account for rates and sessions. Unknown tenants share `*` unless it sets `each`."""
     has_own = tenant in tenants or tenants.get(EVERYBODY, NO_LIMITS).each
     return tenant if has_own else EVERYBODY
 
 
 def parse_tenants(text: str) -> dict[str, TenantLimits]:
-    """``{"acme": {"weight": 2, "tokens_per_s": 1000}, "*": {"requests_per_s": 5}}`` by tenant."""
+    """Parse ``{"acme": {"weight": 2, "tokens_per_s": 1000}, "*": {"requests_per_s": 5}}``. Raise `ConfigError`."""
     if not text.strip():
         return {}
     try:

@@ -1,1 +1,1 @@
-"""Between Triton's Python backend and the front end: tensors, responders, settings, metrics."""
+"""Adapter between Triton's Python backend and the front end."""

@@ -1,4 +1,4 @@
-"""What Triton needs to know of a model and an entry's `config.pbtxt` need not say."""
+"""Completion of `config.pbtxt`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tidewheel.errors import ConfigError
 
 
 def complete(config: Any) -> Any:
-    """Adds tensors, batch size and transaction policy to a `pb_utils.ModelConfig`; keeps what the entry declares.
+    """Add tensors, batch size and transaction policy to a `pb_utils.ModelConfig`, but keep what the entry declares.
 
-    Raises `ConfigError` when the entry contradicts what the model is.
+    Raise `ConfigError` if the entry contradicts the model.
     """
     entry = config.as_dict()
     if entry.get("max_batch_size", 0) > 0:
@@ -34,7 +34,7 @@ def _as_dict(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _missing(kind: str, specs: Iterable[TensorSpec], declared: Iterable[Mapping[str, Any]]) -> list[TensorSpec]:
-    """The tensors that the entry does not declare itself; those that it does must fit."""
+    """Return the undeclared tensors. Raise `ConfigError` if a declared one does not fit."""
     known = {spec.name: spec for spec in specs}
     for tensor in declared:
         spec = known.pop(tensor["name"], None)

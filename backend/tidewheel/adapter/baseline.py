@@ -1,7 +1,6 @@
-"""The baselines as Triton loads them: each `execute` is one batch, put together by Triton's own dynamic batcher.
+"""The baselines in Triton. Each `execute` is one batch of Triton's dynamic batcher.
 
-`model_repository/baseline_dynamic` and `baseline_static` differ in their `config.pbtxt` alone. Settings are those
-of an engine that mean something here: `model`, `dtype`, `device`, `num_threads`.
+`model_repository/baseline_dynamic` and `baseline_static` differ only in `config.pbtxt`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """A response per request, all at the end of the batch; a bad request gets an error and costs nobody else."""
+        """Return all responses at the end of the batch. A bad request affects no other."""
         items = [self._read(request) for request in requests]
         outputs = iter(self._generate([item for item in items if isinstance(item, Row)]))
         return [_response(next(outputs) if isinstance(item, Row) else item) for item in items]
@@ -52,7 +51,7 @@ class TritonPythonModel:
 
     def _row(self, request: Any) -> Row:
         parameters = json.loads(request.parameters() or "{}")
-        unknown = sorted(parameters.keys() - {"id"})  # the request id of a `/generate` body
+        unknown = sorted(parameters.keys() - {"id"})  # request id of `/generate`
         if unknown:
             raise InvalidRequest(f"{unknown[0]} is unknown here: a baseline takes max_tokens and ignore_eos")
         inputs = {tensor.name(): _only_row(tensor) for tensor in request.inputs()}
@@ -79,7 +78,7 @@ class TritonPythonModel:
 
 def _settings(args: Mapping[str, str]) -> EngineConfig:
     parameters = json.loads(args["model_config"]).get("parameters", {})
-    # Those of Triton's Python backend are written in capitals.
+    # Triton's own parameters are in capitals.
     settings = {key: value.get("string_value", "") for key, value in parameters.items() if not key.isupper()}
     unknown = sorted(settings.keys() - set(SETTINGS))
     if unknown:
@@ -88,7 +87,7 @@ def _settings(args: Mapping[str, str]) -> EngineConfig:
 
 
 def _only_row(tensor: Any) -> np.ndarray[Any, Any]:
-    """A tensor without its batch dimension. Triton makes the batches: a request is one row of them."""
+    """Remove the batch dimension. Triton makes batches from one-row requests."""
     array: np.ndarray[Any, Any] = tensor.as_numpy()
     if array.shape[0] != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.shape[0]} rows: send a request for each prompt")

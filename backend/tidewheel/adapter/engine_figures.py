@@ -1,4 +1,4 @@
-"""What the engine counts, by the names that it has on `/metrics`: vLLM's where they exist, else ours."""
+"""Engine figures on `/metrics`, with vLLM's names where they exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineFigure(NamedTuple):
     name: str
     description: str
     of: Callable[[EngineStats], float]
-    labels: Labels = MappingProxyType({})  # beside those of the model
+    labels: Labels = MappingProxyType({})  # beside the model's
 
 
 def _usage(stats: EngineStats) -> float:
@@ -33,8 +33,6 @@ def _fragmentation(stats: EngineStats) -> float:
 
 
 def _by_class(name: str, description: str, of: Callable[[EngineStats], Sequence[float]]) -> tuple[EngineFigure, ...]:
-    """One figure for each QoS class."""
-
     def element(index: int) -> Callable[[EngineStats], float]:
         return lambda stats: of(stats)[index]
 

@@ -1,5 +1,3 @@
-"""A model instance of Triton's: settings, engine client, front end and metrics, opened and closed together."""
-
 from __future__ import annotations
 
 import os
@@ -27,7 +25,7 @@ from tidewheel.stats import EngineStats
 
 
 class EngineRelay:
-    """Listens to the engine from its start and passes on what concerns the front end, which is made later."""
+    """Listener that passes engine messages on to the front end, which is made later."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -55,18 +53,18 @@ class EngineRelay:
 
 
 class ModelInstance:
-    """Serves from `open` to `close`; in between, one thread calls `submit`."""
+    """Settings, engine client, front end and metrics of a Triton model instance. One thread calls `submit`."""
 
     def __init__(self, settings: ModelSettings, client: EngineClient, frontend: Frontend) -> None:
         self._settings = settings
         self._client = client
         self._frontend = frontend
-        self._refused: Counter[str] = Counter()  # by tag, before the front end saw them
+        self._refused: Counter[str] = Counter()  # by tag, before the front end
         self._metrics: MetricsPublisher | None = None
 
     @classmethod
     def open(cls, args: Mapping[str, str]) -> ModelInstance:
-        """Starts or joins the engine. Raises `ConfigError` with one line when the model cannot be served."""
+        """Start or join the engine. Raise `ConfigError` if the model cannot be served."""
         route_logging()
         settings = load_settings(args)
         door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
@@ -98,7 +96,7 @@ class ModelInstance:
         return instance
 
     def submit(self, request: Any) -> None:
-        """Passes a request to the front end, or answers it with an error. Never raises, never blocks."""
+        """Pass a request on, or answer it with an error. Never raise, never block."""
         arrival_ns = time.monotonic_ns()
         sink = TritonSink(request.get_response_sender())
         try:
@@ -116,11 +114,11 @@ class ModelInstance:
             self._refuse(sink, InternalError("the request could not be submitted; the server's log says why"))
 
     def wait_for_room(self) -> None:
-        """Holds the caller back while the engine's waiting set is full, if the entry has a queue of Triton's."""
+        """Block while the engine's waiting set is full, if the entry uses Triton's queue."""
         self._frontend.wait_for_room()
 
     def close(self) -> None:
-        """Ends every live request with an error, publishes the last figures and leaves the engine."""
+        """End live requests with an error, publish the last figures and leave the engine."""
         self._frontend.close()
         if self._metrics is not None:
             self._metrics.close()

@@ -1,5 +1,3 @@
-"""From a Triton request to a `GenerateRequest`, and from a `Response` to the tensors of Triton's."""
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,7 @@ from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.frontend.coercion import parse_json, to_text
 from tidewheel.frontend.values import Chunk, GenerateRequest, ParameterSource, Response, is_last
 
-MAX_PARAMETER_BYTES = 1 << 18  # of one parameter; the largest legal `sampling_parameters` needs some 40 KB
+MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal `sampling_parameters` needs some 40 KB
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
@@ -27,7 +25,7 @@ _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """Which tensors the responses of a request carry beside `text_output`."""
+    """Tensors of responses beside `text_output`."""
 
     finish_reason: bool = False
     cumulative_logprob: bool = False
@@ -36,18 +34,18 @@ class ResponseFormat:
     num_output_tokens: bool = False
     token_ids: bool = False
     perf_metrics: bool = False
-    accumulate: bool = False  # each response holds the text from the beginning
+    accumulate: bool = False  # each response holds all text so far
 
 
 def read_request(
     request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
 ) -> tuple[GenerateRequest, ResponseFormat]:
-    """What a `pb_utils.InferenceRequest` asks for. Raises `InvalidRequest`."""
+    """Read a `pb_utils.InferenceRequest`. Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     stream = _flag(inputs, "stream")
     if stream and not decoupled:
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
-    # A rendered chat template is not what the client wrote, so only a text prompt comes back unasked.
+    # The client did not write the rendered chat template, so by default only a text prompt is echoed.
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
     if stream and not exclude_input:
         raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
@@ -79,7 +77,7 @@ def _parameters(
     ]
     wants_logprobs = response_format.logprobs or response_format.cumulative_logprob
     if wants_logprobs and all(source.values.get("logprobs") is None for source in sources):
-        # The chosen token's is what these flags can mean when no number of alternatives is given.
+        # Without a number of alternatives, return the chosen token.
         tensors["logprobs"] = 0
     return tuple(source for source in sources if source.values)
 
@@ -96,7 +94,7 @@ def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
 
 def _request_parameters(request: Any) -> dict[str, object]:
     values: dict[str, object] = json.loads(request.parameters() or "{}")
-    values.pop("id", None)  # the request id of a `/generate` body, which Triton also hands on here
+    values.pop("id", None)  # request id of `/generate`, passed on by Triton
     return values
 
 
@@ -116,7 +114,7 @@ def _scalar(tensor: Any) -> Any:
     if array.size != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.size} elements: it must have one")
     if array.dtype == np.float32:
-        return float(str(array[0]))  # 0.7 as the client wrote it, not 0.699999988
+        return float(str(array[0]))  # 0.7, not 0.699999988
     return array[0] if array.dtype == np.object_ else array[0].item()
 
 
@@ -125,7 +123,7 @@ def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> boo
 
 
 def _bytes(inputs: Mapping[str, Any], name: str, limit: int) -> bytes | None:
-    """The bytes as Triton holds them, not copied and not yet checked for UTF-8."""
+    """Return Triton's bytes, neither copied nor checked for UTF-8."""
     if name not in inputs:
         return None
     value: bytes = _scalar(inputs[name])
@@ -134,7 +132,7 @@ def _bytes(inputs: Mapping[str, Any], name: str, limit: int) -> bytes | None:
 
 
 def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
-    """A copy: Triton's memory may be gone once `execute` has returned."""
+    """Return a copy, because Triton may free its memory after `execute`."""
     if "input_ids" not in inputs:
         return None
     ids = inputs["input_ids"].as_numpy().reshape(-1)
@@ -149,10 +147,10 @@ def _check_size(name: str, num_bytes: int, limit: int) -> None:
 
 
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[Any]:
-    """Output tensors of one response: an element for each sequence, in order of their index.
+    """Return output tensors with one element per sequence, by index. `texts` fills `text_output`.
 
-    `texts` is what `text_output` holds. The prompt is counted once, and `token_ids` holds the new tokens of all
-    sequences one after the other: `num_output_tokens` says how many are whose.
+    The prompt is counted once. `token_ids` concatenates the new tokens of all sequences, with lengths in
+    `num_output_tokens`.
     """
     tensors = [_text_tensor("text_output", texts)]
     if response_format.finish_reason:
@@ -168,19 +166,18 @@ def response_tensors(response: Response, response_format: ResponseFormat, texts:
     if response_format.token_ids:
         tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
     if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
-        # The client does not wait for the engine's figures of a sequence that a stop string ended.
+        # A sequence that a stop string ended may not have its figures yet.
         tensors.extend(_perf_tensors([chunk.stats or RequestStats() for chunk in response]))
     return tensors
 
 
 def logprobs_json(chunk: Chunk) -> str:
-    """One object per token: `{token_id: {logprob, rank, decoded_token}}`; null for a token that cannot be sampled."""
+    """Return `{token_id: {logprob, rank, decoded_token}}` per token. An impossible token's `logprob` is null."""
     pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
     return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
 
 
 def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
-    """Return the chosen token's entry, then those of the most likely ones."""
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
         found.setdefault(top_id, (logprob, rank))

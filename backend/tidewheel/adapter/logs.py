@@ -1,5 +1,3 @@
-"""The front end's log lines, in Triton's log."""
-
 from __future__ import annotations
 
 import logging
@@ -11,8 +9,6 @@ from tidewheel.engine.messages import EngineInfo
 
 
 class TritonHandler(logging.Handler):
-    """Passes records of Python's logging on to Triton's log."""
-
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         if record.levelno >= logging.ERROR:
@@ -24,7 +20,7 @@ class TritonHandler(logging.Handler):
 
 
 def route_logging() -> None:
-    """Sends what the package logs, from INFO up, to Triton's log."""
+    """Send the package's log records, from INFO up, to Triton."""
     logger = logging.getLogger("tidewheel")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -32,6 +28,5 @@ def route_logging() -> None:
 
 
 def log_engine_info(info: EngineInfo) -> None:
-    """The memory split and what fits, in the lines that people of this field look for."""
     for line in describe(info):
         pb_utils.Logger.log_info(line)

@@ -1,5 +1,3 @@
-"""Figures of engine and front end on Triton's own `/metrics`, flushed in aggregate a few times a second."""
-
 from __future__ import annotations
 
 import threading
@@ -40,7 +38,7 @@ REQUEST_HISTOGRAMS = (
     RequestHistogram(
         "vllm:inter_token_latency_seconds", "Token to token", INTER_TOKEN_BOUNDS, lambda s: s.inter_token_latency
     ),
-    # The same under its older name, which dashboards still ask for.
+    # The older name, which dashboards still use.
     RequestHistogram(
         "vllm:time_per_output_token_seconds", "Token to token", INTER_TOKEN_BOUNDS, lambda s: s.inter_token_latency
     ),
@@ -55,7 +53,7 @@ REQUEST_HISTOGRAMS = (
 
 
 class EngineMetrics:
-    """What the engine counts, published under its own name by the one front end that holds its lock."""
+    """Engine figures under the engine's name. The front end that holds its lock publishes them."""
 
     def __init__(self, info: EngineInfo, labels: Labels) -> None:
         self._block_size = info.block_size
@@ -66,7 +64,7 @@ class EngineMetrics:
         self._by_tenant = [
             (f.of, CounterByLabel(counter_family(f.name, f.description), labels, "tenant")) for f in TENANT_COUNTERS
         ]
-        # Triton makes its ORCA load headers of this family.
+        # Triton makes its ORCA load headers from this family.
         blocks = gauge_family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")
         names = {"model": labels["model"], "version": labels["version"]}
         self._max, self._used, self._tokens_per = (
@@ -85,7 +83,7 @@ class EngineMetrics:
         self._tokens_per.set(self._block_size)
 
     def follow(self, stats: EngineStats) -> None:
-        """Another front end publishes; should this one take over, it goes on from here."""
+        """Note what another front end publishes, to continue from there after a takeover."""
         for of, counter in self._counters:
             counter.follow(of(stats))
         for of_tenant, by_tenant in self._by_tenant:
@@ -95,7 +93,7 @@ class EngineMetrics:
 
 
 class RequestMetrics:
-    """What one front end counts of its requests, under the name of the entry where they entered."""
+    """Request figures of one front end, under its entry's name."""
 
     def __init__(self, labels: Labels) -> None:
         self._received = Counter(counter_family("tidewheel_requests_received_total", "Requests"), labels)
@@ -112,7 +110,7 @@ class RequestMetrics:
         self._histograms = [(f.of, Histogram(f.name, f.description, f.bounds, labels)) for f in REQUEST_HISTOGRAMS]
 
     def publish(self, stats: FrontendStats, refused: Mapping[str, int]) -> None:
-        """`refused`: requests by error tag that could not be read, and never reached the front end."""
+        """Publish figures. `refused` counts requests by tag that never reached the front end."""
         self._received.advance(stats.num_received + sum(refused.values()))
         self._finished.advance(stats.finished)
         self._failed.advance(stats.failed)
@@ -121,12 +119,12 @@ class RequestMetrics:
         for of, histogram in self._histograms:
             snapshot = of(stats)
             histogram.advance(snapshot.counts, snapshot.total)
-        # Last, so that whoever sees a refusal counted sees all that happened before it.
+        # Last: a visible refusal implies all earlier figures.
         self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
 
 
 class MetricsPublisher:
-    """Calls `flush` a few times a second on a thread of its own, and once more at the end."""
+    """Thread that calls `flush` every `interval_s`, and once at the end."""
 
     def __init__(self, flush: Callable[[], None], interval_s: float = FLUSH_INTERVAL_S) -> None:
         self._flush = flush
@@ -146,6 +144,6 @@ class MetricsPublisher:
             try:
                 self._flush()
             except Exception as error:
-                if str(error) != last_problem:  # said once, not at every flush
+                if str(error) != last_problem:  # log once
                     last_problem = str(error)
                     pb_utils.Logger.log_error(f"metrics could not be published: {error}")

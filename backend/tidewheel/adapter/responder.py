@@ -1,5 +1,3 @@
-"""The responses of one request, on their way to Triton."""
-
 from __future__ import annotations
 
 import threading
@@ -16,23 +14,22 @@ _MAX_MESSAGE_CHARS = 2000
 
 
 class TritonSink:
-    """`frontend.values.Sink` over a Triton response sender: any number of responses, the last of them FINAL.
+    """`frontend.values.Sink` on a Triton response sender. The last response is FINAL.
 
-    Triton frees the request with its FINAL response, and a question about a freed request crashes the whole server
-    (seen with server 2.51). So the lock keeps `is_cancelled` and the sending apart, and after the end nothing
-    touches the sender any more.
+    Triton frees the request with its FINAL response. `is_cancelled` on a freed request crashes the server (seen with
+    2.51). So a lock separates it from sending, and nothing touches the sender after the end.
     """
 
     def __init__(self, sender: Any) -> None:
-        self.format = ResponseFormat()  # set once the request is read, before anything is sent
+        self.format = ResponseFormat()  # set before sending
         self._sender = sender
         self._lock = threading.Lock()
         self._is_open = True
         self._is_cancelled = False
-        self._texts: list[list[str]] = []  # of all responses so far, when each holds all text
+        self._texts: list[list[str]] = []  # of all responses, if text accumulates
 
     def send(self, response: Response) -> None:
-        """FINAL if all its sequences have a finish reason. One that cannot be sent ends the request."""
+        """Send a response, FINAL if all sequences have ended. If that fails, end the request."""
         with self._lock:
             if not self._is_open:
                 return
@@ -44,13 +41,13 @@ class TritonSink:
                 self._fail(InternalError("the response could not be sent; the server's log says why"))
 
     def fail(self, error: TidewheelError) -> None:
-        """The error response, which is the FINAL one; nothing if the request is over."""
+        """Send the error as FINAL, unless the request is over."""
         with self._lock:
             self._fail(error)
 
     def is_cancelled(self) -> bool:
         if not self._lock.acquire(blocking=False):
-            return self._is_cancelled  # being answered right now: ask again later
+            return self._is_cancelled  # sending now: ask later
         try:
             if self._is_open and not self._is_cancelled:
                 self._is_cancelled = bool(self._sender.is_cancelled())
@@ -82,13 +79,12 @@ class TritonSink:
 
 
 def error_response(error: TidewheelError) -> Any:
-    """A response without tensors: the tagged message under Triton's code."""
     code = getattr(pb_utils.TritonError, error.code.value)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(_printable(str(error)), code))
 
 
 def _printable(message: str) -> str:
-    """What a client sent may be quoted in the message: no lone surrogate, no control character, no megabyte."""
+    """Escape a client's lone surrogates and control characters, and cut long messages."""
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "…"
     encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")

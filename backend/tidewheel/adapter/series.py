@@ -1,13 +1,14 @@
-"""Time series on Triton's `/metrics`, advanced in aggregate.
+"""Time series on Triton's `/metrics`.
 
-Each call of a Triton metric is a round trip to the server (14 to 90 µs, measured), so totals are counted in this
-process and only differences travel, and nothing travels for what did not change. A Triton histogram takes one value
-a call; here a histogram is published as what Prometheus makes of one anyway: series `<name>_bucket`, `<name>_sum` and
-`<name>_count`. They are announced as gauges that only grow, since the parser of Prometheus' Python client adds
-`_total` to the name of every counter, and queries go by names alone. Series of the same name and labels in several
-front ends are one series in the server, so their differences add up.
+Each call of a Triton metric is a round trip to the server (14 to 90 µs, measured). So totals are counted here and
+only differences are sent.
 
-Triton takes a family away with its last Python object, under the feet of its metrics: each series keeps its own.
+A Triton histogram takes one value per call. So histograms are published as Prometheus' series `<name>_bucket`,
+`<name>_sum` and `<name>_count`. They are announced as gauges, because Prometheus' Python parser adds `_total` to
+counter names, and queries use only names. Front ends share series of equal name and labels, so their differences add
+up.
+
+Triton removes a family's metrics with its last Python object, so each series keeps one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Gauge:
             self._value = value
 
     def forget(self) -> None:
-        """Somebody else may set it meanwhile."""
+        """Send the next value in any case: another front end may set the gauge."""
         self._value = None
 
 
 class Counter:
-    """Follows a total that grows; one that shrinks has begun again at 0 (its process was started again)."""
+    """A growing total. A smaller one comes from a restarted process."""
 
     def __init__(self, family: Any, labels: Labels) -> None:
         self._metric = family.Metric(labels=dict(labels))
@@ -51,12 +52,12 @@ class Counter:
         self._total = total
 
     def follow(self, total: float) -> None:
-        """Somebody else publishes up to here."""
+        """Skip what another front end has published."""
         self._total = total
 
 
 class CounterByLabel:
-    """Counters of one family that differ in one label, made as its values turn up."""
+    """Counters that differ in one label, made as its values appear."""
 
     def __init__(self, family: Any, labels: Labels, label: str, values: Sequence[str] = ()) -> None:
         self._family = family
@@ -89,7 +90,7 @@ class Histogram:
         self._count = Counter(gauge_family(f"{name}_count", f"{description} (number)"), labels)
 
     def advance(self, counts: Sequence[int], total: float) -> None:
-        """`counts` holds the number of values of each bucket, not cumulative, the one above all bounds last."""
+        """Advance to `counts` per bucket (not cumulative, overflow last) and their sum `total`."""
         cumulative = 0
         for bucket, count in zip(self._buckets, counts, strict=True):
             cumulative += count

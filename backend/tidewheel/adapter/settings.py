@@ -1,6 +1,6 @@
-"""Settings of one repository entry: `parameters` of its `config.pbtxt`, its `model.json`, or another entry's engine.
+"""Settings of a repository entry: `parameters` of `config.pbtxt`, `model.json`, or another entry's engine.
 
-Everything that is wrong raises `ConfigError` with one line that says what to change.
+Every mistake raises `ConfigError` with one line that says what to change.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from tidewheel.settings import coerce_setting, unknown_setting
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
 
-# Parameters that Triton's Python backend reads itself.
 _TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 _MAX_SENDER_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
-    """What each entry sets for itself, twins included."""
+    """Settings of each entry itself, also of twins."""
 
-    num_sender_threads: int = 4  # more than four gain nothing on two cores
-    REPORT_CUSTOM_METRICS: bool = True  # the name that Triton's vLLM backend gave it
+    num_sender_threads: int = 4  # more gain nothing on two cores
+    REPORT_CUSTOM_METRICS: bool = True  # named as in Triton's vLLM backend
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
@@ -38,8 +37,6 @@ class FrontendSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """One entry of a model repository, in one version."""
-
     name: str
     folder: Path  # absolute
     version: str
@@ -55,7 +52,7 @@ class ModelEntry:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Of its metrics: `model_name` and `engine` are vLLM's, `model` and `version` Triton's."""
+        """Metric labels: vLLM's `model_name` and `engine`, Triton's `model` and `version`."""
         return {"model_name": self.name, "engine": "0", "model": self.name, "version": self.version}
 
 
@@ -64,13 +61,12 @@ class ModelSettings:
     engine: EngineConfig
     frontend: FrontendSettings
     decoupled: bool
-    has_native_queue: bool  # the entry has a `dynamic_batching` block: Triton's own queue decides who comes next
+    has_native_queue: bool  # `dynamic_batching`: Triton's queue sets the order
     entry: ModelEntry
-    owner: ModelEntry  # whose engine it is: the entry itself, or the one that `engine_of` names
+    owner: ModelEntry  # entry with the engine, `engine_of` or itself
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
-    """Settings of the model that Triton initializes; `args` as `TritonPythonModel.initialize` gets them."""
     config = json.loads(args["model_config"])
     entry = ModelEntry(
         name=args["model_name"],
@@ -100,7 +96,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
 
 
 def _read(entry: ModelEntry) -> dict[str, object]:
-    """Settings of both places, with every key known."""
+    """Return settings of both places. Raise `ConfigError` for unknown keys and conflicts."""
     settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in _TRITON_PARAMETERS}
     for key, value in _read_model_json(entry.version_folder / MODEL_JSON).items():
         if key in settings and not _same(settings[key], value):
@@ -131,7 +127,6 @@ def _read_model_json(path: Path) -> dict[str, object]:
 
 
 def _same(text: object, value: object) -> bool:
-    """Whether a text of config.pbtxt and a value of model.json mean the same."""
     if isinstance(value, dict):
         return _is_json_of(str(text), value)
     left, right = str(text).strip(), str(value).strip()
@@ -153,7 +148,6 @@ def _frontend_hints() -> dict[str, object]:
 
 
 def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
-    """Removes from `settings` what is the front end's."""
     hints = _frontend_hints()
     values: dict[str, Any] = {
         key: coerce_setting(key, settings.pop(key), hints[key]) for key in hints.keys() & settings
@@ -162,7 +156,7 @@ def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
 
 
 def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:
-    """The entry whose engine a twin shares, and its engine settings."""
+    """Return the entry that owns a twin's engine, and its engine settings."""
     path = twin.repository / name / "config.pbtxt"
     if Path(name).name != name or not path.is_file():
         raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")
@@ -186,7 +180,7 @@ def _latest_version(folder: Path) -> str:
 
 
 def _read_pbtxt(path: Path) -> dict[str, str]:
-    # Only a twin needs them, and they bring the whole of gRPC along.
+    # Only twins need these imports, which bring all of gRPC.
     from google.protobuf import text_format
     from tritonclient.grpc import model_config_pb2
 

@@ -1,4 +1,4 @@
-"""The tensors of a Tidewheel model: names and types of Triton's vLLM backend, of the TRT-LLM ensemble, and ours."""
+"""Tensors of Triton's vLLM backend and the TRT-LLM ensemble, with additions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class TensorSpec(NamedTuple):
     name: str
-    data_type: str  # as `config.pbtxt` spells it
+    data_type: str  # as in `config.pbtxt`
     dims: tuple[int, ...] = (1,)
 
 
@@ -17,7 +17,7 @@ PROMPT_INPUTS = (
     TensorSpec("messages", "TYPE_STRING"),
 )
 
-# Each asks for outputs; `text_output` always comes.
+# Each asks for outputs beside `text_output`.
 RETURN_FLAGS = (
     "return_finish_reason",
     "return_cumulative_logprob",
@@ -36,7 +36,7 @@ CONTROL_INPUTS = (
     *(TensorSpec(name, "TYPE_BOOL") for name in RETURN_FLAGS),
 )
 
-# Sampling parameters as tensors; what their names mean is the front end's business.
+# The front end defines their meaning.
 SAMPLING_INPUTS = (
     TensorSpec("max_tokens", "TYPE_INT32"),
     TensorSpec("min_length", "TYPE_INT32"),

@@ -1,8 +1,8 @@
-"""transformers `generate` over a batch, written with care: the baseline that the engine is measured against.
+"""Baseline for the engine: transformers `generate` over a batch, written with care.
 
-Rows are padded on the left under an attention mask, share one forward pass a token on a KV cache, and end each at its
-own length. What remains is what this way of batching cannot avoid: every row is computed until the last one ends,
-and nobody joins before that. Decoding is greedy.
+Rows are padded on the left under an attention mask, share one forward pass per token on a KV cache, and end at their
+own lengths. Unavoidably, every row is computed until the last one ends, and no request joins before. Decoding is
+greedy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from tidewheel.runner.device import device_name, limit_threads, resolve_device, 
 
 logger = logging.getLogger(__name__)
 
-_PAD = 0  # any id of the vocabulary: the mask hides it
+_PAD = 0  # any id: the mask hides it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One request of a batch."""
-
     token_ids: Sequence[int]
     max_tokens: int
     ignore_eos: bool = False
@@ -40,14 +38,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOutput:
-    token_ids: list[int]  # with the token that ended it, if one did
+    token_ids: list[int]  # includes an end-of-sequence token
     finish_reason: str  # stop or length
     text: str
     num_input_tokens: int
 
 
 class Generator:
-    """A model of transformers and its tokenizer. Not thread safe."""
+    """A transformers model and its tokenizer. Not thread safe."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
         model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call] # the folder's may sample, or penalise
@@ -58,7 +56,7 @@ class Generator:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Generator:
-        """The model that an engine with the same settings would run. Raises `ConfigError` in one line."""
+        """Load the model that an engine with these settings would run. Raise `ConfigError`."""
         device = resolve_device(config)
         folder = resolve_folder(config.model)
         dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)
@@ -77,7 +75,7 @@ class Generator:
         return token_ids
 
     def check(self, row: Row) -> None:
-        """Raises `InvalidRequest` unless the row can be computed."""
+        """Raise `InvalidRequest` for a row that cannot be computed."""
         vocab_size, length = self._tokenizer.vocab_size, len(row.token_ids)
         if length == 0:
             raise InvalidRequest("the prompt has no tokens: it must have at least one")
@@ -93,7 +91,7 @@ class Generator:
             )
 
     def generate(self, rows: Sequence[Row]) -> list[RowOutput]:
-        """Outputs in the order of the rows, each of which must have passed `check`."""
+        """Return outputs in row order. Rows must have passed `check`."""
         if not rows:
             return []
         width = max(len(row.token_ids) for row in rows)
@@ -111,7 +109,7 @@ class Generator:
             attention_mask=torch.tensor(mask, device=device),
             do_sample=False,
             max_new_tokens=max(row.max_tokens for row in rows),
-            eos_token_id=None,  # `RowEnds` knows which rows end with one
+            eos_token_id=None,  # `RowEnds` decides
             pad_token_id=_PAD,
             use_cache=True,
             stopping_criteria=StoppingCriteriaList([RowEnds(rows, width, self._eos)]),
@@ -119,7 +117,6 @@ class Generator:
         return output
 
     def _output(self, row: Row, tokens: list[int]) -> RowOutput:
-        """Cuts off what a row went on to say while others were not done."""
         tokens = tokens[: row.max_tokens]
         stops = () if row.ignore_eos else self._eos.tolist()
         end = next((index for index, token in enumerate(tokens) if token in stops), None)
@@ -134,16 +131,16 @@ class Generator:
 
 
 class RowEnds(StoppingCriteria):
-    """Each row's own end: its number of tokens, or an end-of-sequence token unless it ignores them."""
+    """End of each row: `max_tokens`, or an end-of-sequence token unless ignored."""
 
     def __init__(self, rows: Sequence[Row], width: int, eos: torch.Tensor) -> None:
-        """`width` is that of the padded prompts; `eos` holds token ids, [num_eos]."""
+        """Take the padded prompt width and the end-of-sequence ids, [num_eos]."""
         self._eos = eos
         self._ends = torch.tensor([width + row.max_tokens for row in rows], device=eos.device)
         self._heeds_eos = torch.tensor([not row.ignore_eos for row in rows], device=eos.device)
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        """Which rows are done, [num_rows] bool; `generate` remembers those that were."""
+        """Return finished rows, [num_rows] bool. `generate` remembers earlier ones."""
         del scores, kwargs
         is_eos = torch.isin(input_ids[:, -1], self._eos) & self._heeds_eos
         return is_eos | (input_ids.shape[1] >= self._ends)

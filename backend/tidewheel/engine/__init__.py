@@ -1,1 +1,1 @@
-"""The step loop, the process it runs in, and the client that front ends talk to it with."""
+"""The step loop, its process, and the client of front ends."""

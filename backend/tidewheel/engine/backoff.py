@@ -1,4 +1,4 @@
-"""How often the engine died, on disk, so that it is remembered when another front end takes over."""
+"""Engine deaths on disk, so that the next owner knows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidewheel.engine.status import replace_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """`max_deaths` within `window_s` are a crash loop; before each restart the wait doubles."""
+    """Restart delays, doubled per death. `max_deaths` within `window_s` are a crash loop."""
 
     first_delay_s: float = 0.25
     window_s: float = 60.0
@@ -34,7 +34,7 @@ _decoder = msgspec.json.Decoder(list[Death])
 
 
 def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
-    """Oldest first. A time in the future is from before the last boot."""
+    """Return the deaths in the window, oldest first. Ignore future times, which are from before the last boot."""
     try:
         deaths = _decoder.decode((engine_dir / BACKOFF).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -44,7 +44,7 @@ def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
 
 
 def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) -> list[Death]:
-    """Recent deaths with this one; a process dies once, whoever reports it."""
+    """Add a death, unless it is known, and return the recent ones."""
     deaths = recent_deaths(engine_dir, window_s)
     if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
         deaths.append(Death(pid, start_ticks, time.monotonic()))

@@ -1,5 +1,3 @@
-"""What stands around a loaded runner: the facts that front ends learn about it, and a scheduler that fits it."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -21,7 +19,7 @@ from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.simulate.recording_scheduler import RecordingScheduler
 from tidewheel.tenants import TenantLimits, parse_tenants
 
-Progress = Callable[[str, float], None]  # name of the stage, fraction of it that is done
+Progress = Callable[[str, float], None]  # stage and its completed fraction
 
 
 class LoadedRunner(Runner, Protocol):
@@ -33,7 +31,7 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
-    """The real one. Imports torch, which takes seconds: nothing before it waits for that."""
+    """Load the real runner. Import torch only here, because that takes seconds."""
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)
@@ -50,13 +48,16 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
 
 
 def is_async(config: EngineConfig, device: str) -> bool:
-    """On a CPU a launch returns when its work is done: there is nothing to overlap, and a stop would cost a row."""
+    """Return whether to launch steps ahead. On a CPU nothing overlaps, because a launch returns when its work is
+    done, and a request that stops would waste a row.
+    """
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """Raises `ConfigError` for settings that do not fit the model or the cache, and for a folder to record in that
-    cannot be written."""
+    """Build the scheduler. Raise `ConfigError` if settings do not fit the model or cache, or `record` cannot be
+    written.
+    """
     tenants = parse_tenants(config.tenants)
     _check_quotas(config, tenants, info.num_blocks)
     settings = SchedulerConfig(

@@ -1,7 +1,7 @@
-"""A front end's side of the engine: starts or joins it, sends requests, and answers for it when it dies.
+"""A front end's side of the engine: start or join it, send requests, answer them if it dies.
 
-Everything that can block or go wrong happens on one thread. A request that `add` accepted ends exactly once: with a
-final delta, or with `on_lost`.
+Everything that can block or fail runs on one thread. A request accepted by `add` ends exactly once, with a final
+delta or `on_lost`.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
-MISMATCH_GRACE_S = 8.0  # an owner may be about to replace an engine that has other settings
+MISMATCH_GRACE_S = 8.0  # an owner may be replacing an engine with other settings
 RETRY_AFTER_MS = 1000
-MAX_REFUSED_TENANTS = 1024  # names that one ping reports; more count as the tenant without a name
+MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 
 class EngineListener(Protocol):
-    """Called on the client's thread; must not block."""
+    """Callbacks on the client's thread. They must not block."""
 
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        """These requests are over, each with the error. No keys: the engine is gone, and nothing was in flight."""
+        """End the requests with the error. Without keys, the engine is gone and nothing was in flight."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
@@ -71,17 +71,15 @@ class EngineListener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """Seconds, and how engines are started."""
-
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    hold_s: float = 10.0  # a request waits that long for an engine that is being started again
-    hang_timeout_s: float = 60.0  # an engine that says nothing for so long is killed; longer than any step
+    hold_s: float = 10.0  # how long requests wait for a restarting engine
+    hang_timeout_s: float = 60.0  # a silent engine is killed after this; longer than any step
     ping_interval_s: float = 1.0
 
 
 class EngineClient:
-    """Joins the engine of a folder, as its owner or not. `start` first, `close` last."""
+    """Client of a folder's engine, as owner or not. Call `start` first and `close` last."""
 
     def __init__(
         self,
@@ -107,18 +105,18 @@ class EngineClient:
         self._refused_lock = threading.Lock()
         self._poller = self._make_poller()
         self._info: EngineInfo | None = None
-        self._is_ready = False  # the connection has been answered
+        self._is_ready = False
         self._seeking_since = time.monotonic_ns()
         self._next_ping = 0.0
         self._failure = ""
-        self._settled = threading.Event()  # first ready, or a load error
+        self._settled = threading.Event()  # ready, or failed to load
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
 
     # --- any thread -------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> EngineInfo:
-        """Starts or joins the engine and waits until it serves. Raises `ConfigError` in one line if it can't."""
+        """Start or join the engine and wait until it serves. Raise `ConfigError` if it cannot."""
         self._thread.start()
         if not self._settled.wait(timeout_s):
             status = read_status(self._engine_dir)
@@ -136,30 +134,30 @@ class EngineClient:
 
     @property
     def is_owner(self) -> bool:
-        """Whether this client looks after the engine; it alone publishes engine-wide metrics."""
+        """Return whether this client tends the engine. Only the owner publishes engine metrics."""
         return self._launcher.is_owner
 
     def add(self, message: AddRequest | CloseSession) -> None:
-        """Sends the request. Raises `Busy`, `EngineDead` or `Draining`; then nothing follows."""
+        """Send the request. If it raises `Busy`, `EngineDead`, `Draining` or `InternalError`, nothing follows."""
         num_sequences = message.n if isinstance(message, AddRequest) else 1
         self._outbox.put(message.key, encoder.encode(message), num_sequences)
 
     def count_refused(self, tenant: str, count: int) -> None:
-        """Report requests that were refused without asking the engine, with the next ping."""
+        """Report refused requests with the next ping."""
         with self._refused_lock:
             known = tenant in self._refused or len(self._refused) < MAX_REFUSED_TENANTS
             self._refused[tenant if known else ""] += count
 
     def cancel(self, keys: Iterable[int]) -> None:
-        """All sequences of each are answered with a final delta, unless that was on its way already."""
+        """Cancel requests. Each sequence gets a final delta, unless one is already on its way."""
         self._outbox.put_cancel(list(keys))
 
     def cancel_sequence(self, key: int, index: int) -> None:
-        """It alone is answered with a final delta; the request's other sequences go on."""
+        """Cancel one sequence with a final delta. Its siblings continue."""
         self._outbox.put_cancel([], [(key, index)])
 
     def close(self) -> None:
-        """Leaves the engine. What is in flight ends with `on_lost`. May be called twice."""
+        """Leave the engine. Requests in flight end with `on_lost`. May be called twice."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -195,7 +193,6 @@ class EngineClient:
         self._lose(self._outbox.lose_expired(), _lost(f"the engine is not back after {self._options.hold_s:g} s"))
 
     def _seek(self) -> None:
-        """One look for an engine to join."""
         status = read_status(self._engine_dir)
         if self._info is not None and status is not None and status.is_draining and not status.is_alive:
             self._fail(Draining("the server is shutting down"))
@@ -209,7 +206,7 @@ class EngineClient:
             self._connect(status)
 
     def _heed_owner(self, status: Status) -> None:
-        """Raises `ConfigError` when the engine that another front end looks after is none for this one."""
+        """Raise `ConfigError` if another owner's engine failed or keeps other settings."""
         if status.state == "failed" and status.written_ns >= self._seeking_since:
             raise ConfigError(status.message)
         waited_s = (time.monotonic_ns() - self._seeking_since) * 1e-9
@@ -278,7 +275,7 @@ class EngineClient:
                 raise ConfigError(message.message)
 
     def _disconnect(self, error: TidewheelError) -> None:
-        """The connection is of no use any more; what is in flight ends, and the next turn looks for another one."""
+        """Drop the connection and end what is in flight. The next turn looks for another engine."""
         if self._connection is None:
             return
         log.warning("connection to the engine lost: %s", error.message)
@@ -292,7 +289,7 @@ class EngineClient:
     # --- ends -------------------------------------------------------------------------------------------------
 
     def _fail(self, error: TidewheelError) -> None:
-        """For good."""
+        """End all requests and refuse new ones."""
         log.error("%s", error.message)
         self._failure = error.message
         self._give_up(error)

@@ -1,5 +1,3 @@
-"""A front end's line to one engine process: a DEALER socket, and a handle that tells when the process is gone."""
-
 from __future__ import annotations
 
 import logging
@@ -17,14 +15,14 @@ from tidewheel.engine.status import Status
 
 log = logging.getLogger(__name__)
 
-QUEUE_LIMIT = 1 << 16  # messages in each direction
-MAX_MESSAGES = 1024  # read at once
-LAST_WORDS_MS = 100  # a dead engine's messages are still on their way through ZeroMQ's own thread
+QUEUE_LIMIT = 1 << 16  # messages per direction
+MAX_MESSAGES = 1024  # per `receive`
+LAST_WORDS_MS = 100  # a dead engine's messages may still be in ZeroMQ's thread
 DUMP_GRACE_S = 0.5
 
 
 class Connection:
-    """One engine, from its `ready` to its end. A connection that was lost is closed and never used again."""
+    """DEALER socket and process handle of one engine. A lost connection is never reused."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
         self.process = ProcessHandle(status.pid, status.start_ticks)
@@ -41,7 +39,7 @@ class Connection:
             poller.register(self.process.fileno, zmq.POLLIN)
 
     def send(self, payload: bytes) -> bool:
-        """False if the engine is too far behind to take it now."""
+        """Return False if the engine is too far behind to take it."""
         try:
             self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
@@ -49,7 +47,7 @@ class Connection:
         return True
 
     def receive(self, timeout_ms: int = 0) -> list[FromEngine]:
-        """What has arrived, waiting for the first message at most `timeout_ms`."""
+        """Return arrived messages. Wait at most `timeout_ms` for the first."""
         messages: list[FromEngine] = []
         while len(messages) < MAX_MESSAGES and self._socket.poll(0 if messages else timeout_ms):
             payload = self._socket.recv(zmq.NOBLOCK)
@@ -62,14 +60,13 @@ class Connection:
         return messages
 
     def last_words(self) -> list[FromEngine]:
-        """What a dead engine had sent."""
         messages: list[FromEngine] = []
         while more := self.receive(LAST_WORDS_MS):
             messages += more
         return messages
 
     def kill_hung_engine(self) -> None:
-        """Its log gets the stacks of its threads."""
+        """Kill the engine. First its log gets the stacks of its threads."""
         self.process.end(signal.SIGUSR1, DUMP_GRACE_S)
 
     def close(self) -> None:

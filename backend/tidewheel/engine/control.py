@@ -1,5 +1,3 @@
-"""Commands to an engine from outside its front ends, for whoever shuts a server down."""
-
 from __future__ import annotations
 
 import signal
@@ -15,9 +13,8 @@ from tidewheel.stats import EngineStats
 
 
 def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
-    """The engine refuses new requests from now on; what it still has. None: no engine answered in time.
-
-    May be called again to see how far it is.
+    """Make the engine refuse new requests and return its figures. Return None without an answer in time. May be
+    repeated.
     """
     status = read_status(engine_dir)
     if status is None or status.state != "ready" or not status.is_alive:
@@ -34,7 +31,9 @@ def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
 
 
 def stop(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """Ends the engine: asked first, so that its requests get an answer, killed after the time. Whether one ran."""
+    """End the engine and return whether one ran. Ask first, so that its requests get an answer, and kill it after
+    `timeout_s`.
+    """
     status = read_status(engine_dir)
     if status is None or not status.is_alive:
         return False

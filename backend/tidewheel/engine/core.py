@@ -1,4 +1,4 @@
-"""The step: schedule, run, apply, deliver. The same loop in the engine process and in `LLM`."""
+"""The step: schedule, run, apply, deliver. The engine process and `LLM` share it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ Deliver = Callable[[StepOutputs], None]
 
 
 class EngineCore:
-    """Drives scheduler and runner from one thread.
+    """Loop over scheduler and runner, on one thread.
 
-    With a scheduler that lets two steps be in flight, a step is launched before the tokens of the last one are waited
-    for: the device computes it while those are applied, delivered and sent.
+    With two steps in flight, a step is launched before the tokens of the last one are awaited. The device computes it
+    while they are applied, delivered and sent.
 
-    `receive` is called twice a step: before it is planned, and before its tokens are applied, so that a request
-    cancelled while the device was busy gets no further token. It calls `add` and `cancel`. `deliver` learns of every
-    new token and of the one end of every request that `add` accepted; it may call `cancel` too. Deadlines are
-    looked at before every step.
+    `receive` runs before a step is planned, and again before its tokens are applied, so that requests cancelled
+    meanwhile get no further token. It calls `add` and `cancel`. `deliver` gets every new token and each added
+    request's one end; it may call `cancel`. Deadlines are checked before every step.
     """
 
     def __init__(
@@ -52,41 +51,41 @@ class EngineCore:
         self._receive = receive
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
-        self._request_ids: dict[int, str] = {}  # by row, as the newest batch has it
+        self._request_ids: dict[int, str] = {}  # by row of the newest batch
         self._step_seconds = 0.0
         self._last_end = clock()  # of a step
         self._last_stats = (clock(), 0.0)
 
     @property
     def has_unfinished(self) -> bool:
-        """Requests that have not ended, or a step in flight."""
+        """Return whether a request or a step is unfinished."""
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Raises what the scheduler refuses with; nothing is delivered then."""
+        """Add a request. If the scheduler refuses, raise its error and deliver nothing."""
         self._deliver_ended(self._scheduler.add(request, self._clock()))
 
     def add_group(self, requests: Sequence[Request]) -> None:
-        """Requests that share a prompt: all of them, or none."""
+        """Add all requests of one prompt, or none."""
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """Raises `NotFound`."""
+        """Raise `NotFound` if there is no such session."""
         self._scheduler.close_session(tenant, session_id)
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Ends the request at once, in whatever state it is. Unknown and ended ones are none of our business."""
+        """End the request in any state. Ignore unknown and finished ids."""
         request = self._scheduler.cancel(request_id, reason)
         if request is not None:
             self._deliver_ended([request])
 
     def fail_all(self, error: TidewheelError) -> None:
-        """Ends every request with the error. What is in flight is forgotten."""
+        """End every request with the error. Forget steps in flight."""
         self._in_flight.clear()
         self._deliver_ended(self._scheduler.fail_all(error))
 
     def step(self) -> bool:
-        """One turn of the loop. False when nothing could be done."""
+        """Run one turn. Return False if there was nothing to do."""
         self._receive()
         started = self._clock()
         self._deliver_ended(self._scheduler.expire(started))
@@ -100,7 +99,7 @@ class EngineCore:
         return True
 
     def _complete(self, later: ScheduledBatch | None = None) -> None:
-        """The oldest step in flight; `later` is one that was launched after it and failed."""
+        """Complete the oldest step in flight. `later` was launched after it and failed."""
         batch, pending, began = self._in_flight.popleft()
         if later is None and self._in_flight:
             later = self._in_flight[0].batch
@@ -109,13 +108,13 @@ class EngineCore:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = error.with_traceback(None)  # its frames hold tensors that the next try needs room for
+            failure = error.with_traceback(None)  # its frames hold tensors, and the retry needs their room
             del pending
             tokens = self._recover(batch, failure) if later is None else self._lose(batch, later)
         self._receive()
         self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
         end = self._clock()
-        self._step_seconds += end - max(began, self._last_end)  # of two in flight, the second one's time begins here
+        self._step_seconds += end - max(began, self._last_end)  # the second of two in flight begins at the last end
         self._last_end = end
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
@@ -128,7 +127,7 @@ class EngineCore:
         finally:
             for new in batch.new_rows:
                 self._request_ids[new.row] = new.request_id
-        while self._in_flight:  # what the device still holds for it is free then
+        while self._in_flight:  # frees what the device holds for them
             self._complete(later=batch)
         return Computed(self._recover(batch, failure))
 
@@ -136,8 +135,9 @@ class EngineCore:
         return recover(self._runner, batch, failure, self._give_up)
 
     def _lose(self, batch: ScheduledBatch, later: ScheduledBatch) -> SampledTokens:
-        """A later step read tokens that never came to be: whoever is in this one has ended. Those whom it does not
-        name go on, and so do those who left their row between the two and are computed again anyway."""
+        """End the requests of a failed step, because a later step has read its missing tokens. Requests that left
+        their rows in between are computed again. They and all others continue.
+        """
         left = set(later.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:
@@ -167,7 +167,7 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def stats(self) -> EngineStats:
-        """A snapshot; `busy_fraction` covers the time since the last one."""
+        """Return a snapshot. `busy_fraction` covers the time since the last one."""
         now = self._clock()
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)

@@ -1,5 +1,3 @@
-"""From the scheduler to the wire: what a step did to one request."""
-
 from __future__ import annotations
 
 from tidewheel.batch import TopLogprobs
@@ -27,7 +25,6 @@ def final_delta(
 
 
 def refusal(key: int, error: TidewheelError) -> Delta:
-    """Return the answer to a request that was not accepted."""
     info = error_info(error)
     return Delta(key=key, token_ids=[], finish_reason=FinishReason.ERROR.value, error=info, index=WHOLE_REQUEST)
 

@@ -1,5 +1,3 @@
-"""A loaded engine in the log lines that people of this field look for."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,7 +8,7 @@ _MIB = 1 << 20
 
 
 def describe(info: EngineInfo) -> list[str]:
-    """The memory split, the size of the cache, and how many full-length requests fit it."""
+    """Return the memory split, the cache size and the number of full-length requests that fit."""
     device = "CPU" if info.device.startswith("cpu") else "GPU"
     lines = [
         f"model: {info.architecture} in {info.dtype} on {info.device}, loaded in {info.load_seconds:.1f} s"

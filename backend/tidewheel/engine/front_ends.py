@@ -1,5 +1,3 @@
-"""Who is connected to the engine, which request is whose, and the news that still has to be sent to each."""
-
 from __future__ import annotations
 
 import errno
@@ -21,11 +19,11 @@ log = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
 _NO_LOGPROBS: dict[int, TopLogprobs] = {}
-MAX_UNSENT_DELTAS = 1 << 18  # of one front end that does not read; beyond it the front end counts as gone
+MAX_UNSENT_DELTAS = 1 << 18  # per front end; above this it counts as gone
 
 
 class FrontEnd:
-    """One connection. `identity` is ZeroMQ's name for it."""
+    """One connection. `identity` is ZeroMQ's name."""
 
     __slots__ = ("identity", "last_seen", "name", "received", "request_ids", "room", "unsent")
 
@@ -33,20 +31,20 @@ class FrontEnd:
         self.identity = identity
         self.name = name
         self.last_seen = now
-        self.request_ids: dict[int, dict[int, str]] = {}  # by key and index, of unfinished sequences
+        self.request_ids: dict[int, dict[int, str]] = {}  # unfinished, by key and index
         self.unsent: list[Delta] = []
-        self.received: list[int] = []  # keys of requests since it was told of the room
-        self.room: WaitingRoom | None = None  # as it was told
+        self.received: list[int] = []  # keys since the room was sent
+        self.room: WaitingRoom | None = None  # as sent
 
 
 class _Route(NamedTuple):
     front_end: FrontEnd
     key: int
-    sequence: int  # its index among those of the key
+    sequence: int  # within the key
 
 
 class FrontEnds:
-    """Sends through a ROUTER socket with ROUTER_MANDATORY set, so that a peer that is gone shows as an error."""
+    """Front ends, their requests and unsent deltas. ROUTER_MANDATORY turns a gone peer into an error."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -62,13 +60,13 @@ class FrontEnds:
         return self._by_identity.get(identity)
 
     def admit(self, identity: bytes, name: str, now: float) -> FrontEnd:
-        """A front end that says `Hello` twice keeps what it has."""
+        """Add a front end. After a second `Hello` it keeps its requests."""
         front_end = self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
         front_end.last_seen = now
         return front_end
 
     def remove(self, front_end: FrontEnd) -> list[str]:
-        """Forgets the front end; the ids of its unfinished requests, which nobody waits for any more."""
+        """Forget a front end. Return the ids of its unfinished requests."""
         self._by_identity.pop(front_end.identity, None)
         orphans = [request_id for ids in front_end.request_ids.values() for request_id in ids.values()]
         for request_id in orphans:
@@ -77,7 +75,7 @@ class FrontEnds:
         return orphans
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
-        """Front ends that can't be reached, do not read or fell silent, with the reason."""
+        """Return unreachable, silent and non-reading front ends, with the reason."""
         gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
         self._unreachable = []
         for front_end in self._by_identity.values():
@@ -90,7 +88,9 @@ class FrontEnds:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def open(self, front_end: FrontEnd, key: int, n: int) -> list[str]:
-        """The engine's ids for the sequences of a new request. Every one is closed by exactly one final delta."""
+        """Return ids for a new request's sequences. One final delta closes each. Raise `InvalidRequest` if the key is
+        in use.
+        """
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
         ids = {index: str(self._num_opened + 1 + index) for index in range(n)}
@@ -101,21 +101,20 @@ class FrontEnds:
         return list(ids.values())
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
-        """Answers a request that is not open."""
+        """Answer a request that is not open."""
         front_end.unsent.append(refusal(key, error))
 
     def confirm(self, front_end: FrontEnd, key: int) -> None:
-        """Answers a message that asks for no tokens."""
+        """Answer a message that asks for no tokens."""
         front_end.unsent.append(Delta(key, [], FinishReason.STOP.value, index=WHOLE_REQUEST))
 
     def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
-        """Ends an open request that the scheduler knows nothing of."""
+        """End an open request that the scheduler does not know."""
         for request_id in front_end.request_ids.pop(key).values():
             del self._routes[request_id]
         self.refuse(front_end, key, error)
 
     def deliver(self, outputs: StepOutputs) -> None:
-        """Notes the news of a step; `flush` sends them."""
         routes, logprobs = self._routes, outputs.logprobs or _NO_LOGPROBS
         for index, (request, token_id) in enumerate(zip(outputs.requests, outputs.token_ids, strict=True)):
             if request.finish_reason is not None:
@@ -128,7 +127,7 @@ class FrontEnds:
             self._finish(request, [])
 
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
-        """No route: its end is noted already, or its front end is gone."""
+        """Queue a sequence's end, unless it has ended or its front end is gone."""
         route = self._routes.pop(request.request_id, None)
         if route is None:
             return
@@ -141,13 +140,13 @@ class FrontEnds:
     # --- sending ----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """One message to each front end that there is news for. What a full queue refuses is sent with the next."""
+        """Send each front end one message with its deltas. A full queue delays them to the next flush."""
         for front_end in self._by_identity.values():
             if front_end.unsent and self._send(front_end.identity, Deltas(front_end.unsent)):
                 front_end.unsent = []
 
     def tell_room(self, room: WaitingRoom) -> None:
-        """To front ends that know another one, or that the room may have changed for by what they sent."""
+        """Send the room to front ends that know another one or have sent requests since."""
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue
@@ -158,7 +157,7 @@ class FrontEnds:
         self._send_all(self._by_identity, message)
 
     def send_to(self, identity: bytes, message: FromEngine) -> None:
-        """To anyone, known or not, unless it is gone or does not read."""
+        """Send to any peer. Drop the message if it is gone or does not read."""
         self._send_all([identity], message)
 
     def _send_all(self, identities: Iterable[bytes], message: FromEngine) -> None:

@@ -1,5 +1,3 @@
-"""The owner's part: one front end holds the lock of an engine folder and sees that an engine runs in it."""
-
 from __future__ import annotations
 
 import fcntl
@@ -25,7 +23,7 @@ STOP_GRACE_S = 3.0
 
 
 class EngineLauncher:
-    """Used by one thread. Whoever loses the race for the lock may try again at any time."""
+    """Keeper of an engine, for the front end that holds its folder's lock. Use it from one thread."""
 
     def __init__(
         self, engine_dir: Path, config: EngineConfig, *, command: Sequence[str], policy: RestartPolicy
@@ -36,7 +34,7 @@ class EngineLauncher:
         self._command = command
         self._policy = policy
         self._lock: int | None = None
-        self._process: subprocess.Popen[bytes] | None = None  # the last engine that this launcher started
+        self._process: subprocess.Popen[bytes] | None = None  # last one started here
         self._spawned_at = 0.0
 
     @property
@@ -44,7 +42,7 @@ class EngineLauncher:
         return self._lock is not None
 
     def try_lock(self) -> bool:
-        """Whether this is the owner now. The kernel gives the lock back when its holder dies."""
+        """Return whether this is the owner now. May be retried; the kernel frees a dead owner's lock."""
         if self._lock is None:
             descriptor = os.open(self._engine_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -56,10 +54,10 @@ class EngineLauncher:
         return self.is_owner
 
     def tend(self, *, was_ready: bool) -> None:
-        """Starts an engine if none is there and its time has come. To be called again and again by the owner.
+        """Start an engine if there is none and its delay is over. The owner calls this repeatedly.
 
-        `was_ready`: the engine has served this front end before, so that its absence is a death. Raises
-        `ConfigError`, in one line, when another start would not help.
+        `was_ready`: the engine served this front end, so its absence is a death. Raise `ConfigError` if another start
+        would not help.
         """
         status = read_status(self._engine_dir)
         if status is not None and status.is_alive:
@@ -74,7 +72,7 @@ class EngineLauncher:
             log.info("started engine %d", self._process.pid)
 
     def release(self, *, end_engine_that_loads: bool) -> None:
-        """Gives the lock back. The engine stays for other front ends, and ends by itself without any."""
+        """Release the lock. The engine stays until no front end is left."""
         status = read_status(self._engine_dir)
         if end_engine_that_loads and self._process is not None and status is not None and status.state != "ready":
             end_engine(status, STOP_GRACE_S)
@@ -96,7 +94,7 @@ class EngineLauncher:
         return "shutting down" if status.is_draining else "loading for too long"
 
     def _earliest_start(self, status: Status | None, was_ready: bool) -> float:
-        """Monotonic seconds. Raises `ConfigError` after a failed load or in a crash loop."""
+        """Return monotonic seconds. Raise `ConfigError` after a failed load or in a crash loop."""
         is_mine = self._process is not None and status is not None and status.pid == self._process.pid
         if status is not None and status.state == "failed" and (is_mine or was_ready):
             raise ConfigError(status.message)
@@ -129,14 +127,14 @@ class EngineLauncher:
     def _exit(self) -> str:
         assert self._process is not None
         try:
-            code = self._process.wait(timeout=STOP_GRACE_S)  # it has ended; who reaps it may be a moment behind
+            code = self._process.wait(timeout=STOP_GRACE_S)  # ended, but perhaps not yet reaped
         except subprocess.TimeoutExpired:
             return "no exit code"
         return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
 def end_engine(status: Status, grace_s: float) -> None:
-    """Asks the engine to end and kills it after the grace; returns when it is gone."""
+    """End the engine, by force after the grace, and wait for it."""
     handle = ProcessHandle(status.pid, status.start_ticks)
     try:
         handle.end(signal.SIGTERM, grace_s)

@@ -1,13 +1,11 @@
-"""What front ends and the engine say to each other: msgspec structs over a ZeroMQ ipc socket, never pickle.
+"""Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket, never pickle.
 
-Front end → engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`.
-Engine → front end: `Ready` (or `Failed`) answers `Hello`; `Deltas` after a step; `Stats` a few times a second; `Room`
-when it changes; `Dropped` to one that it does not know (any more). `Drain` is answered with `Stats`, and needs no
-`Hello`.
+To the engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`. From it:
+`Ready` or `Failed` after `Hello`; `Deltas` after a step; `Stats` twice a second; `Room` when it changes; `Dropped` to
+an unknown front end. `Drain` needs no `Hello`; `Stats` answers it.
 
-A request is named by `key`, a number that its front end counts up; what a client calls it never travels. Every
-`AddRequest` is answered by deltas, the last of which carries `finish_reason`, and nothing follows that one; or
-`Dropped` ends all requests of a front end at once.
+A request's `key` counts up in its front end; the client's id never travels. Deltas answer every `AddRequest`, the
+last with `finish_reason`, or `Dropped` ends all requests of a front end.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
 PROTOCOL = 3
-WHOLE_REQUEST = -1  # as the index of a delta: the answer to a request of which no sequence came to be
+WHOLE_REQUEST = -1  # index of a delta for a request without sequences
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -32,36 +30,36 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class Hello(Message, frozen=True):
     protocol: int
-    client: str  # unique name of the front end
-    settings_digest: str  # of the engine settings it expects; a twin sends "" and takes what is there
+    client: str  # unique name
+    settings_digest: str  # of expected settings; a twin sends "" and takes any
 
 
 class AddRequest(Message, frozen=True):
     key: int
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end, `logit_bias` has fields of its own
-    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids unless ignored, and the request's own
+    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end; `logit_bias` is packed below
+    stop_token_ids: tuple[int, ...] = ()  # its own, and end-of-sequence ids unless ignored
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
     cache_salt: str = ""
-    arrival_ns: int = 0  # monotonic clock, which all processes of a host share
-    n: int = 1  # sequences that share the prompt; the deltas of each carry its `index`
+    arrival_ns: int = 0  # monotonic clock, shared by a host's processes
+    n: int = 1  # sequences of a prompt, by `index` in deltas
     tenant: str = ""
     deadline_ns: int = 0  # monotonic clock; 0: none
     soft_deadline_ns: int = 0
     session_id: str = ""
-    session_ttl_s: float | None = None  # None: the default of the engine
-    bias_token_ids: bytes = b""  # int32 little endian, ascending; `pack_biases` makes both
-    bias_amounts: bytes = b""  # float32 little endian, one for each id
+    session_ttl_s: float | None = None  # None: the engine's default
+    bias_token_ids: bytes = b""  # int32 little endian, ascending; from `pack_biases`
+    bias_amounts: bytes = b""  # float32 little endian
 
 
 class Cancel(Message, frozen=True):
     keys: list[int]
-    sequences: list[tuple[int, int]] = []  # (key, index): one sequence of a request, the others go on
+    sequences: list[tuple[int, int]] = []  # (key, index) of single sequences; siblings continue
 
 
 class CloseSession(Message, frozen=True):
-    """Answered like a request: one delta with finish_reason "stop", or with the error NOT_FOUND."""
+    """Answered by one delta: finish_reason "stop", or an error such as `NotFound`."""
 
     key: int
     tenant: str
@@ -69,13 +67,13 @@ class CloseSession(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sent every second by a front end that is alive; silence for 5 s ends its requests."""
+    """Sent every second. After 5 s of silence a front end's requests end."""
 
-    refused: dict[str, int] = {}  # requests by tenant, refused since the last ping because the waiting set was full
+    refused: dict[str, int] = {}  # by tenant, since the last ping; the waiting set was full
 
 
 class Drain(Message, frozen=True):
-    """Refuse new requests of every front end; what runs goes on."""
+    """Order to refuse all new requests. Accepted ones continue."""
 
 
 class Goodbye(Message, frozen=True):
@@ -89,14 +87,14 @@ ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine resolved when it loaded the model. Memory in bytes."""
+    """Values that the engine resolved at its load. Memory is in bytes."""
 
     pid: int
-    model: str  # folder of the model
+    model: str
     architecture: str
     device: str  # "cpu (2 threads)", "NVIDIA H200"
     dtype: str
-    vocab_size: int  # output width of the model
+    vocab_size: int  # output width
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -107,12 +105,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     enable_prefix_caching: bool
     load_seconds: float
-    num_host_blocks: int = 0  # of the host tier
-    swap_seconds_per_block: float | None = None  # of one copy in one direction; None: no host tier
+    num_host_blocks: int = 0
+    swap_seconds_per_block: float | None = None  # per copy in one direction; None: no host tier
     graph_bytes: int = 0  # of CUDA graphs
-    stage_seconds: dict[str, float] = {}  # how the time of the load was spent, in order
-    async_scheduling: bool = False  # a step is launched before the tokens of the last are read
-    tenants: dict[str, TenantLimits] = {}  # that the operator has configured
+    stage_seconds: dict[str, float] = {}  # of the load, in order
+    async_scheduling: bool = False  # a step is launched before the last one's tokens are read
+    tenants: dict[str, TenantLimits] = {}
 
     @property
     def num_cache_tokens(self) -> int:
@@ -120,12 +118,11 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Prompt and output of one request at most. The last token is never cached."""
+        """Longest prompt and output. The last token is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
     def max_concurrency(self) -> float:
-        """Full-length requests that fit the cache at once."""
         return self.num_cache_tokens / self.max_model_len
 
 
@@ -134,29 +131,30 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """The engine refuses this front end, or could not load its model. Final."""
+    """Final refusal of this front end."""
 
     message: str
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A `TidewheelError` on its way: `errors.from_wire(tag, message, retry_after_ms)`."""
+    """A `TidewheelError` on the wire, for `errors.from_wire`."""
 
     tag: str
     message: str
     retry_after_ms: int | None = None
-    is_waiting_set_full: bool = False  # it can be sent again as soon as another request has started
+    is_waiting_set_full: bool = False  # may be sent again as soon as another request starts
 
 
 class Dropped(Message, frozen=True):
-    """All requests of this front end are over, with the error, and the engine knows it no longer: the last message
-    of an engine that ends, or the answer to a front end that it counts as gone. `Hello` starts anew."""
+    """End of all requests of a front end that the engine no longer knows. The last message of an engine, or the
+    answer to a front end that counts as gone. `Hello` starts anew.
+    """
 
     error: ErrorInfo
 
 
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Figures of one sequence, sent with its last delta. Times in ns of the monotonic clock; 0: never happened."""
+    """Figures of one ended sequence. Times are ns of the monotonic clock; 0 means never."""
 
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
@@ -165,20 +163,18 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_reused_blocks: int = 0
     num_new_blocks: int = 0
     num_preemptions: int = 0
-    priority: int = 0  # the class that was granted, 1 to 4
-    arrival_ns: int = 0  # filled in by the front end, which took the time
+    priority: int = 0  # granted class, 1 to 4
+    arrival_ns: int = 0  # set by the front end
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """News of one request: new tokens, the end, or both."""
-
     key: int
     token_ids: list[int]
-    finish_reason: str = ""  # a `FinishReason`; empty while it goes on
+    finish_reason: str = ""  # a `FinishReason`; empty before the end
     error: ErrorInfo | None = None  # with finish_reason "error"
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
-    index: int = 0  # of the sequence, with `n` over 1; each has a last delta, unless one is of the `WHOLE_REQUEST`
+    index: int = 0  # of the sequence; each has a last delta, or `WHOLE_REQUEST` ends all
 
 
 class Deltas(Message, frozen=True):
@@ -190,10 +186,11 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Sent when the room in the waiting set changes, so that a front end refuses at once what the engine would refuse
-    after its step."""
+    """Room in the waiting set, sent when it changes. It lets front ends refuse at once what the engine would refuse
+    after its step.
+    """
 
-    received: list[int]  # keys of this front end's requests that it has heard of since the last time
+    received: list[int]  # keys of the front end's requests since the last `Room`
 
 
 FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room

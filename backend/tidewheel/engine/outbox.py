@@ -1,5 +1,3 @@
-"""Requests between `EngineClient.add` and their end: queued by any thread, sent and tracked by the io thread."""
-
 from __future__ import annotations
 
 import os
@@ -12,7 +10,7 @@ from typing import NamedTuple
 from tidewheel.engine.messages import WHOLE_REQUEST, Cancel, Delta, encoder
 from tidewheel.errors import Busy, TidewheelError, from_wire
 
-MAX_HELD = 4096  # requests; how many may wait at the engine is the engine's bound, not this one
+MAX_HELD = 4096  # the engine bounds its own waiting requests
 
 
 class _Add(NamedTuple):
@@ -33,14 +31,13 @@ class _Cancel(NamedTuple):
 
 
 class Outbox:
-    """A key is in one place at a time: queued, held (nobody to send it to yet), or in flight.
+    """Requests until their end: queued, held without an engine, or in flight.
 
-    `put` and `put_cancel` may be called by any thread; everything else belongs to the io thread, which `wake_fd`
-    wakes.
+    Any thread may call `put`, `put_cancel` and `wake`. The rest belongs to the io thread, which `wake_fd` wakes.
     """
 
     def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
-        """`max_held` bounds what waits for an engine that is away; one that is there takes what comes at once."""
+        """Hold at most `max_held` requests for a missing engine."""
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._max_held = max_held
         self._hold_s = hold_s
@@ -49,16 +46,16 @@ class Outbox:
         self._refusal: TidewheelError | None = None
         self._is_closed = False
         self._held: dict[int, _Held] = {}
-        self._in_flight: dict[int, int] = {}  # sequences that have not ended, by key
-        self._cancelled = _Cancel([], [])  # in flight, to be told to the engine
+        self._in_flight: dict[int, int] = {}  # unfinished sequences by key
+        self._cancelled = _Cancel([], [])  # in flight, not yet sent
 
     # --- any thread -------------------------------------------------------------------------------------------
 
     def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
-        """Raises `Busy` when too many wait for an engine, or what `refuse` was called with."""
+        """Queue a request. Raise `Busy` if too many are held, or the error given to `refuse`."""
         with self._lock:
             if self._refusal is not None:
-                refusal = self._refusal  # raised by many threads: each needs an instance of its own
+                refusal = self._refusal  # each raising thread needs its own instance
                 raise from_wire(refusal.tag, refusal.message, refusal.retry_after_ms)
             num_waiting = len(self._queue) + len(self._held)
             if num_waiting >= self._max_held:
@@ -80,13 +77,13 @@ class Outbox:
         self._queue.append(entry)
 
     def _wake(self) -> None:
-        if not self._is_closed:  # the number of a closed descriptor may belong to somebody else by now
+        if not self._is_closed:  # a closed descriptor's number may be reused
             os.eventfd_write(self.wake_fd, 1)
 
     # --- the io thread ----------------------------------------------------------------------------------------
 
     def take(self) -> list[int]:
-        """Moves the queue on; the keys that were cancelled before they were sent, which are over."""
+        """Process the queue. Return keys cancelled before they were sent, which are over."""
         try:
             os.eventfd_read(self.wake_fd)
         except BlockingIOError:
@@ -105,7 +102,7 @@ class Outbox:
         return unsent
 
     def flush(self, send: Callable[[bytes], bool]) -> None:
-        """Sends until `send` says that the engine takes no more."""
+        """Send until `send` returns False."""
         for key, held in list(self._held.items()):
             if not send(held.payload):
                 return
@@ -115,7 +112,6 @@ class Outbox:
             self._cancelled = _Cancel([], [])
 
     def ended(self, deltas: Iterable[Delta]) -> None:
-        """Notes the last deltas among them."""
         for delta in deltas:
             if not delta.finish_reason or delta.key not in self._in_flight:
                 continue
@@ -124,14 +120,14 @@ class Outbox:
                 del self._in_flight[delta.key]
 
     def lose_in_flight(self) -> list[int]:
-        """The keys that the engine will not answer any more."""
+        """Forget and return the keys that get no answer any more."""
         lost = list(self._in_flight)
         self._in_flight.clear()
         self._cancelled = _Cancel([], [])
         return lost
 
     def lose_expired(self) -> list[int]:
-        """The keys that were held for too long. In order of age, so the first that is young ends the search."""
+        """Forget and return keys held too long. They are in order of age, so a young one ends the search."""
         now = time.monotonic()
         expired = []
         for key, held in self._held.items():
@@ -143,7 +139,7 @@ class Outbox:
         return expired
 
     def refuse(self, error: TidewheelError) -> list[int]:
-        """From now on `put` raises the error; every key that is not over yet."""
+        """Make `put` raise the error. Return all unfinished keys."""
         with self._lock:
             self._refusal = error
             self._wake()
@@ -153,7 +149,7 @@ class Outbox:
         return lost
 
     def close(self) -> None:
-        """After `refuse`: nothing can be put any more."""
+        """Close `wake_fd`, after `refuse`."""
         with self._lock:
             self._is_closed = True
             os.close(self.wake_fd)

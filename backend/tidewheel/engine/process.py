@@ -1,7 +1,7 @@
 """The engine process: ``python -m tidewheel.engine.process --engine-dir DIR --settings JSON``.
 
-It loads the model, serves whoever connects to the socket in its folder, and ends when nobody has been there for
-`--linger-s`, when it is told to (SIGTERM), or when its folder vanishes. Its log is its standard error.
+It loads the model and serves its folder's socket. It ends after `--linger-s` without a front end, on SIGTERM, or when
+its folder vanishes. It logs to standard error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tidewheel.errors import ConfigError, Draining, EngineDead
 log = logging.getLogger(__name__)
 
 LINGER_S = 10.0
-QUEUE_LIMIT = 1 << 16  # messages waiting in the socket, in each direction, of each front end
+QUEUE_LIMIT = 1 << 16  # messages per direction and front end
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0
 
@@ -45,8 +45,6 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    """Writes `status.json` as the engine goes from state to state."""
-
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self._engine_dir = engine_dir
         pid = os.getpid()
@@ -60,18 +58,18 @@ class StatusFile:
         write_status(self._engine_dir, self._status)
 
     def end(self, state: State, message: str) -> None:
-        """Comes before the last answers, so that nobody who got one comes back to this engine."""
-        with contextlib.suppress(OSError):  # the folder may be what is gone
+        """Write the last state. Call it before the last answers, so that no client returns to this engine."""
+        with contextlib.suppress(OSError):  # the folder may be gone
             self.update(state=state, message=message)
 
     def progress(self, stage: str, fraction: float) -> None:
-        """As often as a person can read."""
+        """Write progress as often as a person can read."""
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
             self.update(stage=stage, fraction=fraction)
 
 
 class StopSignal:
-    """Why the engine must stop; empty while it need not."""
+    """Callable that returns the reason to stop, or an empty string."""
 
     def __init__(self, engine_dir: Path) -> None:
         self._engine_dir = engine_dir
@@ -91,9 +89,9 @@ class StopSignal:
 
 
 def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s: float = LINGER_S) -> int:
-    """Runs the engine to its end; the exit code. Whoever waits for an answer has got one by then.
+    """Run the engine to its end and return the exit code. All requests have an answer by then.
 
-    Raises BlockingIOError if the folder has an engine already.
+    Raise BlockingIOError if the folder has another engine.
     """
     with _only_engine(engine_dir):
         status = StatusFile(engine_dir, config)
@@ -146,14 +144,14 @@ def _announce(info: EngineInfo, status: StatusFile) -> None:
     for line in describe(info):
         log.info("%s", line)
     gc.collect()
-    gc.freeze()  # what loading made stays: collections between steps need not look at it
+    gc.freeze()  # collections between steps skip what loading made
     status.update(state="ready", stage="", fraction=1.0, info=info)
     log.info("ready")
 
 
 @contextlib.contextmanager
 def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Two engines in one folder would take each other's socket away. One that is about to end is waited for."""
+    """Lock the folder, because engines would take each other's socket. Wait for one that is ending."""
     deadline = time.monotonic() + PREDECESSOR_LIMIT_S
     with (engine_dir / ENGINE_LOCK).open("w") as lock:
         while True:
@@ -181,7 +179,7 @@ def _bound_socket(engine_dir: Path) -> Iterator[zmq.Socket[bytes]]:
         yield socket
     finally:
         socket.close()
-        context.term()  # waits for what was sent, as long as LINGER says
+        context.term()  # for sent messages, up to LINGER
 
 
 def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_runner) -> int:
@@ -194,7 +192,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # stacks of all threads into the log
+    faulthandler.register(signal.SIGUSR1)  # log all threads' stacks
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("tidewheel-eng\n")
     try:
@@ -213,7 +211,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
 
 
 def exit_now(code: int) -> None:
-    """Ends the process without the interpreter's clean-up, which can hang on a device that has failed."""
+    """Exit without the interpreter's clean-up, which can hang on a failed device."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

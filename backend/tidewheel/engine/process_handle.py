@@ -1,5 +1,3 @@
-"""A handle on one process that never means another one, even after the kernel has given its number away."""
-
 from __future__ import annotations
 
 import contextlib
@@ -14,22 +12,22 @@ _POLL_S = 0.02
 
 
 class ProcessHandle:
-    """Watches and signals a process that need not be a child. `fileno` polls readable once it has ended."""
+    """Handle on any process, safe against reuse of its pid. `fileno` is readable once it has ended."""
 
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self._start_ticks = start_ticks
-        self.fileno: int | None = None  # None where the kernel has no pidfds: then only asking helps
+        self.fileno: int | None = None  # None without pidfds, where only polling helps
         self._ending = select.poll()
         with contextlib.suppress(AttributeError, OSError):
             self.fileno = os.pidfd_open(pid)
             self._ending.register(self.fileno, select.POLLIN)
-        if not self.is_alive:  # the handle may be one of a later process with this number
+        if not self.is_alive:  # the pidfd may be of a later process with this pid
             self.close()
 
     @property
     def has_ended(self) -> bool:
-        """`is_alive` at the cost of one system call."""
+        """Return whether it has ended, for one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property
@@ -37,7 +35,7 @@ class ProcessHandle:
         return process_start_ticks(self.pid) == self._start_ticks
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the process has ended within the time."""
+        """Return whether the process ended in time."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive:
             left_s = deadline - time.monotonic()
@@ -50,7 +48,7 @@ class ProcessHandle:
         return True
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Does nothing when the process has ended."""
+        """Send the signal, unless the process has ended."""
         if not self.is_alive:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -60,7 +58,7 @@ class ProcessHandle:
                 os.kill(self.pid, number)
 
     def end(self, first: signal.Signals, grace_s: float) -> None:
-        """The signal, and SIGKILL if the process is still there after the grace."""
+        """Send the signal, and SIGKILL after the grace."""
         self.send_signal(first)
         if not self.wait(grace_s):
             self.send_signal(signal.SIGKILL)

@@ -1,5 +1,3 @@
-"""What a recording of an engine is good for: the scheduler that it had, and how long its steps took."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -18,13 +16,13 @@ from tidewheel.simulate.replay import Recording, measured_steps
 
 
 def scheduler_of(header: Header) -> Scheduler:
-    """A new scheduler like the recorded one. Raises `ConfigError` when this version cannot make it."""
+    """Return a scheduler like the recorded one. Raise `ConfigError` if this version cannot make it."""
     config, info = _engine_of(header)
     return build_scheduler(config, info)
 
 
 def calibrated(path: Path) -> CostModel:
-    """The cost model of the steps of a recording."""
+    """Fit a cost model to a recording."""
     recording = Recording(path)
     _, info = _engine_of(recording.header)
     return fit(

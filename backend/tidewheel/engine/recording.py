@@ -1,4 +1,4 @@
-"""Recordings of an engine: a file for each, opened when its scheduler is built."""
+"""Recordings of an engine, one file per scheduler."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 def check_folder(config: EngineConfig) -> None:
-    """Raises `ConfigError` when the folder that is to hold recordings is not there or cannot be written."""
+    """Raise `ConfigError` if the `record` folder is missing or cannot be written."""
     folder = Path(config.record)
     if not config.record:
         return
@@ -31,7 +31,7 @@ def check_folder(config: EngineConfig) -> None:
 
 
 def open_recorder(config: EngineConfig, info: EngineInfo) -> Recorder:
-    """Open a new file in `config.record`. Raise `ConfigError` when that cannot be done."""
+    """Open a new file in `config.record`. Raise `ConfigError` if that fails."""
     check_folder(config)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = Path(config.record) / f"{stamp}-{os.getpid()}-{next(_numbers)}.jsonl"

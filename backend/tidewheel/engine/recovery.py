@@ -1,6 +1,6 @@
-"""A step that ran out of memory is run again without its longest chunk: one request ends, the others go on.
+"""Recovery from memory shortage: run the step again without its longest chunk. One request ends, the others continue.
 
-Nothing is run again once a later step was launched: that one has read what this one should have written.
+A step is not repeated after a later launch, which has read what it should have written.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import numpy as np
 from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
 from tidewheel.engine.runner import Runner
 
-MAX_GIVEN_UP = 3  # requests; a device that has no room after that is not short of memory for their sake
+MAX_GIVEN_UP = 3  # requests; if memory is still short, they are not the cause
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Told by name, for this layer imports no torch: torch raises `OutOfMemoryError` on a GPU, a plain
-    `RuntimeError` of its allocator on a CPU."""
+    """Return whether memory ran out. Go by names, because this layer imports no torch: `OutOfMemoryError` on a GPU,
+    an allocator's plain `RuntimeError` on a CPU.
+    """
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
@@ -29,9 +30,9 @@ def recover(
     error: Exception,
     give_up: Callable[[int], None],
 ) -> SampledTokens:
-    """What the batch answers without the rows that were given up. Raises when giving up rows does not help.
+    """Return the tokens of the batch without the rows given up. Raise the error if that does not help.
 
-    A step may be run twice: it writes the same keys and values into the same slots.
+    A step may be repeated: it writes the same keys and values into the same slots.
     """
     keep = np.ones(len(batch.rows), dtype=np.bool_)
     for _ in range(MAX_GIVEN_UP):
@@ -50,13 +51,13 @@ def recover(
 
 
 def no_tokens(batch: ScheduledBatch) -> SampledTokens:
-    """The answer to a batch of which nobody is left."""
     return SampledTokens(batch.step_id, np.full(len(batch.rows), SampledTokens.NOT_FINITE, dtype=np.int32))
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """The same step with fewer rows. New rows and block tables stay as they are: they do no harm unused. Blocks were
-    copied the first time, and may hold something else by now."""
+    """Leave out all rows but `keep`. Unused new rows and block tables do no harm. Blocks are not copied again,
+    because they may hold other data by now.
+    """
     none = np.empty(0, dtype=np.int32)
     return dataclasses.replace(
         batch,
@@ -76,7 +77,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
 
 
 def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
-    """Aligned with the whole batch again. Whoever was given up has ended: its place holds no valid token."""
+    """Align tokens with the whole batch. Rows given up have no valid token."""
     token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
     token_ids[keep] = tokens.token_ids
     indices = np.flatnonzero(keep).tolist()

@@ -1,7 +1,6 @@
-"""Check an `AddRequest` and turn it into the scheduler's requests.
+"""Conversion of an `AddRequest` to scheduler requests.
 
-`check_request` is the one check: front ends and `LLM` call it before they send, and the engine calls it again because
-it does not trust messages.
+Front ends and `LLM` call `check_request` before they send, and the engine again, because it trusts no message.
 """
 
 from __future__ import annotations
@@ -18,29 +17,25 @@ from tidewheel.request import Priority, Request
 from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, LogitBias, SamplingParams
 from tidewheel.tenants import MAX_TENANT_CHARS
 
-# A front end adds to what a client may send: end-of-sequence ids, and a spelling of each word after a space.
+# A front end adds end-of-sequence ids, and a spelling of each word after a space.
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
-MAX_BAD_TOKENS = 4096  # of all sequences
+MAX_BAD_TOKENS = 4096  # in total
 MAX_SALT_BYTES = 256
 MAX_SESSION_ID_BYTES = 256
 MAX_SEQUENCES = 16
 
 
 class SessionTtl(NamedTuple):
-    """How long the engine keeps a session, in seconds."""
-
     default_s: float
     max_s: float
 
 
 class CheckedRequest(NamedTuple):
-    """Values of a message that was checked."""
-
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
-    max_tokens: int  # as asked for, or what still fits the context
+    max_tokens: int  # requested, or what fits the context
     priority: Priority
 
 
@@ -53,10 +48,10 @@ def to_requests(
     seed: int,
     now: float,
 ) -> list[Request]:
-    """Return one request for each id; the first is the leader of the others, which share its prompt.
+    """Return one request per id. The first leads the others, which share its prompt.
 
     Each sequence samples with the seed plus its index, modulo 2**64; `seed` is for messages without one. Raise
-    `InvalidRequest` as `check_request` does, and for a `session_ttl_s` out of range.
+    `InvalidRequest` like `check_request`, and for a `session_ttl_s` out of range.
     """
     checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
@@ -87,7 +82,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Raise `InvalidRequest` naming the field, the value and the limit; `prompt_name` is the field of the prompt."""
+    """Raise `InvalidRequest` naming the field, value and limit. `prompt_name` is the prompt's field."""
     prompt = _prompt(prompt_name, message.prompt, info)
     max_tokens = _max_tokens(message.sampling, len(prompt), info)
     for ids in (message.stop_token_ids, message.sampling.stop_token_ids):
@@ -113,7 +108,7 @@ def check_labels(tenant: str, cache_salt: str, session_id: str) -> None:
 
 
 def check_prompt_length(name: str, num_tokens: int, info: EngineInfo, *, qualifier: str = "") -> None:
-    """Raise `PromptTooLarge` unless the prompt leaves room for one token of output."""
+    """Raise `PromptTooLarge` if no output token fits."""
     if num_tokens >= info.max_num_tokens:
         raise PromptTooLarge(
             f"{name} has {num_tokens} tokens{qualifier}: with one token of output the context of "

@@ -1,4 +1,4 @@
-"""What a step needs of a runner. `tidewheel.runner.model_runner.ModelRunner` is one; tests have another."""
+"""Interface of `tidewheel.runner.model_runner.ModelRunner`; tests have their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Runner(Protocol):
 
 
 class Computed(NamedTuple):
-    """Tokens that are there already."""
+    """Tokens that are already computed."""
 
     tokens: SampledTokens
 

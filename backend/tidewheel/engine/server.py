@@ -1,5 +1,3 @@
-"""The engine's end of the socket: commands in, deltas out, one thread, one loop."""
-
 from __future__ import annotations
 
 import logging
@@ -40,11 +38,13 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
-RECEIVE_S = 0.002  # for messages between two steps; one that takes longer is the last
+RECEIVE_S = 0.002  # for messages between steps; the last one may overrun
 
 
 class EngineServer:
-    """Serves front ends from a bound ROUTER socket. Never trusts what it reads: a bad message harms its sender."""
+    """The engine's end of a bound ROUTER socket: commands in, deltas out, on one thread. A bad message affects only
+    its sender.
+    """
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class EngineServer:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def serve(self, must_stop: Callable[[], str]) -> str:
-        """Until `must_stop` names a reason, or nobody has been here for `linger_s`; the reason."""
+        """Serve until `must_stop` returns a reason, or `linger_s` without a front end. Return the reason."""
         while True:
             worked = self._core.step()
             self._front_ends.tell_room(self._core.room())
@@ -91,7 +91,7 @@ class EngineServer:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """The last answer to everybody who waits for one. Asks neither scheduler nor runner: they may be broken."""
+        """Send the last answers. Ask neither scheduler nor runner, which may be broken."""
         self._front_ends.flush()
         self._front_ends.broadcast(Dropped(error_info(error)))
 
@@ -127,7 +127,7 @@ class EngineServer:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle messages for `RECEIVE_S`; the others wait for the next step."""
+        """Handle messages for `RECEIVE_S`. The others wait for the next step."""
         until = self._clock() + RECEIVE_S
         is_first = True
         while is_first or self._clock() < until:
@@ -147,7 +147,7 @@ class EngineServer:
             front_end.last_seen = self._clock()
         try:
             message = to_engine_decoder.decode(payload)
-        except Exception as error:  # checks of the values in it raise errors of their own
+        except Exception as error:  # value checks raise errors of their own
             self._handle_malformed(front_end, payload, error)
             return
         match message:
@@ -212,7 +212,6 @@ class EngineServer:
             self._front_ends.close(front_end, message.key, failure)
 
     def _schedule(self, message: AddRequest, request_ids: list[str]) -> None:
-        """All sequences, or none."""
         requests = to_requests(
             message,
             self._info,
@@ -244,7 +243,7 @@ class EngineServer:
             raise Draining("the server is shutting down")
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
-        """Logged and ignored, except for a request whose key can be read: it gets its answer."""
+        """Log the message. Refuse a request whose key can be read."""
         log.warning("malformed message of %d bytes: %s", len(payload), error)
         key = _readable_key(payload)
         if front_end is not None and key is not None and key not in front_end.request_ids:

@@ -1,5 +1,3 @@
-"""An engine without a model: the facts that a scheduler is built from, for the simulator and for a replay."""
-
 from __future__ import annotations
 
 from tidewheel.config import EngineConfig
@@ -9,7 +7,7 @@ from tidewheel.simulate.cost_model import CostModel
 
 
 def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int) -> EngineInfo:
-    """What an engine on the device of the cost model would resolve; settings that are given go first."""
+    """Return what an engine on the cost model's device would resolve. Given settings come first."""
     block_size = config.block_size or cost.block_size
     num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
     device = cost.device or cost.name

@@ -1,5 +1,3 @@
-"""Starts an engine process, detached: it outlives its front end and is no part of its process group."""
-
 from __future__ import annotations
 
 import os
@@ -17,16 +15,18 @@ from tidewheel.engine.run_dir import LOG
 from tidewheel.engine.status import Status, process_start_ticks, write_status
 from tidewheel.errors import ConfigError
 
-MAX_LOG_BYTES = 16 << 20  # a longer log is set aside when the next engine starts
+MAX_LOG_BYTES = 16 << 20  # a longer log is set aside at the next start
 
 
 def engine_command() -> list[str]:
-    """How an engine is started, up to its own arguments."""
+    """Return the command that starts an engine, without its arguments."""
     return [python_executable(), "-P", "-m", "tidewheel.engine.process"]
 
 
 def python_executable() -> str:
-    """The interpreter that runs this code, also where it is embedded and `sys.executable` names its host."""
+    """Return the running interpreter, also where it is embedded in a host program. Raise `ConfigError` if there is
+    none.
+    """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = (
         os.environ.get("TIDEWHEEL_PYTHON"),
@@ -41,7 +41,7 @@ def python_executable() -> str:
 
 
 def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Starts the engine and notes it in `status.json`. Its output goes to `engine.log`."""
+    """Start an engine that outlives its front end. Write `status.json`; its output goes to `engine.log`."""
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
     log_path = engine_dir / LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
@@ -50,15 +50,14 @@ def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, o
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             arguments, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
         )
-    # Reaps the process whenever it ends, also after whoever started it has lost interest.
+    # Reap the process even if its launcher no longer watches it.
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
-    ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended already
+    ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended
     write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))
     return process
 
 
 def _environment() -> dict[str, str]:
-    """The engine imports what this process imports, from wherever it does."""
     package = Path(tidewheel.__file__).parent
     paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

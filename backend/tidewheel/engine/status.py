@@ -1,5 +1,3 @@
-"""`status.json`: what an engine is doing, for whoever wants to join it. Replaced atomically, never edited."""
-
 from __future__ import annotations
 
 import hashlib
@@ -20,17 +18,20 @@ _ENDED = ("failed", "stopped", "crashed")
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`failed` is final: the settings or the model must change. `stopped` is an end that was asked for, `crashed` one
-    that was not; a killed engine has no time to say either."""
+    """`status.json`: state of an engine.
+
+    `failed` is final: settings or model must change. `stopped` was asked for, `crashed` was not. A killed engine
+    writes neither.
+    """
 
     state: State
     pid: int
-    start_ticks: int  # with the pid it names one process, whatever the kernel gives the number to later
+    start_ticks: int  # with the pid, identifies one process
     settings: dict[str, object]
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
-    is_draining: bool = False  # it was told that its server shuts down, so nobody starts it again
+    is_draining: bool = False  # its server shuts down: do not restart it
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
 
@@ -44,7 +45,7 @@ _decoder = msgspec.json.Decoder(Status)
 
 
 def read_status(engine_dir: Path) -> Status | None:
-    """None when there is none, or none that this version can read."""
+    """Return None without a status that this version can read."""
     try:
         return _decoder.decode((engine_dir / STATUS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -57,19 +58,18 @@ def write_status(engine_dir: Path, status: Status) -> None:
 
 
 def settings_digest(settings: Mapping[str, object]) -> str:
-    """Equal for equal engine settings."""
     return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """All of the new content or all of the old one, for any reader at any time."""
+    """Replace the file atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if it has ended. Field 22 of proc_pid_stat(5)."""
+    """Return the start in clock ticks since boot, or None if it has ended. See field 22 in proc_pid_stat(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -79,7 +79,7 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """What the engine said last, without time and level, cut to `limit` characters."""
+    """Return the last log line without time and level, cut to `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

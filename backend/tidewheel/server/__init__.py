@@ -1,1 +1,1 @@
-"""Finding, assembling, starting and watching a tritonserver."""
+"""Supervision of a tritonserver."""

@@ -1,4 +1,4 @@
-"""The folder for `--backend-directory`: Triton's Python backend with the right stub, and Tidewheel beside it."""
+"""The `--backend-directory`: Triton's Python backend with the right stub, and Tidewheel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _PACKAGES = ("tidewheel", "tidewheel_kernels")
 
 
 def assemble(install: TritonInstall, target: Path) -> Path:
-    """Fills `target` (made here) with links to what is installed (a copy of its library), and returns it.
-
-    The other backends of the installation are linked too, so that a repository with ensembles goes on working.
+    """Make `target` and return it. It has links to the installed backends, all of them for ensembles, and a copy of
+    the Python backend's library.
     """
     target.mkdir(parents=True)
     for backend in install.backends.iterdir():
@@ -27,7 +26,7 @@ def assemble(install: TritonInstall, target: Path) -> Path:
     python.mkdir()
     for part in (install.backends / "python").iterdir():
         if part.suffix == ".so":
-            shutil.copy2(part, python)  # Triton refuses a library whose real path lies outside the folder
+            shutil.copy2(part, python)  # Triton refuses a real path outside the folder
         elif part.name not in (STUB_NAME, "__pycache__"):
             (python / part.name).symlink_to(part)
     (python / STUB_NAME).symlink_to(install.stub)
@@ -36,7 +35,7 @@ def assemble(install: TritonInstall, target: Path) -> Path:
 
 
 def package_folder(name: str) -> Path:
-    """Folder of an installed package, which is not imported. Raises `ServeError` when it is not there."""
+    """Return the folder of a package without importing it. Raise `ServeError` if it is not installed."""
     spec = importlib.util.find_spec(name)
     places = spec.submodule_search_locations if spec is not None else None
     folder = next((Path(place) for place in places or () if Path(place).is_dir()), None)
@@ -46,7 +45,7 @@ def package_folder(name: str) -> Path:
 
 
 def python_path() -> list[str]:
-    """What the stub needs on PYTHONPATH to import what this Python imports, most specific first."""
+    """Return the PYTHONPATH with which the stub imports what this Python imports, most specific first."""
     roots = [package_folder(name).parent for name in _PACKAGES]
     site = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
     return list(dict.fromkeys(str(path) for path in (*roots, *site)))

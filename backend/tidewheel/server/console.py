@@ -1,5 +1,3 @@
-"""What `tidewheel serve` says. A terminal that has gone away must not end the server."""
-
 from __future__ import annotations
 
 import contextlib
@@ -16,7 +14,9 @@ _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 
 
 class Console:
-    """The report goes to standard output, everything else to standard error, above any progress bar."""
+    """Writer of the report to standard output, and of the rest to standard error, above any progress bar. A closed
+    terminal does not end the server.
+    """
 
     def __init__(self, *, verbose: bool) -> None:
         self.verbose = verbose
@@ -28,8 +28,8 @@ class Console:
         self._write(f"tidewheel: {text}", sys.stderr)
 
     def server_line(self, line: LogLine, phase: Phase) -> None:
-        """Problems alone, unless verbose. While models load, no errors: the reason is reported once, at the end.
-        While the server stops, nothing: parts that miss each other are no news.
+        """Show problems, or everything if verbose. Hide errors while models load, because the reason is reported at
+        the end. Hide all while the server stops: parts that miss each other are no news.
         """
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)

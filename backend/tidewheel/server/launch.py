@@ -1,5 +1,3 @@
-"""How tritonserver is called: its command line and its environment."""
-
 from __future__ import annotations
 
 import math
@@ -18,12 +16,12 @@ from tidewheel.server.locate import TritonInstall
 from tidewheel.server.ports import Ports
 from tidewheel.server.workdir import WorkDir
 
-SHM_DEFAULT_BYTES = 16 << 20  # per front end, at its start
-SHM_GROWTH_BYTES = 16 << 20  # fewer remaps while large prompts arrive
-MAX_QUEUED_RESPONSES = 1024  # per gRPC stream whose client does not read
-EXIT_MARGIN_S = 15  # Triton's own limit, after the drain limit: the supervisor is to act first
+SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
+SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
+MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
+EXIT_MARGIN_S = 15  # after the drain limit, so that the supervisor acts before Triton
 
-# APIs that nobody but an operator of a development server needs; behind a key that is told to nobody they are closed.
+# Only operators of development servers need these APIs. A key that no client knows closes them.
 _CLOSED_APIS = "shared-memory,trace,logging"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 
@@ -44,7 +42,7 @@ def command(
     flags: frozenset[str],
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """The command line. `flags` are those that this tritonserver knows; `extra` comes last, as given."""
+    """Return the command line. `flags` are known to this tritonserver; `extra` comes last."""
     return [
         str(install.binary),
         f"--model-repository={repository}",
@@ -67,25 +65,24 @@ def command(
 
 
 def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for tritonserver, its stubs and the engines that they start."""
     env = dict(base)
     env["TIDEWHEEL_RUN_DIR"] = str(work.run)
     env["LD_LIBRARY_PATH"] = _joined([str(path) for path in install.libraries], base.get("LD_LIBRARY_PATH"))
     env["PYTHONPATH"] = _joined(python_path(), base.get("PYTHONPATH"))
-    # The Python inside a stub takes its prefix from the `python3` that it finds first.
+    # The Python in a stub takes its prefix from the first `python3`.
     env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
     env["TIDEWHEEL_PYTHON"] = sys.executable
     env["PYTHONUNBUFFERED"] = "1"
-    # torch makes the folder when it is imported; its own choice is a name in /tmp that anybody can foresee.
+    # torch makes this folder on import; the default in /tmp is predictable.
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work.root / "inductor"))
-    # Front ends tokenise on threads of their own, and numpy there does nothing that several threads could share.
+    # Front ends tokenise on their own threads, and numpy there has no work to share.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
 
 def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str]:
-    """The flags in its help. Raises `ServeError` if the program does not run here."""
+    """Return the flags in tritonserver's help. Raise `ServeError` if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the located program
             [str(install.binary), "--help"], env=dict(env), capture_output=True, text=True, timeout=60, check=False
@@ -113,7 +110,7 @@ def _hardening(flags: frozenset[str]) -> list[str]:
 
 
 def _without_gpu(flags: frozenset[str]) -> list[str]:
-    """Spares a machine without an NVIDIA driver Triton's complaints about it."""
+    """Return flags that silence Triton's complaints about a missing NVIDIA driver."""
     if Path("/dev/nvidiactl").exists():
         return []
     wanted = {"--allow-gpu-metrics": "false", "--pinned-memory-pool-byte-size": "0"}

@@ -1,5 +1,3 @@
-"""Which tritonserver to run: one that is named, the container's, one on PATH, or the one in the wheel."""
-
 from __future__ import annotations
 
 import ctypes.util
@@ -23,22 +21,19 @@ _LINKED_PYTHON = re.compile(rb"libpython(3\.\d+)m?\.so")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonInstall:
-    """A tritonserver and what belongs to it."""
-
     binary: Path
-    backends: Path  # folder that holds `python/`, and in a container other backends
-    stub: Path  # the Python stub for the Python that runs
-    libraries: tuple[Path, ...]  # for LD_LIBRARY_PATH
-    origin: str  # in words, for the start-up notice
+    backends: Path  # holds `python/`, in a container others too
+    stub: Path  # for the running Python
+    libraries: tuple[Path, ...]  # LD_LIBRARY_PATH
+    origin: str  # for the start-up notice
 
 
 def locate(
     explicit: str | None, environment: Mapping[str, str] = os.environ, container: Path = CONTAINER_BINARY
 ) -> TritonInstall:
-    """The first that is there: `explicit`, $TRITONSERVER, the container's, PATH, the nvidia-pytriton wheel.
+    """Return the first found: `explicit`, $TRITONSERVER, the container's, PATH, the nvidia-pytriton wheel.
 
-    Raises `ServeError` when none is found, when one that is named does not exist, or when its Python stub is for
-    another Python.
+    Raise `ServeError` if there is none, a named one does not exist, or its stub is for another Python.
     """
     named = {"--tritonserver": explicit, "TRITONSERVER": environment.get("TRITONSERVER")}
     for where, path in named.items():
@@ -69,7 +64,7 @@ def _named(where: str, path: str) -> TritonInstall:
 
 
 def _installed(binary: Path, origin: str) -> TritonInstall:
-    """An installation as NVIDIA lays it out: bin/, lib/ and backends/ side by side."""
+    """Return an installation in NVIDIA's layout: bin/, lib/ and backends/ side by side."""
     root = binary.parent.parent
     backends = root / "backends"
     stub = backends / "python" / STUB_NAME
@@ -85,7 +80,6 @@ def _installed(binary: Path, origin: str) -> TritonInstall:
 
 
 def _bundled(package: Path) -> TritonInstall:
-    """The one in the nvidia-pytriton wheel, whose stubs for several Pythons lie beside it."""
     root = package / "tritonserver"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = root / "python_backend_stubs" / version / STUB_NAME
@@ -105,7 +99,7 @@ def _bundled(package: Path) -> TritonInstall:
 
 
 def _wheel_folder() -> Path | None:
-    """The folder of the package pytriton if it holds a server; the package itself is not imported."""
+    """Return the folder of pytriton, not imported, if it holds a server."""
     spec = importlib.util.find_spec("pytriton")
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     return folder if folder is not None and _wheel_binary(folder).is_file() else None
@@ -116,9 +110,8 @@ def _wheel_binary(package: Path) -> Path:
 
 
 def _python_library_folders() -> list[Path]:
-    """The folder of the running Python's libpython3.X.so, which the stub is linked with; none if the loader knows it.
-
-    Raises `ServeError` when there is no such library.
+    """Return the folder of the libpython3.X.so that the stub needs, or none if the loader finds it. Raise
+    `ServeError` if there is no such library.
     """
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     library = f"libpython{version}.so.1.0"
@@ -140,7 +133,7 @@ def _check_parts(binary: Path, parts: Iterable[Path]) -> None:
 
 
 def _check_stub(stub: Path) -> None:
-    """A stub runs the Python that it is linked with; with another one, our packages would not load."""
+    """Raise `ServeError` if the stub runs another Python, where these packages would not load."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     with stub.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:

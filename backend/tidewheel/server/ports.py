@@ -1,5 +1,3 @@
-"""Ports: those asked for are free, and 0 becomes a free one."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,9 +18,9 @@ class Ports:
 
 
 def choose(host: str, wanted: Ports) -> Ports:
-    """`wanted` with every 0 replaced. Raises `ServeError` naming the port that is in use and the option that sets it.
+    """Replace every 0 in `wanted`. Raise `ServeError` naming a port in use and its option.
 
-    All are held until all are known, so that no two are alike; they are free again when this returns.
+    All are held until the last is known, so that they differ. They are free again on return.
     """
     with contextlib.ExitStack() as held:
         http = _hold(held, host, wanted.http, "http")
@@ -32,12 +30,11 @@ def choose(host: str, wanted: Ports) -> Ports:
 
 
 def reachable(host: str) -> str:
-    """The address at which this machine reaches a server bound to `host`."""
+    """Return the address to reach a server bound to `host`."""
     return _ANY.get(host, host)
 
 
 def authority(host: str, port: int) -> str:
-    """`host:port` as a URL has it."""
     address = reachable(host)
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
@@ -49,7 +46,7 @@ def is_loopback(host: str) -> bool:
 def _hold(held: contextlib.ExitStack, host: str, port: int, name: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    # As Triton does: a port with nothing but old connections in TIME_WAIT is free.
+    # Like Triton: a port with only TIME_WAIT connections is free.
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         one.bind((host, port))

@@ -1,4 +1,4 @@
-"""Processes of Linux, through /proc and pidfds: children, descendants, their end."""
+"""Linux processes, through /proc and pidfds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Process(NamedTuple):
     pid: int
     parent: int
-    name: str  # of its program, the first 15 bytes
-    state: str  # "Z": ended, its parent has not asked yet
+    name: str  # first 15 bytes
+    state: str  # "Z": not yet reaped
     started: int  # clock ticks since boot: with the pid, an identity
 
 
@@ -30,7 +30,7 @@ def read(pid: int) -> Process | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name stands in parentheses and may hold anything.
+    # The name in parentheses may hold anything.
     name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
     fields = rest.split()
     return Process(pid, int(fields[1]), name, fields[0], int(fields[19]))
@@ -46,7 +46,7 @@ def children(pid: int) -> list[Process]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Every living process below `pid`."""
+    """Return every living process below `pid`."""
     below: dict[int, list[Process]] = {}
     for process in snapshot():
         below.setdefault(process.parent, []).append(process)
@@ -60,7 +60,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 class Watch:
-    """Notices the end of one process. `fileno` is a pidfd, or None where the kernel has none: poll `has_ended`."""
+    """Watcher of one process's end. `fileno` is a pidfd, or None if the kernel has none: then poll `has_ended`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -80,17 +80,17 @@ class Watch:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent ends become children of this process, so that none can get away."""
+    """Adopt descendants whose parent ends, so that none escapes."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """To be called in a child before it becomes another program: SIGTERM when its parent ends, however it ends."""
+    """Ask for SIGTERM when the parent ends. Call it in a child before exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def reap(*, keep: int) -> None:
-    """Collects children that have ended, but not `keep`, whose exit status its owner wants."""
+    """Reap ended children except `keep`, whose owner wants its exit status."""
     for process in children(os.getpid()):
         if process.state == "Z" and process.pid != keep:
             with contextlib.suppress(ChildProcessError):
@@ -104,7 +104,7 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Polls; whether the condition came true in time."""
+    """Poll, and return whether the condition came true in time."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:

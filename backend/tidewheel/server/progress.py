@@ -1,5 +1,3 @@
-"""The progress bars of loading models: one per engine, from its status file."""
-
 from __future__ import annotations
 
 import contextlib
@@ -17,10 +15,10 @@ _STEPS = 1000
 
 
 class LoadProgress:
-    """Bars on a terminal; elsewhere one line per engine and stage, so that a log file stays readable."""
+    """Bars per loading engine on a terminal, else one line per engine and stage, for log files."""
 
     def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
-        """`engines`: model name → engine folder."""
+        """Take `engines`: model name → folder."""
         self._engines = dict(engines)
         self._stream = stream or sys.stderr
         self._bars: dict[str, tqdm] = {}
@@ -29,7 +27,7 @@ class LoadProgress:
         tqdm.monitor_interval = 0  # no thread beside the one that forks
 
     def update(self) -> None:
-        with contextlib.suppress(OSError):  # of a terminal that is gone
+        with contextlib.suppress(OSError):  # the terminal may be gone
             self._update()
 
     def _update(self) -> None:

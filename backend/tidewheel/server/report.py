@@ -1,5 +1,3 @@
-"""What `tidewheel serve` prints when the server is ready."""
-
 from __future__ import annotations
 
 import shlex
@@ -12,7 +10,7 @@ from tidewheel.server.launch import Endpoints
 from tidewheel.server.ports import authority, is_loopback
 from tidewheel.server.triton_http import DeployedModel
 
-OLDEST_FOR_PRODUCTION = (2, 69)  # the server of Triton 26.05, by its security fixes
+OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
 _DEFAULT_GRPC_PORT = 8001
 _PROMPT = "A tuple is"
 
@@ -20,7 +18,7 @@ _PROMPT = "A tuple is"
 def describe_models(
     version: str, origin: str, models: Sequence[DeployedModel], infos: Mapping[str, EngineInfo]
 ) -> str:
-    """What runs. `infos`: model name → what its engine resolved."""
+    """Describe the server and its models. `infos`: model name → what its engine resolved."""
     lines = ["", f"Tidewheel {__version__} on Triton {version or 'of unknown version'} ({origin})", ""]
     for model in models:
         lines += _model_lines(model, infos)
@@ -28,7 +26,6 @@ def describe_models(
 
 
 def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) -> str:
-    """Where it runs, and examples to paste."""
     host, ports = endpoints.host, endpoints.ports
     lines = [
         f"  HTTP      http://{authority(host, ports.http)}",
@@ -42,7 +39,7 @@ def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) ->
 
 
 def version_warning(version: str, host: str) -> str | None:
-    """Why this server must not face a network, if so."""
+    """Return why this server must not face a network, or None."""
     if is_loopback(host) or _number(version) >= OLDEST_FOR_PRODUCTION:
         return None
     return (

@@ -1,5 +1,3 @@
-"""Model repositories: one written for `--model`, one that is there checked before anything starts."""
-
 from __future__ import annotations
 
 import re
@@ -14,9 +12,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
-    """An entry that serves a folder or a Hugging Face id, and its non-decoupled twin on the same engine.
+    """Write an entry for a folder or Hugging Face id, and its non-decoupled twin on the same engine.
 
-    Raises `ConfigError` if `model` is neither, or a setting is unknown or impossible.
+    Raise `ConfigError` if `model` is neither, or a setting is wrong.
     """
     model = resolve_model(model)
     EngineConfig.from_settings({"model": model, **settings})
@@ -25,7 +23,7 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
 
 
 def resolve_model(model: str) -> str:
-    """The absolute folder, or the Hugging Face id as it is."""
+    """Return the absolute folder or the Hugging Face id. Raise `ConfigError` if it is neither."""
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -37,7 +35,7 @@ def resolve_model(model: str) -> str:
 
 
 def served_name(model: str) -> str:
-    """The name to serve a model under: the last part of its folder or id."""
+    """Return the last part of a folder or id."""
     folder = Path(model).expanduser()
     name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1]
     return re.sub(r"[^\w.-]+", "_", name).strip("._-") or "model"
@@ -50,7 +48,7 @@ def check_name(name: str) -> str:
 
 
 def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
-    """`key=value` texts; a key that stands twice is an error."""
+    """Parse `key=value` texts. Raise `ConfigError` for a repeated key."""
     settings: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -66,7 +64,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def entries(repository: Path) -> list[str]:
-    """Names of the entries, sorted. Raises `ConfigError` when there is nothing to serve."""
+    """Return the names, sorted. Raise `ConfigError` if there are none."""
     if not repository.is_dir():
         raise ConfigError(f"model repository {str(repository)!r}: no such folder")
     names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
@@ -78,10 +76,9 @@ def entries(repository: Path) -> list[str]:
 
 
 def select(repository: Path, names: Iterable[str], target: Path) -> Path:
-    """A repository of some entries of another, as links to them; made in `target`, which is returned.
+    """Make a repository in `target` with links to some entries, and return it. Raise `ConfigError` if one is missing.
 
-    Triton's own selection (`--model-control-mode=explicit`) would let every client load models, with files that it
-    brings along. Raises `ConfigError` when an entry is not there.
+    Triton's own `--model-control-mode=explicit` would let every client load models, with its own files.
     """
     there = entries(repository)
     wanted = list(dict.fromkeys(names))
@@ -99,7 +96,7 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
     lines = [
         'backend: "tidewheel"',
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",
-        "instance_group [ { count: 1 kind: KIND_CPU } ]",  # of the front end: its engine picks the device
+        "instance_group [ { count: 1 kind: KIND_CPU } ]",  # of the front end: the engine picks the device
     ]
     lines += [
         f'parameters {{ key: "{key}" value: {{ string_value: "{_escape(value)}" }} }}'
@@ -109,5 +106,4 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
 
 
 def _escape(text: str) -> str:
-    """As protobuf's text format wants it between double quotes."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

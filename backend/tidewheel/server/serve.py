@@ -1,5 +1,3 @@
-"""`tidewheel serve` from options to exit code."""
-
 from __future__ import annotations
 
 import contextlib
@@ -24,18 +22,18 @@ from tidewheel.server.supervisor import Supervisor
 from tidewheel.server.triton_http import DeployedModel, TritonHttp
 from tidewheel.server.workdir import WorkDir, work_dir
 
-FORCED_EXIT = 130  # as a shell has it for a program that Ctrl-C ended
+FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Exactly one of `model_repository` and `model` is set."""
+    """Options of `serve`. Exactly one of `model_repository` and `model` is set."""
 
     model_repository: Path | None = None
-    models: tuple[str, ...] = ()  # entries of the repository to serve; empty: all
-    model: str | None = None  # a folder or a Hugging Face id
-    model_name: str = ""  # to serve `model` under; empty: the last part of its folder or id
-    settings: Mapping[str, str]  # engine settings for `model`
+    models: tuple[str, ...] = ()  # entries to serve; empty: all
+    model: str | None = None  # folder or Hugging Face id
+    model_name: str = ""  # empty: last part of `model`
+    settings: Mapping[str, str]
     host: str = "127.0.0.1"
     ports: Ports
     drain_s: float = 30.0
@@ -47,20 +45,18 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Everything that is decided before a process starts."""
-
     install: TritonInstall
     command: tuple[str, ...]
     environment: Mapping[str, str]
     endpoints: Endpoints
-    engines: Mapping[str, Path]  # model name → folder of its engine
+    engines: Mapping[str, Path]  # model name → folder
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
-    """Runs until asked to stop; the exit code. `session`, if given, runs beside the ready server, which ends with it.
+    """Run until asked to stop and return the exit code. `session` runs beside the ready server, which ends with it.
 
-    Raises `ServeError` or `ConfigError` when the server cannot start or a part of it dies; everything that was
-    started has ended by then.
+    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. All started processes have ended by
+    then.
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
@@ -98,13 +94,12 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         command=tuple(command),
         environment=environment,
         endpoints=endpoints,
-        # Front ends know their repository by where an entry really lies.
+        # Front ends identify their repository by an entry's real path.
         engines={name: engine_dir((models / name).resolve().parent, name) for name in names},
     )
 
 
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
-    """The folder to serve; written now if a single model is, or some entries of a repository are."""
     if options.model_repository is not None:
         folder = options.model_repository.expanduser().resolve()
         return repository.select(folder, options.models, work.repository) if options.models else folder

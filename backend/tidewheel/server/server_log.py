@@ -1,5 +1,3 @@
-"""What tritonserver and its stubs print: what a user should see of it, and why a load failed."""
-
 from __future__ import annotations
 
 import codecs
@@ -14,10 +12,10 @@ _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
 _LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL)
 _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
-# What is wrong with a config.pbtxt stands in a line of protobuf's, before Triton's own.
+# Protobuf says what is wrong with a config.pbtxt on a line of its own, before Triton's.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
-# Triton says these of a machine without a GPU and of clients that went away at the very end; they mean nothing.
+# Harmless lines about a missing GPU and about clients that left at the very end.
 _NOISE = re.compile(
     r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled"
     r"|HandleCancellation called even when the context was not cancelled"
@@ -25,7 +23,7 @@ _NOISE = re.compile(
 
 
 class LogLine(NamedTuple):
-    level: str  # I, W, E, F; empty for what is no line of Triton's log
+    level: str  # I, W, E, F; empty if not Triton's
     file: str
     message: str
 
@@ -47,7 +45,7 @@ def parse(text: str) -> LogLine:
 
 
 def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
-    """Which model cannot be loaded and why, if that is what a message says."""
+    """Return the model that cannot be loaded and the reason, if the message says so."""
     if match := _LOAD_FAILED.match(message):
         return LoadFailure(match["model"], _one_line(match["reason"]))
     if match := _POLL_FAILED.match(message):
@@ -57,9 +55,8 @@ def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
 
 
 class ServerLog:
-    """Splits the output into lines, keeps the last ones, and remembers version and first failed load.
-
-    `copy` gets every byte, for `--log-file`.
+    """Parser of server output. It keeps the last lines, the version and the first failed load. `copy` gets every
+    byte, for `--log-file`.
     """
 
     def __init__(self, copy: IO[bytes] | None = None) -> None:
@@ -72,7 +69,6 @@ class ServerLog:
         self.failure: LoadFailure | None = None
 
     def feed(self, data: bytes) -> list[LogLine]:
-        """The lines that `data` completes."""
         if self._copy is not None:
             self._copy.write(data)
             self._copy.flush()
@@ -82,7 +78,7 @@ class ServerLog:
         return [self._note(text) for text in complete]
 
     def last_words(self) -> str:
-        """The line most likely to say why the server ended: the last error, else the last line at all."""
+        """Return the likely reason for the end: the last error, else the last line."""
         lines = [line for line in self._kept if line.message.strip()]
         errors = [line for line in lines if line.level in ("E", "F") and line.is_problem]
         plain = [line for line in lines if line.level == "" and not line.message.startswith(("|", "+"))]
@@ -102,7 +98,6 @@ class ServerLog:
 
 
 def _one_line(reason: str) -> str:
-    """The reason without the name of the exception and without the stack that Triton appends."""
     text = reason.split("\n\nAt:", 1)[0].strip()
     text = _EXCEPTION_NAME.sub("", text)
     return " ".join(text.split())

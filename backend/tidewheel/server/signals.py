@@ -1,5 +1,3 @@
-"""Being asked to stop: SIGINT, SIGTERM and SIGHUP as something a selector can wait for."""
-
 from __future__ import annotations
 
 import signal
@@ -10,7 +8,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Counts them while its block runs; `fileno` becomes readable with each. For the main thread only."""
+    """Counter of SIGINT, SIGTERM and SIGHUP while its block runs. Each makes `fileno` readable. Main thread only."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -39,7 +37,7 @@ class StopSignals:
         return self._reader.fileno()
 
     def clear(self) -> None:
-        """Makes `fileno` unreadable again; the count stays."""
+        """Make `fileno` unreadable, but keep the count."""
         try:
             while self._reader.recv(64):
                 pass

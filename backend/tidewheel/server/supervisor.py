@@ -1,5 +1,3 @@
-"""One tritonserver with its stubs and engines: started together, watched, ended together."""
-
 from __future__ import annotations
 
 import os
@@ -20,19 +18,19 @@ from tidewheel.server.server_log import LogLine, ServerLog
 from tidewheel.server.signals import StopSignals
 
 POLL_S = 0.1
-DEATH_GRACE_S = 2.5  # for the rest of a group of which one has died; all of it is gone within 5 s
+DEATH_GRACE_S = 2.5  # for the rest after a death; all is gone within 5 s
 DRAIN_ANSWER_S = 1.0
-FINAL_ANSWERS_S = 3.0  # for an engine to tell cut-off requests what happened
+FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 SETTLE_S = 5.0  # for Triton to unload idle models: it looks once a second
-ENGINE_GRACE_S = 5.0  # for engines to give their device back
+ENGINE_GRACE_S = 5.0  # for engines to release their device
 _READ_BYTES = 1 << 16
 
 
 class Supervisor:
-    """Starts tritonserver and owns every process below this one; leaving the `with` block ends them all.
+    """Owner of tritonserver and every process below this one. Leaving the `with` block ends them.
 
-    Runs in one thread: a selector waits for signals, for output, and for the end of any watched process. `on_line`
-    gets each line of output, and the phase that the server is in.
+    On one thread, a selector waits for signals, output and ends of processes. `on_line` gets each output line and the
+    phase.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
         processes.adopt_orphans()
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which ends the others in order.
+        # In its own session: Ctrl-C reaches only this process, which ends the others in order.
         self._server = subprocess.Popen(  # noqa: S603 - the located program
             list(command),
             env=dict(environment),
@@ -74,11 +72,12 @@ class Supervisor:
 
     @property
     def was_forced(self) -> bool:
-        """Somebody asked twice."""
         return self._signals.count > 1
 
     def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
-        """Whether the server is ready; False: asked to stop. Raises `ServeError` with the reason if a load fails."""
+        """Return whether the server became ready before a stop. Raise `ServeError` if a load fails or the server
+        ends.
+        """
         while not is_ready():
             self._pump(POLL_S)
             on_tick()
@@ -96,7 +95,7 @@ class Supervisor:
         return True
 
     def watch(self, is_over: Callable[[], bool]) -> None:
-        """Returns when asked to stop or `is_over()`. Raises `ServeError` when tritonserver or a stub has died."""
+        """Return when asked to stop or `is_over()`. Raise `ServeError` if tritonserver or a stub dies."""
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
             for watch in self._watches:
@@ -105,9 +104,9 @@ class Supervisor:
             processes.reap(keep=self._server.pid)
 
     def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
-        """Refuses new requests and lets the running ones end; what still runs after the limit gets an error.
+        """Refuse new requests and let the others end. After the limit they get an error.
 
-        Once its engines are idle, Triton has a short time left: it would wait for every idle HTTP connection.
+        Once its engines are idle, Triton has `SETTLE_S` left, because it would wait for every idle HTTP connection.
         """
         self._begin_stop()
         end = time.monotonic() + limit_s
@@ -123,7 +122,7 @@ class Supervisor:
         self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
-        """Ends every process below this one: asked first, killed after the grace. Nothing is left when it returns."""
+        """Ask every process below this one to end, and kill it after the grace. None is left on return."""
         self._begin_stop()
         me = os.getpid()
         processes.signal_all(processes.descendants(me), SIGTERM)
@@ -158,7 +157,7 @@ class Supervisor:
             self._selector.register(watch.fileno, selectors.EVENT_READ, lambda: None)
 
     def _begin_stop(self) -> None:
-        """From now on processes may end; one that has ended would keep the selector from waiting."""
+        """Stop watching, because an ended process would keep the selector from waiting."""
         self._phase = "stopping"
         for watch in self._watches:
             if watch.fileno is not None:
@@ -167,7 +166,6 @@ class Supervisor:
         self._watches.clear()
 
     def _pump(self, timeout_s: float) -> None:
-        """Waits for something to happen, and takes in what has."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
@@ -185,7 +183,6 @@ class Supervisor:
                 self._on_line(line, self._phase)
 
     def _wait_server(self, limit_s: float) -> bool:
-        """Whether tritonserver ended within the limit; stops waiting when forced."""
         end = time.monotonic() + limit_s
         while self._server.poll() is None:
             if time.monotonic() >= end or self.was_forced:
@@ -206,7 +203,7 @@ class Supervisor:
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:
-    """Whether no engine has a request left; None when no engine answers."""
+    """Return whether no engine has a request left, or None without an answer."""
     answers = [control.drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs]
     stats = [answer for answer in answers if answer is not None]
     return all(one.num_running + one.num_waiting == 0 for one in stats) if stats else None

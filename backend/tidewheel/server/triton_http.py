@@ -1,5 +1,3 @@
-"""The few questions that `tidewheel serve` asks tritonserver over HTTP."""
-
 from __future__ import annotations
 
 import http.client
@@ -14,11 +12,11 @@ class DeployedModel(NamedTuple):
     name: str
     backend: str
     decoupled: bool
-    engine_of: str  # the model whose engine it shares; empty: its own
+    engine_of: str  # model whose engine it shares, or empty
 
 
 class TritonHttp:
-    """`authority` is host:port. Every call makes a connection of its own and raises OSError if none can be made."""
+    """Client of the server at `authority`, host:port. Each call opens its own connection."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
@@ -30,7 +28,7 @@ class TritonHttp:
             return False
 
     def models(self) -> list[DeployedModel]:
-        """Every ready model, sorted by name."""
+        """Return ready models, sorted by name. Raise OSError if the server does not answer."""
         index = self._json("POST", "/v2/repository/index")
         names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
         return [self._model(name) for name in names]

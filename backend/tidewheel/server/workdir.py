@@ -1,5 +1,3 @@
-"""The private folder of one running server, and the end of what a killed one left behind."""
-
 from __future__ import annotations
 
 import contextlib
@@ -15,19 +13,18 @@ from pathlib import Path
 _PREFIX = "tidewheel-serve-"
 _LOCK = "lock"
 _RUN_DIR = "TIDEWHEEL_RUN_DIR"
-_YOUNG_S = 60.0  # a younger folder may be one that is being made
+_YOUNG_S = 60.0  # a younger folder may be in the making
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
 
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Folder of mode 0700; its lock is held as long as its server lives, so nobody takes it for a leftover."""
+    """Private folder of a server, mode 0700. A lock, held while the server lives, keeps it from being swept."""
 
     root: Path
 
     @property
     def run(self) -> Path:
-        """TIDEWHEEL_RUN_DIR of the server: a folder per engine."""
         return self.root / "run"
 
     @property
@@ -40,14 +37,16 @@ class WorkDir:
 
     @property
     def shm_prefix(self) -> str:
-        """What the names of the server's shared-memory regions start with; no two servers share one."""
+        """Unique prefix of the server's shared-memory regions."""
         return _shm_prefix(self.root)
 
 
 @contextlib.contextmanager
 def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
-    """A new work folder in `parent`, or in $TIDEWHEEL_RUN_DIR, or in the temporary directory; its `run` is
-    $TIDEWHEEL_RUN_DIR within. On leaving, it and the shared-memory regions under its prefix are gone.
+    """Make a work folder in `parent`, $TIDEWHEEL_RUN_DIR or the temporary directory. Inside the block,
+    $TIDEWHEEL_RUN_DIR is its `run`.
+
+    On leaving, remove it and the shared-memory regions under its prefix.
     """
     named = os.environ.get(_RUN_DIR)
     base = parent or Path(named or tempfile.gettempdir()).absolute()
@@ -73,7 +72,7 @@ def _restore(run_dir: str | None) -> None:
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Removes the folders and regions of servers of this user that were killed; the folders removed."""
+    """Remove what this user's killed servers left. Return the folders."""
     return [root for root in base.glob(f"{_PREFIX}*") if _is_left_over(root) and _remove(root, shared_memory)]
 
 

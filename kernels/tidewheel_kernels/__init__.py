@@ -1,8 +1,7 @@
 """Device operations of an LLM engine: triton-lang kernels for GPUs, batched torch for CPUs, a reference for each.
 
-Imports torch only; triton-lang is imported when the first kernel runs. Launches go to the current CUDA device, so a
-process that uses another device than 0 calls ``torch.cuda.set_device`` first. `tidewheel_kernels.backend` says how an
-implementation is chosen.
+Imports torch only; triton-lang is imported when the first kernel runs. Launches use the current CUDA device: for a
+device other than 0, call ``torch.cuda.set_device`` first. `tidewheel_kernels.backend` chooses the implementation.
 """
 
 from tidewheel_kernels.activation import silu_and_mul

@@ -1,7 +1,7 @@
-"""Paged attention on the CPU: gather keys and values by slot, then make one dense call per group of rows.
+"""Paged attention on the CPU: gather keys and values by slot, then one dense call per group of rows.
 
-The plan depends on the batch, not on the layer. It is made once per `AttentionMetadata` object, whose tensors must
-not change during the step.
+The plan depends on the batch, not on the layer: it is made once per `AttentionMetadata` object, whose tensors must
+not change meanwhile.
 """
 
 from __future__ import annotations

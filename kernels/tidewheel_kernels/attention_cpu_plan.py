@@ -1,4 +1,4 @@
-"""Groups of query rows, each for one dense attention call with little padding."""
+"""Groups of query rows for dense attention calls with little padding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tidewheel_kernels.metadata import AttentionMetadata
 
 Ints = npt.NDArray[np.int64]
 
-# Longer query chunks are cut, so that masks stay small and early queries skip late keys.
+# Longer chunks are cut: masks stay small and early queries skip late keys.
 MAX_QUERY_LEN = 256
 # Padded keys that cost less than another call (measured: some 40 µs a call, 0.4 µs a key).
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
-# Longer query chunks only join chunks with equally many keys, so that they share one small mask (measured: two pieces
-# of 256 queries and some 2,500 keys 4.7 ms to plan together, 1.9 ms apart).
+# Longer chunks only join ones with equally many keys, to share one small mask (measured: two pieces of 256 queries
+# and some 2,500 keys 4.7 ms to plan together, 1.9 ms apart).
 MAX_PADDED_QUERY_LEN = 16
-# Gathered keys of one group, such that they and the values stay in the second-level cache (measured on 64 decodes of
-# 20 to 200 keys: 3.5 ms a layer in parts of 2 MiB, 2.9 ms in parts of half a MiB).
+# Gathered keys of one group: they and the values stay in the second-level cache (measured on 64 decodes of 20 to 200
+# keys: 3.5 ms a layer in parts of 2 MiB, 2.9 ms in parts of half a MiB).
 MAX_GATHERED_BYTES = 1 << 19
 
 
@@ -42,9 +42,9 @@ class PlanKey(NamedTuple):
 class Group(NamedTuple):
     """Pieces of sequences with equal query length, for one attention call.
 
-    With one query each, q is [num_seqs, num_kv_heads, group, head_dim] and keys are gathered with all their heads:
-    few long rows are faster than many short ones. Otherwise q is [num_seqs, num_q_heads, query_len, head_dim] and
-    keys are repeated for the query heads.
+    With one query each, q is [num_seqs, num_kv_heads, group, head_dim] and keys are gathered with all heads: few long
+    rows are faster than many short ones. Otherwise q is [num_seqs, num_q_heads, query_len, head_dim] and keys are
+    repeated for query heads.
     """
 
     num_seqs: int
@@ -110,9 +110,9 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
 
 
 def grouped(pieces: Pieces, max_keys: int) -> Iterator[Pieces]:
-    """Yield parts of equal query length with at most a quarter of padding, plus the cost of a call.
+    """Yield parts of equal query length with at most a quarter of padding, plus a call's cost.
 
-    A part of several pieces has at most `max_keys` keys, padding included.
+    Several pieces have at most `max_keys` keys, padding included.
     """
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0

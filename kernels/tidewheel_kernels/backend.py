@@ -74,10 +74,10 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
 
 
 class Op(Generic[P, R]):
-    """One operation with its implementations: reference, kernel, and for a CPU torch operations and a native kernel.
+    """One operation with its reference, kernel, and for a CPU torch and native implementations.
 
-    `kernel` and `native` are ``"module:function"`` inside this package. They are imported on first use, so the
-    package works without triton-lang or a C compiler.
+    `kernel` and `native` are ``"module:function"`` inside this package, imported on first use: triton-lang and a C
+    compiler are optional.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Op(Generic[P, R]):
         self._chosen: dict[tuple[str, torch.dtype], Callable[P, R]] = {}
 
     def on(self, tensor: torch.Tensor) -> Callable[P, R]:
-        """Return the implementation for tensors like this one, chosen on the first call."""
+        """Return the implementation for such tensors, chosen on the first call."""
         key = tensor.device.type, tensor.dtype
         chosen = self._chosen.get(key)
         if chosen is None:
@@ -113,7 +113,7 @@ class Op(Generic[P, R]):
         return "native" if prefers_native and native_library(dtype) is not None else kind
 
     def implementation(self, kind: Kind) -> Callable[P, R]:
-        """Return the implementation of a kind, whatever the environment says."""
+        """Return the implementation of a kind, ignoring the environment."""
         if kind == "triton":
             return self._imported(self._kernel)
         if kind == "native" and self._native is not None:

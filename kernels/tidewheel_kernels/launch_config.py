@@ -53,7 +53,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_config(size: int) -> LaunchConfig:
-    """Return one program per row, in registers: 16 of `size` elements per thread, up to 16 warps."""
+    """Return one program per row of `size` elements in registers: 16 per thread, up to 16 warps."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 
@@ -66,8 +66,8 @@ def elementwise_config(size: int) -> LaunchConfig:
 class VocabularyConfig(NamedTuple):
     """Partition of a row of logits; docs/kernels.md, "Sampling", has the reasons.
 
-    `chunk` and `tile` depend only on the vocabulary. Partial results are stored by chunk, so they do not depend on
-    the number of programs per row, nor a row's token on its batch.
+    `chunk` and `tile` depend only on the vocabulary. Partial results are stored by chunk, so neither they nor a row's
+    token depend on the programs per row or the batch.
     """
 
     chunk: int  # logits per partial result
@@ -98,7 +98,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return the programs of the first launch that share a row: short ones, so that the last to run take little time.
+    """Return the programs of the first launch per row: short ones, so that the last take little time.
 
     Depends on host values only, like `num_kv_splits`.
     """
@@ -152,10 +152,10 @@ def decode_config(head_dim: int, group: int, block_size: int, element_size: int)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Return the programs that share one sequence and KV head: enough to fill the device, none with too few keys.
+    """Return the programs per sequence and KV head: enough to fill the device, none with too few keys.
 
-    One is dropped if the last programs would otherwise wait and run alone at the end. Depends on host values only, so
-    a CUDA graph of a batch bucket can freeze it.
+    One is dropped if the last programs would otherwise wait and run alone. Depends on host values only, so a CUDA
+    graph of a batch bucket can freeze it.
     """
     num_rows = max(num_seqs * num_kv_heads, 1)
     wanted = cdiv(PROGRAMS_PER_SM * num_sms, num_rows)

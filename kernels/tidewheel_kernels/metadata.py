@@ -13,18 +13,18 @@ HostInts = npt.NDArray[np.int32]
 class AttentionMetadata:
     """Layout of a packed batch of B sequences with T query tokens over a paged KV cache.
 
-    Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``. They are its last tokens: row j of them is
-    at position ``seq_lens[i] - query_len + j``. Token p of sequence i lies in block ``block_tables[i, p //
-    block_size]`` at offset ``p % block_size``. Sequences with one query token (decodes) for the split-KV kernel come
-    first: for i < num_decodes, row i is sequence i.
+    Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``, its last tokens: row j of them is at
+    position ``seq_lens[i] - query_len + j``. Token p of sequence i lies in block ``block_tables[i, p // block_size]``
+    at offset ``p % block_size``. One-token sequences (decodes) for the split-KV kernel come first: for i <
+    num_decodes, row i is sequence i.
 
     A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
     sequence's last block are never read.
 
     In a CUDA graph the tensors are static buffers, and `max_seqlen_q`, `max_seq_len` and `num_decodes` are frozen
-    upper bounds that set grids and the number of splits.
+    upper bounds that set grids and splits.
 
-    CPU attention plans once per object: make a new object for every step.
+    CPU attention plans once per object: make a new one for every step.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset of each token, -1 = padding
@@ -42,9 +42,9 @@ class AttentionMetadata:
         return self.seq_lens.shape[0]
 
     def host_cu_seqlens_q(self) -> HostInts:
-        """Return `cu_seqlens_q` on the host; synchronises the device without a copy."""
+        """Return host values; synchronises the device without a copy."""
         return self.cu_seqlens_q.cpu().numpy() if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
 
     def host_seq_lens(self) -> HostInts:
-        """Return `seq_lens` on the host; synchronises the device without a copy."""
+        """Return host values; synchronises the device without a copy."""
         return self.seq_lens.cpu().numpy() if self.seq_lens_cpu is None else self.seq_lens_cpu

@@ -14,7 +14,7 @@ from tidewheel_kernels.sampling_reference import sample_reference
 
 @dataclass(frozen=True, eq=False)
 class SamplingTensors:
-    """Sampling parameters, one element per row, on the device of the logits.
+    """Sampling parameters by row, on the device of the logits.
 
     A flag must be True if any sampled row needs its stage. Neutral rows are unaffected, so all True suits any batch
     that is not all greedy.
@@ -37,14 +37,14 @@ class SampleOutput(NamedTuple):
 def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> SampleOutput:
     """Draw one token per row of `logits` [B, V] (any float dtype, last dimension contiguous).
 
-    `uniform` [B] float32 in [0, 1) drives the draw: the result is the first token, by id, whose cumulative
-    probability over the kept and renormalised tokens exceeds it. A draw depends only on its own row and number.
+    The result is the first token, by id, whose cumulative probability over the kept and renormalised tokens exceeds
+    `uniform` [B] float32 in [0, 1). A draw depends only on its own row and number.
 
     The stages are temperature; top_k; top_p over what top_k left (the smallest set that reaches top_p, at least one
-    token); min_p relative to the largest probability. top_k and top_p also keep tokens that tie with the last one
-    kept. Greedy rows take the largest logit, the lowest id among equals.
+    token); min_p relative to the largest probability. top_k and top_p also keep ties with the last token kept. Greedy
+    rows take the largest logit, the lowest id among equals.
 
-    A row with a NaN or +inf, or with only -inf, gives token -1; other rows are not affected.
+    A row with a NaN or +inf, or with only -inf, gives -1; other rows are unaffected.
     """
     if logits.dim() != 2 or uniform.shape != logits.shape[:1]:
         raise ValueError(f"want logits [B, V] and uniform [B], got {tuple(logits.shape)} and {tuple(uniform.shape)}")

@@ -34,7 +34,7 @@ def sample_reference(logits: torch.Tensor, params: SamplingTensors, uniform: tor
 
 
 def filtered_weights(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Return [B, V] float32: ``exp((logit - max) / temperature)`` where top_k, top_p and min_p keep a token, else 0."""
+    """Return [B, V] float32: ``exp((logit - max) / temperature)`` of tokens that the filters keep, else 0."""
     values = logits.float()
     weights = temperature_weights(values, values.max(dim=-1, keepdim=True).values, params.temperature)
     if params.any_top_k or params.any_top_p:
@@ -72,7 +72,7 @@ def top_p_threshold(
 
 
 def min_p_filtered(weights: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Apply min_p to the weights, which are relative to the largest."""
+    """Apply min_p; weights are relative to the largest."""
     return weights.where(weights >= params.min_p.unsqueeze(-1), 0.0) if params.any_min_p else weights
 
 

@@ -1,4 +1,4 @@
-"""Shape of a native decoder, read from whitelisted keys of `config.json`; no other key changes the model."""
+"""Shape of a native decoder, from whitelisted keys of `config.json`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _check_heads(fields: Fields, config: ModelConfig) -> None:
 
 
 def _sliding_windows(fields: Fields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
-    """Return each layer's window in tokens; 0 means full causal attention."""
+    """Return each layer's window in tokens, 0 for full attention."""
     full = (0,) * num_layers
     if traits.windowed_layers == "none":
         return full

@@ -114,7 +114,7 @@ def architecture(fields: Fields) -> str:
 
 
 def checkpoint_dtype(fields: Fields) -> str | None:
-    """Return the dtype that `config.json` states for the weights, if it is served."""
+    """Return the stated dtype of the weights, if served."""
     name = fields.values.get("dtype") or fields.values.get("torch_dtype")
     return name if isinstance(name, str) and name in DTYPE_NAMES else None
 

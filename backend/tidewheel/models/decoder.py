@@ -28,7 +28,7 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv: KVLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block's output and the preceding sum, both [T, hidden]; the next norm adds them."""
+        """Return the block's output and the sum before it, both [T, hidden]; the next norm adds them."""
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         normed, residual = add_norm(self.attention(normed, step, kv), residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual
@@ -55,7 +55,7 @@ def add_norm(
 
 
 class Decoder:
-    """Native `CausalLM`. Fill all `destinations()` before use, then call `pack`."""
+    """Native `CausalLM`: fill all `destinations()`, then call `pack`."""
 
     is_capturable = True
 
@@ -79,7 +79,7 @@ class Decoder:
         )  # fmt: skip
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Map names of a Hugging Face checkpoint to tensors to fill; parts of a fused matrix are views."""
+        """Map names of a Hugging Face checkpoint to tensors; parts of a fused matrix are views."""
         parts = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         for i, layer in enumerate(self.layers):
             parts |= layer.destinations(f"model.layers.{i}.")
@@ -88,7 +88,7 @@ class Decoder:
         return parts
 
     def ignores(self, name: str) -> bool:
-        """True for redundant tensors: tables of old exports, and the second copy of a tied matrix."""
+        """True for tables of old exports and the copy of a tied matrix."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
     def pack(self) -> None:

@@ -1,4 +1,4 @@
-"""Layers of the native decoder: plain classes around tensors, without a module tree on the hot path."""
+"""Layers of the native decoder: plain classes, without a module tree on the hot path."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FINELY_PADDED_ROWS = 64
 class Linear:
     """``x @ weight.T + bias``.
 
-    On a CPU `pack` stores the weight in oneDNN's blocked layout: up to three times as fast as plain GEMM for the few
-    rows of a decode step.
+    On a CPU `pack` stores oneDNN's blocked layout: up to three times as fast as plain GEMM for a decode step's few
+    rows.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Linear:
         return packed[:num_rows]
 
     def destinations(self, names: Sequence[str], sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Map names of a fused weight's, and bias's, parts to views of it."""
+        """Map names of parts of a fused weight, and bias, to views."""
         parts = {
             f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, list(sizes)), strict=True)
         }
@@ -55,10 +55,10 @@ class Linear:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Round up: by at most one row for a decode step, by a quarter for more rows.
+    """Round up: by at most one row for a decode step, by a quarter for more.
 
-    oneDNN keeps a program of about half a megabyte for each of up to a thousand row counts. Without rounding, an
-    engine would grow by hundreds of megabytes. Time grows with the rows.
+    oneDNN keeps half a megabyte for each of up to a thousand row counts, so unrounded counts would take hundreds of
+    megabytes. Time grows with the rows.
     """
     steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
@@ -66,7 +66,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether this torch build and CPU have oneDNN's packed linear layer for `dtype`."""
+    """Return whether torch and CPU have oneDNN's packed linear layer for `dtype`."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

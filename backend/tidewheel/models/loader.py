@@ -28,7 +28,7 @@ class LoadedModel(NamedTuple):
 def load_model(
     folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> LoadedModel:
-    """Raise `ConfigError` with one line. Checks of `config.json` and file headers come before any reading."""
+    """Check `config.json` and file headers before reading. Raise `ConfigError` with one line."""
     name = architecture(fields)
     traits = native_traits(fields)
     progress(STAGE, 0.0)
@@ -41,7 +41,7 @@ def load_model(
 def _load_through_transformers(
     folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> LoadedModel:
-    # Importing transformers takes seconds; native models need not wait for it.
+    # Importing transformers takes seconds, which native models save.
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 
     name = architecture(fields)

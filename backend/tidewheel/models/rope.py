@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of each scaling, and the table of cosines and sines."""
+"""Rotary position embedding: frequencies, and the table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RopeConfig:
 
 
 def parse_rope(fields: Fields, default_theta: float = 10_000.0) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), else `rope_theta` and `rope_scaling` (transformers 4)."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
     merged = Fields(
         {**fields.section("rope_scaling").values, **fields.section("rope_parameters").values},
         f"{fields.where}: rope parameters",
@@ -83,7 +83,7 @@ def _yarn_attention_factor(merged: Fields, factor: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Return [rotary_dim / 2] float32: radians per position of each pair of elements."""
+    """Return [rotary_dim / 2] float32: radians per position of each pair."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":

@@ -16,7 +16,7 @@ UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
 
 
 def resolve_folder(model: str) -> Path:
-    """Return the folder, or else that of a cached or downloaded Hugging Face repository."""
+    """Return the folder, or else that of the cached or downloaded Hugging Face repository."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve()

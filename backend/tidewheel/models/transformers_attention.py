@@ -1,7 +1,7 @@
 """transformers' attention interface, pointed at the paged cache.
 
-The library passes the layer but not the step, and many models drop keyword arguments. So all layers of a model share
-a slot that holds the running step's attention.
+The library passes the layer but not the step, and many models drop keyword arguments. So a model's layers share a
+slot with the running step's attention.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def attention_forward(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Called by transformers, whose interface sets the signature."""
+    """Called by transformers, which sets the signature."""
     slot: AttentionSlot = getattr(module, _SLOT)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(

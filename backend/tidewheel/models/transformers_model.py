@@ -21,7 +21,7 @@ from tidewheel.models.transformers_probe import NO_INTERFACE, probe
 from tidewheel.models.weights import STAGE, checkpoint_files, named
 from tidewheel_kernels import AttentionMetadata
 
-# A checkpoint must not choose its implementation: some values would fetch code.
+# A checkpoint must not choose its implementation: some fetch code.
 IMPLEMENTATION_KEYS = ("attn_implementation", "experts_implementation")
 
 
@@ -63,7 +63,7 @@ class TransformersModel:
 
 
 def transformers_config(fields: Fields) -> tuple[Any, Any]:
-    """Return the checked class and configuration of a transformers model, without touching weights."""
+    """Return the checked class and configuration, without touching weights."""
     name = architecture(fields)
     if name not in _names():
         raise ConfigError(
@@ -97,7 +97,7 @@ def load_transformers_model(
     progress: Progress,
     dummy_seed: int | None = None,
 ) -> TransformersModel:
-    """Load a model; with `dummy_seed`, make random weights on the device."""
+    """Load the model, with random weights on the device if `dummy_seed` is given."""
     if dummy_seed is None:
         files = checkpoint_files(folder)  # validate every file before the library reads it
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)

@@ -1,7 +1,7 @@
-"""Load-time proof that paged attention computes the model's own attention.
+"""Load-time proof that paged attention computes the model's attention.
 
-The model runs a few tokens with paged attention and with transformers' own, and the logits must agree. This finds
-biases, sinks and masks that do not arrive as arguments of the attention, which no list of names can.
+A few tokens run with paged attention and with transformers' own, and the logits must agree. This finds biases, sinks
+and masks that do not arrive as arguments, which no list of names can.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HARMLESS = frozenset({
 
 
 class Probe(PagedAttention):
-    """Attention of one sequence of `NUM_TOKENS` tokens, with a cache made at each layer's first call."""
+    """Attention of one sequence, with a cache made at each layer's first call."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.caches: dict[int, KVLayer] = {}

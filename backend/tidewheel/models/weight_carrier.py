@@ -1,8 +1,8 @@
-"""Transfer of checkpoint bytes into tensors: straight into host memory, or through a pinned ring.
+"""Transfer of checkpoint bytes to tensors: into host memory, or through a pinned ring.
 
-Files are read with preadv(2), because a mapped file that shrinks ends the process (SIGBUS), while a read comes back
-short. With a warm page cache mapping takes a quarter less CPU time (`benchmarks/load_speed.py`), but a few readers
-outrun the bus either way. With a cold one it took as long as reads, or up to six times as long.
+Files are read with preadv(2): if one shrinks, a read comes back short, where a mapping ends the process (SIGBUS).
+With a warm page cache mapping takes a quarter less CPU time (`benchmarks/load_speed.py`), but a few readers outrun
+the bus either way. With a cold one it took as long as reads, or up to six times as long.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from tidewheel.models.weight_plan import Chunk, Part
 
 
 class Carrier(Protocol):
-    """Chunk i may be read once chunk ``i - num_slots`` is delivered. Chunks are delivered in order."""
+    """Chunk i may be read after chunk ``i - num_slots`` is delivered, in order."""
 
     @property
     def num_slots(self) -> int: ...
 
     def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
-        """Wait for free memory and return the buffers of a chunk, in order. Any thread."""
+        """Wait for free memory and return a chunk's buffers, in order. Any thread."""
 
     def deliver(self, index: int, chunk: Chunk) -> None:
-        """Start to bring a chunk that was read to its destinations. One thread."""
+        """Start to bring a read chunk to its destinations. One thread."""
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
@@ -76,9 +76,9 @@ class Lane(Protocol):
 
 
 class RingCarrier:
-    """Device destinations, filled through `num_slots` slots of pinned memory whatever the size of the model.
+    """Device destinations, filled through `num_slots` pinned slots for any model size.
 
-    A slot is reused only after the device has copied it.
+    A slot is reused after the device has copied it.
     """
 
     def __init__(self, lane: Lane, num_slots: int, slot_bytes: int) -> None:

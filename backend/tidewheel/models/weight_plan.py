@@ -26,7 +26,7 @@ class Part(NamedTuple):
 class Chunk:
     """Contiguous bytes of a file, read at once.
 
-    Every part starts at a multiple of its element size, counted from the start of the chunk.
+    Parts start at multiples of their element size from the chunk's start.
     """
 
     file: SafetensorsFile
@@ -50,7 +50,7 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Return reads of at most `max_bytes` (a multiple of 8) that fill every destination once, in file order.
 
-    Destinations are contiguous. Tensors without one are not read.
+    Destinations are contiguous; other tensors are not read.
     """
     return [
         Chunk(file, parts) for file in files for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)

@@ -1,4 +1,4 @@
-"""Threaded reading of checkpoint chunks, delivered in order with bounded memory."""
+"""Threaded reading of checkpoint chunks, in order and bounded memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.weight_carrier import Carrier, CudaLane, HostCarrier, RingCarrier
 from tidewheel.models.weight_plan import Chunk
 
-# Eight readers outrun a PCIe 5.0 x16 link; a slot is large enough that copying dominates its cost.
+# Eight readers outrun a PCIe 5.0 x16 link; slots are large enough that copying dominates.
 MAX_READERS = 8
 SLOT_BYTES = 8 << 20
 SLOTS_PER_READER = 2  # one is read while the other is copied
@@ -35,8 +35,8 @@ def carrier_to(device: torch.device) -> Carrier:
 def stream_chunks(chunks: Sequence[Chunk], carrier: Carrier, delivered: Callable[[Chunk], None]) -> None:
     """Read, deliver and report every chunk; return when all have arrived.
 
-    Raise `ConfigError`, naming the file, if it cannot be read or ends early. After this, or an error of `delivered`,
-    reading stops and no thread is left.
+    Raise `ConfigError`, naming the file, if it cannot be read or ends early. On any error reading stops and no thread
+    is left.
     """
     reading: deque[tuple[int, Chunk, Future[None]]] = deque()
 

@@ -1,4 +1,4 @@
-"""Checkpoint files into model tensors: streamed, converted, and proven complete. Pickle is never read."""
+"""Checkpoint files into model tensors: streamed, converted, and proven complete, without pickle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_NAMED = 3  # names in an error before it only counts
 
 
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
-    """Return the validated files of a checkpoint: one, or those in its index."""
+    """Return a checkpoint's validated files: one, or those in its index."""
     if (folder / INDEX_NAME).is_file():
         paths = _indexed_paths(folder)
     elif (folder / SINGLE_NAME).is_file():
@@ -59,8 +59,8 @@ def load_weights(
 ) -> None:
     """Copy every tensor to its destination, converting the dtype.
 
-    Destinations are contiguous, on one device, and filled exactly once in their own shape. Raise `ConfigError` for a
-    tensor without a destination, except if `ignored` returns true.
+    Destinations are contiguous, on one device, and filled once in their own shape. Raise `ConfigError` for tensors
+    without one, except `ignored` ones.
     """
     files = list(files)
     _check_names(files, destinations, ignored)
@@ -115,7 +115,7 @@ def named(names: Iterable[str]) -> str:
 def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
     """Fill weights for speed tests, equal for equal names, shapes, seed and device model, in any order.
 
-    Each tensor takes one launch in its own dtype on its device: nothing crosses the bus.
+    One launch per tensor, in its dtype on its device: nothing crosses the bus.
     """
     generator = torch.Generator(next(iter(destinations.values())).device)
     for count, (name, tensor) in enumerate(destinations.items(), 1):

@@ -16,7 +16,7 @@ class Event(Protocol):
     def record(self) -> None: ...
 
     def synchronize(self) -> None:
-        """Wait on the host for work queued before `record`; return at once if that was never called."""
+        """Wait for work queued before `record`; return at once without one."""
 
 
 class Accelerator(Protocol):

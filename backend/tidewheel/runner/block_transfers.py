@@ -42,7 +42,7 @@ class SameThread:
 
 
 class SideStream:
-    """CUDA stream for copies. Events order it with the current stream; the host does not wait."""
+    """CUDA stream for copies, ordered by events without blocking the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,8 +66,8 @@ def side_of(device: torch.device) -> Side:
 class BlockTransfers:
     """Copies out of the cache, then into it, then inside it, before a batch computes.
 
-    The computation waits for copies in. It waits for copies out only if the batch writes to their blocks; otherwise
-    the next batch waits.
+    Computation waits for copies in, but for copies out only if the batch rewrites their blocks; else the next batch
+    waits.
     """
 
     def __init__(self, kv: KVTensors, host: HostBlocks | None, side: Side | None = None) -> None:
@@ -77,7 +77,7 @@ class BlockTransfers:
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
-        """Start the batch's copies before its computation. Raise `InternalError` if the device refuses."""
+        """Raise `InternalError` if the device refuses the copies."""
         try:
             self._start(batch)
         except RuntimeError as error:  # a retried step must not copy again: the pool may have changed
@@ -124,6 +124,6 @@ class BlockTransfers:
 
 
 def _gives_away(batch: ScheduledBatch) -> bool:
-    """Return whether the batch writes to a block that it swaps out."""
+    """Return whether the batch rewrites a block that it swaps out."""
     taken = np.concatenate((batch.block_ids, batch.copy_targets))
     return bool(np.isin(batch.swap_out_blocks, taken).any())

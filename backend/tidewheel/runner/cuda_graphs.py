@@ -1,6 +1,6 @@
-"""CUDA graphs: device work of a function, recorded once and replayed in one call.
+"""CUDA graphs: device work recorded once and replayed in one call.
 
-A graph freezes host values, control flow, and the addresses of inputs and outputs. Captured functions draw no random
+Graphs freeze host values, control flow, and addresses of inputs and outputs. Captured functions draw no random
 numbers, so no generator is registered.
 """
 
@@ -19,13 +19,13 @@ class Graph(Protocol):
 
 class Captured(NamedTuple):
     graph: Graph
-    output: torch.Tensor  # in pool memory; the result of the last replay
+    output: torch.Tensor  # in pool memory; the last replay's result
 
 
 class GraphPool(Protocol):
     """Graphs that share working memory.
 
-    A replay may overwrite results of other graphs, except tensors that were held when it was captured.
+    A replay may overwrite other graphs' results, except tensors held at its capture.
     """
 
     @property
@@ -36,11 +36,11 @@ class GraphPool(Protocol):
         """Capture `function` after at least one real run, in the same inference mode."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the memory without owning it: once `tensor` is released, later captures may reuse it."""
+        """Return unowned memory: once `tensor` is released, later captures may reuse it."""
 
 
 class CudaGraphPool:
-    """Captures on a side stream. Its cuBLAS workspace belongs to the graphs."""
+    """Captures on a side stream, whose cuBLAS workspace belongs to the graphs."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
@@ -55,8 +55,8 @@ class CudaGraphPool:
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
         """Run `function`, capture it, and replay it once.
 
-        The run compiles and loads kernels and allocates workspaces outside the graph; the replay loads the graph onto
-        the device.
+        The run compiles kernels and allocates workspaces outside the graph; the replay loads the graph onto the
+        device.
         """
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
@@ -75,7 +75,7 @@ class CudaGraphPool:
     def _capture(self, function: Callable[[], torch.Tensor]) -> Captured:
         """Capture without `torch.cuda.graph`, which also collects garbage and empties the cache.
 
-        That turns half a second for all graphs into a minute. `thread_local` lets other threads use the device.
+        For all graphs that takes a minute instead of half a second. `thread_local` lets other threads use the device.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

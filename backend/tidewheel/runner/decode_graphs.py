@@ -1,8 +1,8 @@
 """CUDA graphs of decode-only steps for some batch sizes; a batch takes the next larger size.
 
-Each size has a forward pass up to the logits and two ways to sample: greedily, or each row by its own parameters with
-all filters on. Biases, penalties and log-probabilities run eagerly on the graph's logits. Steps with prompts run
-eagerly; whether piecewise graphs would pay is not measured.
+Each size has a forward pass and two samplers: greedy, or by row with all filters. Biases, penalties and
+log-probabilities run eagerly on the graph's logits, as do steps with prompts; whether piecewise graphs would pay is
+not measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STAGE = "graphs"
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
-    """Return the captured batch sizes: 1, 2, 4, 8, 16, 24, …, `max_num_rows`.
+    """Return the captured sizes: 1, 2, 4, 8, 16, 24, …, `max_num_rows`.
 
     They are 16 apart from 512 on, 24 from 768, and so on.
     """
@@ -45,7 +45,7 @@ class DecodeGraph(NamedTuple):
     inputs: DeviceInputs  # read by the graphs
     forward: Graph
     logits: torch.Tensor  # [num_rows, vocab_size]
-    greedy: Captured  # both samplers store tokens in their rows and output token ids, [num_rows] int64
+    greedy: Captured  # samplers store tokens in their rows and output ids, [num_rows] int64
     drawn: Captured
 
     def sample(self, *, any_sampled: bool) -> torch.Tensor:
@@ -55,7 +55,7 @@ class DecodeGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs captured largest first, so that smaller ones fit into their memory."""
+    """Graphs captured largest first: smaller ones fit into their memory."""
 
     def __init__(self, pool: GraphPool, forward: Forward, rows: RowTable, sender: Sender, max_model_len: int) -> None:
         self._pool = pool
@@ -66,7 +66,7 @@ class DecodeGraphs:
         self._of_count: list[DecodeGraph] = []  # index: number of rows - 1
 
     def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
-        """Capture graphs, filling no row or block. Return the bytes of each size, largest first."""
+        """Capture graphs, filling no row or block. Return bytes by size, largest first."""
         taken: list[int] = []
         graphs: list[DecodeGraph] = []
         with _without_collections():
@@ -84,7 +84,7 @@ class DecodeGraphs:
         return taken
 
     def find(self, batch: ScheduledBatch) -> DecodeGraph | None:
-        """Return None if the step does more than decode and sample every row, or has too many rows."""
+        """Return None if the step does more than decode and sample all rows, or has too many."""
         count = len(batch.rows)
         if batch.num_decodes < count or count > len(self._of_count) or not batch.samples.all():
             return None
@@ -116,7 +116,7 @@ class DecodeGraphs:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Disable garbage collection, which might free memory that a capture needs."""
+    """Prevent garbage collection from freeing memory that a capture needs."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

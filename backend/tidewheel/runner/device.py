@@ -37,7 +37,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def cuda_obstacle() -> str:
-    """Return why torch cannot use a GPU and what would help, or an empty string."""
+    """Return why torch cannot use a GPU and what would help; empty if it can."""
     if torch.cuda.is_available():
         return ""
     if torch.version.cuda is None:
@@ -70,10 +70,10 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def limit_threads(weights_bytes: int) -> None:
-    """Use one CPU thread if the model's operations are too small to share.
+    """Use one CPU thread if operations are too small to share.
 
-    Several threads would mostly wait for each other. If front end and tritonserver want the same cores, a descheduled
-    thread stops the step: 27 times slower was seen on 2 busy cores.
+    More threads mostly wait for each other. When front end and tritonserver want the same cores, a descheduled thread
+    stops the step: 27 times slower was seen on 2 busy cores.
     """
     if weights_bytes < SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
@@ -101,7 +101,7 @@ def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:
 
 
 def cpu_has_bf16(cpu_info: Path = CPU_INFO) -> bool:
-    """Return whether the CPU multiplies bfloat16 natively; otherwise float32 is faster."""
+    """Return whether the CPU multiplies bfloat16 natively; else float32 is faster."""
     try:
         lines = cpu_info.read_text(errors="replace").splitlines()
     except OSError:

@@ -1,7 +1,4 @@
-"""Capturable part of a step, from device inputs to logits.
-
-It neither waits for the device nor reads its values, so the same code runs eagerly and is captured.
-"""
+"""Capturable part of a step, from device inputs to logits: it neither waits for the device nor reads its values."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ def num_staged_blocks(block_bytes: int, num_slots: int) -> int:
 class HostBlocks:
     """Host slots, pinned on CUDA, of one block of all layers each.
 
-    In the cache a block has separate parts for keys and values of every layer; in a slot they are contiguous. A block
-    is gathered into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued without
-    waiting and must all use the same current stream.
+    A block's keys and values of each layer are separate in the cache and contiguous in a slot. A block is gathered
+    into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued without waiting and
+    must all use the same current stream.
     """
 
     def __init__(self, kv: KVTensors, num_slots: int) -> None:

@@ -15,7 +15,7 @@ CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
-    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if below one block or above the available memory."""
+    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if below one block or above available memory."""
     if swap_space == 0.0:
         return 0
     num_bytes = int(swap_space * GIB)
@@ -36,7 +36,7 @@ def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_byt
 def available_host_bytes(
     memory_info: Path = MEMORY_INFO, limit: Path = CONTAINER_LIMIT, use: Path = CONTAINER_USE
 ) -> int | None:
-    """Return the bytes that machine and container allow, or None if unknown."""
+    """Return the bytes that machine and container allow, if known."""
     amounts = [amount for amount in (_available(memory_info), _left(limit, use)) if amount is not None]
     return min(amounts, default=None)
 

@@ -1,4 +1,4 @@
-"""Scheduled columns as flat tensors of a forward pass, by numpy over whole columns."""
+"""Scheduled columns as flat tensors of a forward pass, by vectorised numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class HostInputs(NamedTuple):
-    """Device inputs of a step: T tokens, n rows, S of which sample."""
+    """Inputs of a step: T tokens, n rows, S of which sample."""
 
     token_indices: Int64Array  # [T] index into the flat token table
     positions: Int64Array  # [T]
@@ -30,7 +30,7 @@ class HostInputs(NamedTuple):
 
 
 class DeviceInputs(NamedTuple):
-    """`HostInputs` as tensors."""
+    """`HostInputs` as tensors, in the same order."""
 
     token_indices: torch.Tensor
     positions: torch.Tensor
@@ -45,12 +45,11 @@ class DeviceInputs(NamedTuple):
 class RowTable:
     """Tokens and block table of every row.
 
-    Token ids live on the device. New rows are copied there once and sampled tokens are written in place, so a step
-    can be launched before the host reads the last one's tokens. An extra column holds the token sampled at a full
-    context's end.
+    Token ids live on the device. New rows are copied once and sampled tokens written in place, so a step can launch
+    before the host reads the last one's tokens. An extra column holds the token sampled at a full context's end.
 
-    Block tables exist twice: on the host for the slots of new tokens, on the device for attention. A step sends only
-    changes. Padding reads and writes an extra row that belongs to no request.
+    Block tables exist on the host, for the slots of new tokens, and on the device, for attention. Steps send only
+    changes. Padding uses an extra row that belongs to no request.
 
     On a CPU (`shares_memory`) both share the host tables, and nothing is sent.
     """
@@ -89,7 +88,7 @@ class RowTable:
     # --- on the host ----------------------------------------------------------------------------------------------
 
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
-        """Apply the changes on the host; return the arrays that `apply` needs on the device."""
+        """Apply changes on the host; return the arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
             self._blocks[places] = batch.block_ids
@@ -101,7 +100,7 @@ class RowTable:
             return ()
         flat = batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices
         prompts = [new.token_ids for new in batch.new_rows]
-        # Read back: a place named twice gets one value in any order of device writes.
+        # Read back: a place named twice gets one value in any order of writes.
         return flat, self._blocks[places], np.concatenate(prompts) if prompts else np.empty(0, dtype=np.int32)
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
@@ -127,7 +126,7 @@ class RowTable:
         )
 
     def _decode_inputs(self, rows: Int32Array, starts: Int32Array) -> HostInputs:
-        """Return inputs of rows that all compute and sample one token."""
+        """Return inputs of rows that compute and sample one token each."""
         positions = starts.astype(np.int64)
         token_indices = rows.astype(np.int64) * self._width + positions
         return HostInputs(
@@ -146,7 +145,7 @@ class RowTable:
         return blocks * self._block_size + positions % self._block_size
 
     def padding(self, num_rows: int) -> HostInputs:
-        """Return padding rows that decode and sample."""
+        """Return rows that decode and sample padding."""
         return self._make_padding(num_rows)
 
     def padded(self, host: HostInputs, num_rows: int) -> HostInputs:
@@ -160,7 +159,7 @@ class RowTable:
     # --- on the device --------------------------------------------------------------------------------------------
 
     def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
-        """Write the arrays of `update` into the device tables."""
+        """Write `update`'s arrays into the device tables."""
         if not sent:
             return
         places, block_ids, token_ids = sent
@@ -173,7 +172,7 @@ class RowTable:
             first += count
 
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-        """Return the block tables of `rows`, [n, max_blocks] int32.
+        """Return block tables [n, max_blocks] int32.
 
         On a CPU the longest row sets `max_blocks`; elsewhere it is constant, as other strides recompile kernels.
         """
@@ -189,5 +188,5 @@ class RowTable:
         return TokenHistory(self._flat_tokens, store_indices)
 
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Store sampled tokens. A negative id ends its request and is stored as 0."""
+        """Store tokens; a negative id ends its request and is stored as 0."""
         self._flat_tokens.index_copy_(0, indices, token_ids.clamp(min=0).int())

@@ -1,8 +1,8 @@
-"""triton-lang's cache folder, and a check before the load that it can compile.
+"""triton-lang's cache folder, and a check that it can compile.
 
 The folder is the first of these that is set or writable: `$TRITON_CACHE_DIR`, `$TRITON_HOME`,
-`$XDG_CACHE_HOME/tidewheel/kernels`, `~/.cache/tidewheel/kernels`, and `kernels` in the run directory. The last serves
-users without a home, as in containers run under a numeric user.
+`$XDG_CACHE_HOME/tidewheel/kernels`, `~/.cache/tidewheel/kernels`, and `kernels` in the run directory, for users
+without a home, as in containers run under a numeric user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TAKEN = ("out of memory", "busy or unavailable")  # CUDA errors if not even a fe
 
 
 class CompileLog:
-    """Listener for kernels that triton-lang compiles or loads from its cache."""
+    """Listener for kernels compiled or loaded by triton-lang."""
 
     def __init__(self) -> None:
         self.num_compiled = 0
@@ -40,7 +40,7 @@ class CompileLog:
         self._is_serving = False
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        """Count one kernel; called by triton-lang with `times` in microseconds."""
+        """Called by triton-lang with `times` in microseconds."""
         if cache_hit:
             self.num_loaded += 1
         else:
@@ -51,13 +51,13 @@ class CompileLog:
             logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
 
     def begin_serving(self) -> None:
-        """Log the counts; warn of every later compilation or load."""
+        """Log the counts; warn of later compilations and loads."""
         self._is_serving = True
         logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
 
 
 def prepare_kernels(device: torch.device) -> CompileLog | None:
-    """Run one small kernel. Return None if no kernel will run.
+    """Run one small kernel; return None if none will run.
 
     Raise `ConfigError` with one line if triton-lang, a C compiler or a cache folder is missing.
     """
@@ -82,7 +82,7 @@ def _run_a_kernel(device: torch.device) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of compiled kernels. Raise `ConfigError` if it is set but not writable."""
+    """Raise `ConfigError` if a configured folder is not writable."""
     named = environment.get("TRITON_CACHE_DIR")
     if not named and environment.get("TRITON_HOME"):
         named = str(Path(environment["TRITON_HOME"]) / ".triton" / "cache")

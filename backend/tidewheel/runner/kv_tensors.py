@@ -15,7 +15,7 @@ from tidewheel.models.base import KVLayer, ModelShape
 from tidewheel_kernels import copy_blocks
 
 DEFAULT_CPU_MB = 512
-MOST_OF_A_GPU = 0.98  # highest recommendation: measurements at start are not exact to the byte
+MOST_OF_A_GPU = 0.98  # highest recommendation: measurements are not exact to the byte
 MIB = 1 << 20
 
 
@@ -46,7 +46,7 @@ class MemoryBudget(NamedTuple):
     share: Share | None = None  # for a fractional setting; None: it is in MiB
 
     def least_setting(self, num_bytes: int) -> float | None:
-        """Return the setting that would give `num_bytes`, or None."""
+        """Return the setting that gives `num_bytes`, or None."""
         if self.share is None:
             return -(-num_bytes // MIB)
         fraction = self.share.fraction + (num_bytes - self.bytes) / self.share.total
@@ -60,7 +60,7 @@ def cpu_budget(config: EngineConfig) -> MemoryBudget:
 
 
 def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: CacheLayout, max_model_len: int) -> int:
-    """Return the pool's blocks from setting or budget. Raise `ConfigError` if one request cannot fit."""
+    """Return the blocks by setting or budget. Raise `ConfigError` if one request cannot fit."""
     needed = -(-max_model_len // layout.block_size)
     if num_blocks is None:
         source, setting, least = budget.source, budget.setting, budget.least_setting(needed * layout.block_bytes)
@@ -80,7 +80,7 @@ def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: Cach
 
 
 class KVTensors:
-    """Keys and values of all layers in one tensor, so that copying blocks takes one launch."""
+    """All layers in one tensor, so that copying blocks takes one launch."""
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
         shape = layout.shape

@@ -1,4 +1,4 @@
-"""Parts of a runner: device, dtype, weights, and a cache that fits beside them."""
+"""Parts of a runner: device, dtype, weights, and a cache beside them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Cache(NamedTuple):
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[Cache, RunnerInfo]:
-    """Allocate the cache by settings or free memory; return it with the updated info."""
+    """Allocate the cache by settings or free memory; return it with updated info."""
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
@@ -105,7 +105,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
 
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
-    """Return and log the info at the end of the load."""
+    """Return and log the final info."""
     seconds = parts.stages.seconds()
     info = dataclasses.replace(
         info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
@@ -117,7 +117,7 @@ def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> Run
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> list[int]:
-    """Return the decode batch sizes to capture; log why if there are none."""
+    """Return decode batch sizes to capture; log why if none."""
     if parts.device.type == "cpu":
         logger.info("CUDA graphs: none, the device is a CPU")
         return []

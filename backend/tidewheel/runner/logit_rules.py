@@ -1,4 +1,4 @@
-"""Logit rules of a request: biases, stop tokens before `min_tokens`, forbidden words.
+"""Logit biases, stop tokens before `min_tokens` and forbidden words of a request.
 
 They do not depend on sampled tokens; the device compares words with them.
 """
@@ -55,7 +55,7 @@ class LogitRules:
         return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
 
     def biases(self, position: int) -> BiasEntries:
-        """Return the biases at `position`; before `min_tokens` they forbid stop tokens."""
+        """Return the biases at `position`, which forbid stop tokens before `min_tokens`."""
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> WordEntries:

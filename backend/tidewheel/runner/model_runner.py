@@ -1,5 +1,3 @@
-"""Execution of scheduled batches on the device."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -35,7 +33,7 @@ from tidewheel.runner.staging import Group, Sender, Sent, SharedMemory, Staging
 from tidewheel.runner.warm_up import warm_up
 
 NUM_TRIAL_GRAPHS = 3
-# Static input buffer: bytes per token and per row, and room for new rows' tokens and blocks.
+# Static input buffer: bytes per token and row, and room for new rows' tokens and blocks.
 BYTES_PER_TOKEN = 24
 BYTES_PER_ROW = 96
 SPARE_BYTES = 1 << 20
@@ -44,8 +42,8 @@ SPARE_BYTES = 1 << 20
 class ModelRunner:
     """Runs scheduled batches; keeps the KV cache and each row's tokens, block table and sampling state.
 
-    One thread only. Batches are launched in scheduled order. Without an accelerator the device is a CPU, and a step
-    is done when its launch returns.
+    One thread only. Batches launch in scheduled order. On a CPU, without an accelerator, a launch returns a finished
+    step.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class ModelRunner:
     def _measured(
         cls, parts: RunnerParts, config: EngineConfig, accelerator: Accelerator | None, sizes: Sequence[int]
     ) -> StepMemory:
-        """Measure a step with a minimal cache, which also proves that the model runs."""
+        """Measure a step with a minimal cache, and prove that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(config, parts.info.max_model_len)
 
@@ -130,7 +128,7 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
         """Start a step. On a CPU it is done on return; on CUDA only `PendingTokens.wait` waits for it.
 
-        Steps may overlap on the host: the device runs them in order.
+        Several steps may be in flight: the device runs them in order.
         """
         with torch.inference_mode():
             self._transfers.start(batch)

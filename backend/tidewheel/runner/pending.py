@@ -1,4 +1,4 @@
-"""Tokens of a launched step, on their way to the host."""
+"""Sampled tokens on their way to the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel_kernels import LogprobsOutput
 
 
 class PendingTokens:
-    """Tokens of one batch. On CUDA only `wait` waits for the device.
+    """Tokens of one batch. On CUDA only `wait` blocks.
 
     Copies are queued at once, so the next step may overwrite these tokens.
     """
@@ -38,7 +38,6 @@ class PendingTokens:
             self._copied.record()
 
     def wait(self) -> SampledTokens:
-        """Return the tokens; every call returns the same object."""
         if self._result is None:
             if self._copied is not None:
                 self._copied.synchronize()

@@ -1,7 +1,7 @@
 """Memory of a step beside weights and cache: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache, so they are captured after it. To reserve their memory, the largest few are first
-captured with a cache of a few blocks, which gives an estimate for all. The cache gets the rest.
+Graphs point into the cache and are captured after it. To reserve their memory, the largest few are first captured
+with a small cache, which gives an estimate for all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class StepSize(NamedTuple):
     tokens_per_row: int
 
     def num_blocks(self, block_size: int) -> int:
-        """Return the blocks of one row; in a profile all rows share them."""
         return -(-self.tokens_per_row // block_size)
 
 
@@ -56,7 +55,7 @@ def smallest_step(max_model_len: int) -> StepSize:
 
 
 def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
-    """Build a batch whose rows write the same blocks: only its shape matters."""
+    """Share blocks among rows: only the batch's shape matters."""
     num_rows, length = size
     num_blocks = size.num_blocks(block_size)
     token_ids = np.zeros(length, dtype=np.int32)
@@ -77,7 +76,7 @@ def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer's widest live set, of logits in two formats, and of penalty counts.
+    """Return the bytes of a layer's widest live set, logits in two formats, and penalty counts.
 
     The live set is the residual, its norm, gate and up, and their product.
     """
@@ -87,9 +86,9 @@ def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.d
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
-    """Return the result of `run` and the additional peak of CUDA memory in bytes.
+    """Return the result of `run` and its peak of CUDA memory in bytes.
 
-    Raise `ConfigError` with the largest step that fits, found by halving, if this one does not.
+    If it does not fit, raise `ConfigError` with the largest step that does, found by halving.
     """
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -100,7 +99,7 @@ def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, devi
 
 
 def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
-    """Return None if memory does not suffice; the step's memory and traceback are then free."""
+    """Return None if memory does not suffice, with the step's memory freed."""
     try:
         return run(size)
     except torch.OutOfMemoryError:
@@ -124,7 +123,7 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
     """Estimate the bytes of all graphs from the largest few.
 
-    The first pays for the pool. Each other one takes at most the maximum measured after the first.
+    The first pays for the pool. The others take at most the maximum measured after it.
     """
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 

@@ -1,4 +1,4 @@
-"""Device sampling from logits to tokens, and its results on the host."""
+"""Sampling on the device, and its results on the host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Sampled:
 
 
 def staged_groups(plan: SamplingPlan | None, num_rows: int | None = None) -> list[Group | None]:
-    """Return a plan's arrays as `sample_tokens` expects them, the draw padded to `num_rows`."""
+    """Return a plan's arrays for `sample_tokens`, the draw padded to `num_rows`."""
     if plan is None:
         return [None] * NUM_GROUPS
     draw = plan.draw if num_rows is None else plan.draw.padded(num_rows)
@@ -45,7 +45,7 @@ def staged_groups(plan: SamplingPlan | None, num_rows: int | None = None) -> lis
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], *, any_sampled: bool) -> torch.Tensor:
-    """Return token ids as in `Sampled`, greedy or with every filter on. Uses no host values."""
+    """Return token ids as in `Sampled`, greedy or with all filters, without host values."""
     temperature, top_k, top_p, min_p, uniform = draw
     flags = (any_sampled,) * 4
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
@@ -56,8 +56,8 @@ def sample_tokens(
 ) -> Sampled:
     """Sample one token per row of `logits` [S, V], which it may overwrite.
 
-    The order is vLLM's: log-probabilities of the model; then biases and forbidden tokens, penalties, temperature,
-    top_k, top_p, min_p, and the draw.
+    vLLM's order: model log-probabilities; then biases and forbidden tokens, penalties, temperature, top_k, top_p,
+    min_p, and the draw.
     """
     draw, bias, words, penalties, logprob_rows = staged
     if plan.changes_logits and logits.dtype != torch.float32:
@@ -86,7 +86,7 @@ def sample_tokens(
 def top_logprobs(
     output: LogprobsOutput, num_top: Int32Array, batch_indices: Int64Array, token_ids: Int32Array
 ) -> dict[int, TopLogprobs]:
-    """Return log-probabilities by batch index, without rows whose `token_ids` are negative."""
+    """Return log-probabilities by batch index, without rows with negative `token_ids`."""
     logprobs, ranks = output.logprobs.tolist(), output.ranks.tolist()
     ids, values = output.top_token_ids.tolist(), output.top_logprobs.tolist()
     return {

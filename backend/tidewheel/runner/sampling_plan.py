@@ -1,4 +1,4 @@
-"""Sampling parameters of all rows as columns, and the plan of one step."""
+"""Sampling parameters by row, and the plan of one step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DrawColumns(NamedTuple):
     uniform: Float32Array
 
     def padded(self, num_rows: int) -> DrawColumns:
-        """Return the columns with greedy rows appended, `num_rows` in all."""
+        """Append greedy rows up to `num_rows`."""
         extra = num_rows - len(self.temperature)
         if extra == 0:
             return self
@@ -68,7 +68,7 @@ class PenaltyColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Inputs to sample S rows; None for a stage that no row needs."""
+    """Inputs to sample S rows; None for unneeded stages."""
 
     draw: DrawColumns
     any_sampled: bool
@@ -78,7 +78,7 @@ class SamplingPlan:
     bias: BiasColumns | None
     words: WordColumns | None
     penalties: PenaltyColumns | None
-    logprob_rows: Int64Array  # [L] sampling rows that want log-probabilities
+    logprob_rows: Int64Array  # [L] sampling rows with log-probabilities
     num_top_logprobs: Int32Array  # [L]
 
     @property
@@ -87,12 +87,12 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """True if unchanged logits are sampled and no log-probabilities are wanted."""
+        """True if logits are sampled unchanged and without log-probabilities."""
         return not self.changes_logits and not len(self.logprob_rows)
 
 
 class SamplingTable:
-    """Parameters by row, written when a request takes the row."""
+    """Parameters, written when a request takes a row."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -204,6 +204,6 @@ def _word_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) ->
 
 
 def _repeated(counts: list[tuple[int, int]]) -> Int32Array:
-    """Repeat each pair's first number as often as its second says."""
+    """Repeat first numbers as often as second ones say."""
     numbers, times = zip(*counts, strict=True)
     return np.repeat(np.array(numbers, dtype=np.int32), times)

@@ -11,7 +11,7 @@ FIRST = "start"
 
 
 class StageClock:
-    """Forwards and times progress. A stage ends with the first report of another."""
+    """Forwards and times progress. A stage ends when another begins."""
 
     def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report = report
@@ -27,7 +27,7 @@ class StageClock:
         self._report(stage, fraction)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each stage so far, in order."""
+        """Return seconds by stage, in order."""
         self._end_stage()
         return dict(self._seconds)
 

@@ -1,4 +1,4 @@
-"""Small host arrays on their way to the device: one asynchronous copy per step from pinned memory."""
+"""Small host arrays on their way to the device: one asynchronous pinned copy per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Group = Sequence[HostArray]
 TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
 
 ALIGNMENT = 16  # bytes; every array starts at a multiple
-NUM_SLOTS = 3  # pinned buffers, reused only after their copy is done
+NUM_SLOTS = 3  # pinned buffers, reused after their copy
 DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -31,7 +31,7 @@ class Sent(Protocol):
 
 
 class Sender(Protocol):
-    """Converter of one-dimensional arrays to tensors. Do not write to the arrays afterwards."""
+    """Converter of one-dimensional arrays, which must not be written afterwards."""
 
     def send(self, groups: Sequence[Group | None]) -> Sent: ...
 
@@ -52,10 +52,10 @@ class _Shared:
 
 
 class Staging:
-    """Packs arrays into a pinned buffer and copies it to a device buffer that never moves.
+    """Packs arrays into a pinned buffer and copies it to a fixed device buffer.
 
-    Arrays of the same sizes and order keep their addresses, as graphs require. The first array that does not fit goes
-    into a new tensor, with all later ones. The copy is queued after all work that reads the old content.
+    Arrays of the same sizes and order keep their addresses, as graphs require. From the first array that does not
+    fit, all go into a new tensor. The copy is queued after all reads of the old content.
     """
 
     def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:

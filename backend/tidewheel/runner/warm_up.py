@@ -1,9 +1,8 @@
 """Synthetic steps that compile kernels before the first request.
 
-triton-lang compiles a kernel for each combination of compile-time constants, argument types, and whether pointers and
-integers are divisible by 16 or equal to 1. Launchers specialise on nothing that changes from step to step. The
-remaining variants follow from the number of decoding rows, context and chunk lengths, and how a step samples; the
-steps here cover them.
+triton-lang compiles a kernel for each combination of constants, argument types, and whether pointers and integers are
+divisible by 16 or equal to 1. Launchers specialise on nothing that changes from step to step. The remaining variants
+follow from the number of decoding rows, context and chunk lengths, and sampling, which these steps cover.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tidewheel.runner.profiling import EVERY_STAGE
 from tidewheel.sampling import SamplingParams
 
 STAGE = "kernels"
-GROWTH = 4  # factor between successive lengths and batch sizes
+GROWTH = 4  # factor between successive sizes
 
 
 class BatchRunner(Protocol):
@@ -34,7 +33,7 @@ class BatchRunner(Protocol):
 
 
 class Row(NamedTuple):
-    """Request with `context` cached tokens that computes the next `num_tokens`."""
+    """Request with `context` cached tokens that computes `num_tokens`."""
 
     context: int
     num_tokens: int
@@ -52,7 +51,7 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(runner: BatchRunner, progress: Progress) -> None:
-    """Run every step. Call before the first request only: it writes to the cache and takes rows.
+    """Run every step, before the first request only: steps write to the cache and take rows.
 
     Raise `ConfigError` if the cache leaves too little memory.
     """
@@ -84,7 +83,7 @@ def _largest(info: RunnerInfo) -> list[Row]:
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
-    """Yield decodes with one to the most key splits, for few and many rows, within the cache's tokens."""
+    """Yield decodes with one to the most key splits, for few and many rows."""
     num_tokens = info.num_blocks * info.block_size
     for num_rows in _sizes(_most_rows(info)):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
@@ -97,7 +96,7 @@ def _prefills(info: RunnerInfo) -> Iterator[list[Row]]:
 
 
 def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
-    """Yield a decode beside later prompt chunks of several lengths."""
+    """Yield a decode beside later prompt chunks."""
     if _most_rows(info) < 2 or info.max_model_len < 2:
         return
     for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
@@ -119,7 +118,7 @@ def _combinations(options: Sequence[Settings]) -> list[Settings]:
 
 
 def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    """Yield steps that copy blocks, swap them out and swap them in."""
+    """Yield steps that copy and swap blocks."""
     first, last = _ids(0), _ids(info.num_blocks - 1)
     rows = [Row(0, 1, GREEDY)]
     yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
@@ -146,7 +145,7 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Array) -> ScheduledBatch:
-    """Build a batch whose rows share blocks; what they write is never read."""
+    """Share blocks among rows: what they write is never read."""
     num_rows = len(rows)
     lengths = [row.context + row.num_tokens for row in rows]
     num_blocks = [-(-length // block_size) for length in lengths]
@@ -169,7 +168,7 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
 
 
 def _new_row(index: int, row: Row) -> NewRow:
-    """Build a row without context tokens: stale ones will do."""
+    """Omit context tokens: stale ones will do."""
     token_ids = np.zeros(row.num_tokens, dtype=np.int32)
     return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), row.bad_words_ids)
 

@@ -1,11 +1,10 @@
 """Sampling in two launches: many programs read every logit once; then one program per row chooses its token.
 
 The first launch stores the largest logit and the weight of each chunk of 512 logits. From these the second finds the
-chunk of the drawn token, and reads only that again. Filters keep tokens from some logit on, for which the chunks give
-a lower bound. The few tokens above it are gathered by id and searched in registers. If they do not fit, the row
-itself is searched pass by pass.
+drawn token's chunk, and reads only that again. Filters keep tokens from some logit on, for which chunks give a lower
+bound. The few tokens above it are gathered by id and searched in registers, or, if too many, in the row pass by pass.
 
-Chunks have a fixed size and are combined in a fixed order, so the result is independent of the programs per row.
+Chunks have a fixed size and order of combination, so the result is independent of the programs per row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

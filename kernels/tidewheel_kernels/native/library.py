@@ -1,4 +1,4 @@
-"""Compilation of the C sources, once per element type and processor, and loading of the library."""
+"""Compiled C sources, one library per element type and processor."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
-    """Return the folder if it is writable by this user only: its files are loaded as code."""
+    """Return the folder if only this user can write to it: its files are loaded as code."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()

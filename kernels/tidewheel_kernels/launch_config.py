@@ -53,7 +53,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_config(size: int) -> LaunchConfig:
-    """Return one program per row of `size` elements in registers: 16 per thread, up to 16 warps."""
+    """Give each row of `size` elements one program, in registers: 16 elements per thread, up to 16 warps."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 
@@ -98,7 +98,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return the programs of the first launch per row: short ones, so that the last take little time.
+    """Return the number of programs per row in the first launch: short ones, so that the last take little time.
 
     Depends on host values only, like `num_kv_splits`.
     """
@@ -108,13 +108,13 @@ def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
 
 
 def copy_config(size: int) -> LaunchConfig:
-    """Return 32 elements per thread: four loads of 16 bytes in flight before the first store."""
+    """Give each thread 32 elements: four loads of 16 bytes in flight before the first store."""
     block = min(max(next_power_of_2(size), 32), 4096)
     return LaunchConfig(block, num_warps=min(max(block // 1024, 1), 4))
 
 
 def rope_config(num_heads: int) -> LaunchConfig:
-    """Return `block` heads of one token per program."""
+    """Give each program `block` heads of one token."""
     return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
 
 
@@ -152,7 +152,7 @@ def decode_config(head_dim: int, group: int, block_size: int, element_size: int)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Return the programs per sequence and KV head: enough to fill the device, none with too few keys.
+    """Return the number of programs per sequence and KV head: enough to fill the device, none with too few keys.
 
     One is dropped if the last programs would otherwise wait and run alone. Depends on host values only, so a CUDA
     graph of a batch bucket can freeze it.

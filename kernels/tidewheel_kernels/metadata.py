@@ -15,8 +15,8 @@ class AttentionMetadata:
 
     Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``, its last tokens: row j of them is at
     position ``seq_lens[i] - query_len + j``. Token p of sequence i lies in block ``block_tables[i, p // block_size]``
-    at offset ``p % block_size``. One-token sequences (decodes) for the split-KV kernel come first: for i <
-    num_decodes, row i is sequence i.
+    at offset ``p % block_size``. One-token sequences (decodes) for the split-KV kernel come first: row i is sequence
+    i if ``i < num_decodes``.
 
     A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
     sequence's last block are never read.
@@ -42,9 +42,9 @@ class AttentionMetadata:
         return self.seq_lens.shape[0]
 
     def host_cu_seqlens_q(self) -> HostInts:
-        """Return host values; synchronises the device without a copy."""
+        """Return host values; synchronise the device if there is no copy."""
         return self.cu_seqlens_q.cpu().numpy() if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
 
     def host_seq_lens(self) -> HostInts:
-        """Return host values; synchronises the device without a copy."""
+        """Return host values; synchronise the device if there is no copy."""
         return self.seq_lens.cpu().numpy() if self.seq_lens_cpu is None else self.seq_lens_cpu

@@ -58,7 +58,7 @@ def greedy_tokens_cpu(logits: torch.Tensor) -> Greedy:
 
 class _Thresholds(NamedTuple):
     logits: torch.Tensor  # [B, 1] lowest logit kept by top_k and top_p, -inf = every token
-    settled: torch.Tensor  # [B] bool; False if the candidates do not suffice
+    settled: torch.Tensor  # [B] bool; False if the candidates do not reach far enough to tell
 
 
 def _weights(values: torch.Tensor, max_logit: torch.Tensor, params: SamplingTensors) -> torch.Tensor:

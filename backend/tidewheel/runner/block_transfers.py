@@ -66,8 +66,8 @@ def side_of(device: torch.device) -> Side:
 class BlockTransfers:
     """Copies out of the cache, then into it, then inside it, before a batch computes.
 
-    Computation waits for copies in, but for copies out only if the batch rewrites their blocks; else the next batch
-    waits.
+    The computation waits for copies in. It waits for copies out only if the batch rewrites their blocks; otherwise
+    the next batch waits.
     """
 
     def __init__(self, kv: KVTensors, host: HostBlocks | None, side: Side | None = None) -> None:
@@ -77,7 +77,7 @@ class BlockTransfers:
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
-        """Raise `InternalError` if the device refuses the copies."""
+        """Start the batch's copies before its computation. Raise `InternalError` if the device refuses."""
         try:
             self._start(batch)
         except RuntimeError as error:  # a retried step must not copy again: the pool may have changed

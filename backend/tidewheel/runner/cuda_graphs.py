@@ -33,7 +33,7 @@ class GraphPool(Protocol):
         """Device memory taken by captures."""
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Capture `function` after at least one real run, in the same inference mode."""
+        """Run `function` at least once, which it must tolerate, and capture it in the same inference mode."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return unowned memory: once `tensor` is released, later captures may reuse it."""

@@ -45,13 +45,14 @@ class DeviceInputs(NamedTuple):
 class RowTable:
     """Tokens and block table of every row.
 
-    Token ids live on the device. New rows are copied once and sampled tokens written in place, so a step can launch
-    before the host reads the last one's tokens. An extra column holds the token sampled at a full context's end.
+    Token ids live on the device. New rows are copied there once and sampled tokens are written in place, so a step
+    can be launched before the host has read the last one's tokens. An extra column holds the token sampled at the end
+    of a full context.
 
     Block tables exist on the host, for the slots of new tokens, and on the device, for attention. Steps send only
     changes. Padding uses an extra row that belongs to no request.
 
-    On a CPU (`shares_memory`) both share the host tables, and nothing is sent.
+    On a CPU (`shares_memory`) the device tables are the host tables, and nothing is sent.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class RowTable:
         return blocks * self._block_size + positions % self._block_size
 
     def padding(self, num_rows: int) -> HostInputs:
-        """Return rows that decode and sample padding."""
+        """Return padding rows that decode and sample."""
         return self._make_padding(num_rows)
 
     def padded(self, host: HostInputs, num_rows: int) -> HostInputs:

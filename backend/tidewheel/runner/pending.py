@@ -38,6 +38,7 @@ class PendingTokens:
             self._copied.record()
 
     def wait(self) -> SampledTokens:
+        """Return the tokens, on every call the same."""
         if self._result is None:
             if self._copied is not None:
                 self._copied.synchronize()

@@ -36,8 +36,8 @@ def attend_tiles(
 ):
     """Attend to the keys of tiles [first_tile, end_tile); return (acc, row_max, row_sum).
 
-    Without MASKED, every row must see every key. `logit_scale` includes log2(e), for exp2, or with a soft cap 2
-    log2(e) / soft_cap, the exponent of tanh.
+    Without MASKED, every row must see every key. `logit_scale` includes log2(e), for exp2. With a soft cap it
+    includes 2 log2(e) / soft_cap, the exponent of tanh.
     """
     column = tl.arange(0, BLOCK_D)[None, :]
     # The block of a tile is loaded one tile ahead, so that keys and values depend on no load of their own iteration

@@ -17,8 +17,8 @@ def lower_bound(
     """Lower bound of the logits that all filters together keep.
 
     The k-th largest chunk maximum has k logits at or above it. All tokens below a logit L weigh at most
-    ``vocabulary * exp((L - max) / T)``, which leaves top_p of the total if it is under 1 - top_p of it. With top_k and
-    top_p on, only the first bound holds: top_p then needs the weight of every token that top_k keeps.
+    ``vocabulary * exp((L - max) / T)``, which leaves top_p of the total if it is under 1 - top_p of it. With top_k
+    and top_p on, only the first bound holds: top_p then needs the weight of every token that top_k keeps.
     """
     bound = LOWEST
     finite = maxima > float("-inf")

@@ -1,8 +1,7 @@
 """Device operations of an LLM engine: triton-lang kernels for GPUs, batched torch for CPUs, a reference for each.
 
-Imports torch only; triton-lang is imported when the first kernel runs. Launches go to the current CUDA device, so a
-process that uses another device than 0 calls ``torch.cuda.set_device`` first. `tidewheel_kernels.backend` says how an
-implementation is chosen.
+Only torch is imported; triton-lang is imported when the first kernel runs. Launches use the current CUDA device: call
+``torch.cuda.set_device`` for another than 0. `tidewheel_kernels.backend` chooses implementations.
 """
 
 from tidewheel_kernels.activation import silu_and_mul

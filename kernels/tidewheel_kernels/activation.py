@@ -9,7 +9,7 @@ from tidewheel_kernels.backend import Op
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` for ``gate_up = cat(gate, up)``: [num_tokens, 2 * I] -> [num_tokens, I], same dtype."""
+    """Map ``gate_up = cat(gate, up)`` to ``silu(gate) * up``: [num_tokens, 2 * I] -> [num_tokens, I], same dtype."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up needs an even last dimension, got shape {tuple(gate_up.shape)}")
     return _OP.on(gate_up)(gate_up)
@@ -21,7 +21,7 @@ def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_and_mul_cpu(gate_up: torch.Tensor) -> torch.Tensor:
-    """Two passes in the input's dtype."""
+    """Compute two passes in the input's dtype."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 

@@ -1,11 +1,10 @@
-"""Compiles every kernel for GPUs that are not there, and reports registers, stack, shared memory and instructions.
+"""Compile every kernel for absent GPUs, and report registers, stack, shared memory and instructions.
 
 ``python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json | --listing]``
 
-The launchers run on CPU tensors with the launch itself replaced by compilation, so what is compiled is what the
-launch tables say. Exit status 1 if a kernel does not compile, needs more shared memory than the architecture has,
-uses the stack where its case forbids it, or lacks an instruction that `aot_instructions` expects. `TRITON_INTERPRET`
-must not be set.
+Launchers run on CPU tensors with the launch replaced by compilation, so the launch tables are what is compiled. Exit
+status 1 if a kernel does not compile, needs more shared memory than the architecture has, uses the stack where its
+case forbids it, or lacks an instruction that `aot_instructions` expects. `TRITON_INTERPRET` must not be set.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from tidewheel_kernels.backend import KernelUnavailable, interpreter_enabled, tr
 from tidewheel_kernels.launch_config import compile_target
 
 ARCHITECTURES = (80, 90, 100)
-# CUDA programming guide, "Technical specifications per compute capability": shared memory of one block, in bytes.
+# CUDA programming guide, "Technical specifications per compute capability": shared memory per block, in bytes.
 MAX_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-# The same table: what all resident programs of one multiprocessor share.
+# The same table: limits per multiprocessor.
 SHARED_PER_SM = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 WARPS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 PROGRAMS_PER_SM = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
 REGISTERS_PER_SM = 65_536
-SHARED_RESERVED = 1024  # bytes that the driver takes of every program's share
+SHARED_RESERVED = 1024  # bytes per program, taken by the driver
 
 _POINTER_TYPES = {
     torch.bfloat16: "*bf16",
@@ -51,7 +50,7 @@ _POINTER_TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch as a launcher asked for it."""
+    """Recorded kernel launch."""
 
     kernel: Any  # triton.JITFunction
     arguments: dict[str, Any]
@@ -59,7 +58,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Report:
-    """What the compiler made of one launch. Bytes, and registers per thread."""
+    """Compiler's result for one launch: bytes, and registers per thread."""
 
     case: str
     kernel: str
@@ -74,7 +73,7 @@ class Report:
 
     @property
     def resident(self) -> int:
-        """Programs that one multiprocessor holds at once: registers are given out to warps in units of 256."""
+        """Programs resident on one multiprocessor; registers are allocated to warps in units of 256."""
         warp_registers = 256 * -(-32 * self.registers // 256)
         shared = 128 * -(-(self.shared + SHARED_RESERVED) // 128)
         by_registers = REGISTERS_PER_SM // max(warp_registers * self.num_warps, 1)
@@ -96,7 +95,7 @@ def compile_case(case: Case, arch: int) -> list[Report]:
 
 @contextmanager
 def _recorded_launches() -> Iterator[list[Launch]]:
-    """Replaces ``kernel[grid](**arguments)`` by a note of kernel and arguments."""
+    """Record kernel and arguments instead of launching ``kernel[grid](**arguments)``."""
     from triton.runtime.jit import KernelInterface
 
     launches: list[Launch] = []
@@ -140,7 +139,7 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
 
 
 def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """Signature, constants and attributes as the just-in-time compiler derives them from arguments."""
+    """Return signature, constants and attributes as the just-in-time compiler derives them."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments.pop(parameter.name)
@@ -174,7 +173,7 @@ def _type_name(value: object) -> str:
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers per thread and stack bytes; a spilled register lives on the stack."""
+    """Return registers per thread and stack bytes, where spilled registers live."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,4 +1,4 @@
-"""What the compiler made of loads, stores and products: counted in the PTX of a kernel, and what must be there."""
+"""Counts of loads, stores and products in a kernel's PTX, and required instructions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# cp.async names its size behind the two addresses: 0x10 for 16 bytes.
+# cp.async gives its size after two addresses: 0x10 for 16 bytes.
 _PATTERNS = {
     "tma_loads": r"cp\.async\.bulk\.tensor\.\dd\.shared",
     "wgmma": r"wgmma\.mma_async",
@@ -20,7 +20,7 @@ _PATTERNS = {
     "wide_stores": r"st\.global\.(?:[\w:]+\.)*(?:v4\.b32|v2\.b64)",
     "narrow_stores": r"st\.global\.(?![^ ]*(?:v4\.b32|v2\.b64))",
 }
-# Kernels whose every large access must be of 16 bytes per thread.
+# All large accesses of these kernels must be of 16 bytes per thread.
 _STREAMING = {
     "rms_norm_kernel",
     "silu_and_mul_kernel",
@@ -32,7 +32,7 @@ _STREAMING = {
 
 @dataclass(frozen=True)
 class Instructions:
-    """Numbers of instructions in the code, not of executions. Wide: 16 bytes per thread."""
+    """Static instruction counts. Wide: 16 bytes per thread."""
 
     tma_loads: int
     wgmma: int
@@ -52,13 +52,13 @@ def count(ptx: str) -> Instructions:
 
 
 def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str, ...]:
-    """Fields of `Instructions` that must not be zero for a launch of `kernel` with `arguments`."""
+    """Return the fields of `Instructions` that must not be zero for this launch."""
     if kernel == "rope_and_cache_kernel" and arguments["BLOCK_HEADS"] * arguments["BLOCK_HALF"] < 512:
-        return ()  # a model with few heads has less than 16 bytes for each of the 64 threads
+        return ()  # few heads give less than 16 bytes to each of the 64 threads
     if kernel in _STREAMING:
         return "wide_loads", "wide_stores"
     q = arguments.get("q_ptr")
-    # float32 is multiplied without tensor cores, in full precision.
+    # float32 is multiplied in full precision, without tensor cores.
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         return ()
     if arguments.get("TMA"):

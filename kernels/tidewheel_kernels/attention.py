@@ -24,12 +24,11 @@ def paged_attention(
     soft_cap: float = 0.0,
     out: torch.Tensor | None = None,  # like q, contiguous
 ) -> torch.Tensor:
-    """Attention output [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
+    """Return the attention output [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
 
-    A query at position p sees the keys at positions <= p, and with ``sliding_window = W > 0`` only those > p - W.
-    ``soft_cap = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query heads ``h`` read KV head
-    ``h // (num_q_heads // num_kv_heads)``. `scale` is positive. Only cache slots below `seq_lens` are used; others
-    may hold anything.
+    A query at position p sees keys at positions <= p, and with ``sliding_window = W > 0`` only those > p - W.
+    ``soft_cap = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h //
+    (num_q_heads // num_kv_heads)``. `scale` is positive. Cache slots past `seq_lens` may hold anything.
     """
     _check(q, k_cache, v_cache, scale, sliding_window, soft_cap)
     if out is None:

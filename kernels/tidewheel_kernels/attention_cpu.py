@@ -1,7 +1,7 @@
-"""Paged attention on the CPU: gathers keys and values by slot, then one dense attention call per group of rows.
+"""Paged attention on the CPU: gather keys and values by slot, then one dense call per group of rows.
 
-What to gather depends on the batch, not on the layer, so it is planned once per `AttentionMetadata` object and
-reused by the other layers of the step; the contents of its tensors must not change in between.
+The plan depends on the batch, not on the layer: it is made once per `AttentionMetadata` object, whose tensors must
+not change meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def paged_attention_cpu(
     sliding_window: int,
     soft_cap: float,
     *,
-    first_seq: int = 0,  # sequences before it are left alone
+    first_seq: int = 0,  # earlier sequences are left alone
 ) -> None:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype, first_seq))

@@ -1,4 +1,4 @@
-"""Groups the query rows of a batch so that each group is one dense attention call with little padding."""
+"""Groups of query rows for dense attention calls with little padding."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tidewheel_kernels.metadata import AttentionMetadata
 
 Ints = npt.NDArray[np.int64]
 
-# Longer query chunks are cut, so that masks stay small and early queries do not read late keys.
+# Longer chunks are cut: masks stay small and early queries skip late keys.
 MAX_QUERY_LEN = 256
-# Padded keys that cost less than one more call (measured: some 40 µs a call, 0.4 µs a key).
+# Padded keys that cost less than another call (measured: some 40 µs a call, 0.4 µs a key).
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
-# Longer query chunks are padded to no other's keys: pieces that are alike share one small mask (measured: two pieces
-# of 256 queries and some 2,500 keys 4.7 ms to plan together, 1.9 ms apart).
+# Longer chunks only join ones with equally many keys, to share one small mask (measured: two pieces of 256 queries
+# and some 2,500 keys 4.7 ms to plan together, 1.9 ms apart).
 MAX_PADDED_QUERY_LEN = 16
-# Gathered keys of one group. They and the values stay in the second-level cache until they are read (measured on 64
-# decodes of 20 to 200 keys: 3.5 ms a layer in parts of 2 MiB, 2.9 ms in parts of half a MiB).
+# Gathered keys of one group: they and the values stay in the second-level cache (measured on 64 decodes of 20 to 200
+# keys: 3.5 ms a layer in parts of 2 MiB, 2.9 ms in parts of half a MiB).
 MAX_GATHERED_BYTES = 1 << 19
 
 
 class PlanKey(NamedTuple):
-    """What a plan depends on besides the metadata."""
+    """Inputs of a plan beside the metadata."""
 
     block_size: int
     num_q_heads: int
@@ -36,31 +36,31 @@ class PlanKey(NamedTuple):
     head_dim: int
     sliding_window: int
     dtype: torch.dtype
-    first_seq: int = 0  # sequences before it are not part of the plan
+    first_seq: int = 0  # earlier sequences are not planned
 
 
 class Group(NamedTuple):
-    """Pieces of sequences with one query length, attended to in one call.
+    """Pieces of sequences with equal query length, for one attention call.
 
-    With one query each, the query heads of a KV head are the rows: q is [num_seqs, num_kv_heads, group, head_dim].
-    A key is gathered with all its heads then: few long rows are faster than many short ones.
-    With more, keys are repeated for the query heads: q is [num_seqs, num_q_heads, query_len, head_dim].
+    With one query each, q is [num_seqs, num_kv_heads, group, head_dim] and keys are gathered with all heads: few long
+    rows are faster than many short ones. Otherwise q is [num_seqs, num_q_heads, query_len, head_dim] and keys are
+    repeated for query heads.
     """
 
     num_seqs: int
     query_len: int
     rows: torch.Tensor  # [num_seqs * query_len] int64 rows of q and out
-    # int64: [num_seqs * num_keys] rows of the cache seen as [-1, num_kv_heads, head_dim] with one query each, else
-    # [num_seqs * num_q_heads * num_keys] rows of it seen as [-1, head_dim]
+    # int64: [num_seqs * num_keys] rows of the cache as [-1, num_kv_heads, head_dim] with one query each, else
+    # [num_seqs * num_q_heads * num_keys] rows of it as [-1, head_dim]
     gather: torch.Tensor
     # [query_len, num_keys] or [num_seqs, 1, query_len, num_keys], 0 or -inf; None: every key is seen
     mask: torch.Tensor | None
-    is_causal: bool  # query i sees the keys up to i: what the mask says too, for callees that know it without
+    is_causal: bool  # query i sees keys up to i: equivalent to the mask
 
 
 class Plan(NamedTuple):
     groups: list[Group]
-    empty_rows: torch.Tensor  # [n] int64 rows of sequences without keys (padding)
+    empty_rows: torch.Tensor  # [n] int64 rows of padding sequences, without keys
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Pieces:
     first_row: Ints
     query_len: Ints
     key_start: Ints
-    key_end: Ints  # one past the position of the last query
+    key_end: Ints  # one past the last query's position
 
     @property
     def num_keys(self) -> Ints:
@@ -95,7 +95,7 @@ def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
 
 
 def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
-    """One piece per MAX_QUERY_LEN queries of each sequence that has keys."""
+    """Cut each sequence with keys into pieces of up to MAX_QUERY_LEN queries."""
     query_lens = np.where(seq_lens > 0, np.diff(starts), 0)
     num_pieces = -(-query_lens // MAX_QUERY_LEN)
     seq = np.repeat(np.arange(len(seq_lens)), num_pieces)
@@ -110,9 +110,9 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
 
 
 def grouped(pieces: Pieces, max_keys: int) -> Iterator[Pieces]:
-    """Parts of equal query length and similar key count: at most a quarter of padding, plus what a call costs.
+    """Yield parts of equal query length with at most a quarter of padding, plus a call's cost.
 
-    A part of several pieces has at most `max_keys` keys, padding included.
+    Several pieces have at most `max_keys` keys, padding included.
     """
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
@@ -133,7 +133,7 @@ def _group(pieces: Pieces, block_tables: npt.NDArray[np.int32], key: PlanKey) ->
     query_len, num_keys = int(pieces.query_len[0]), int(pieces.num_keys.max())
     positions = pieces.key_start[:, None] + np.arange(num_keys)  # [n, num_keys]
     exists = positions < pieces.key_end[:, None]
-    # A padded key is the first key again: finite, so that its masked weight of zero stays zero.
+    # Pad with the first key, which is finite: its masked weight stays zero.
     positions = np.where(exists, positions, pieces.key_start[:, None])
     blocks = block_tables[pieces.seq[:, None], positions // key.block_size].astype(np.int64)
     slots = blocks * key.block_size + positions % key.block_size

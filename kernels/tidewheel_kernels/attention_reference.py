@@ -1,4 +1,4 @@
-"""The oracle of paged attention: one sequence at a time, dense, float32."""
+"""Reference of paged attention: one sequence at a time, dense, float32."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def paged_attention_reference(
             logits = soft_cap * torch.tanh(logits / soft_cap)
         visible = visible_keys(queries.shape[0], seq_len, sliding_window, device=q.device)
         logits = logits.masked_fill(~visible, float("-inf"))
-        # A row that sees no key (padding) is all -inf; its softmax is NaN and its output zero.
+        # Padding sees no key: its softmax is NaN and its output zero.
         weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0) if seq_len == 0 else torch.softmax(logits, dim=-1)
         out[starts[i] : starts[i + 1]] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 
 
 def visible_keys(query_len: int, seq_len: int, sliding_window: int, *, device: torch.device) -> torch.Tensor:
-    """[query_len, seq_len] bool: which keys each of the last `query_len` tokens of a sequence attends to."""
+    """Return [query_len, seq_len] bool: keys that the last `query_len` tokens see."""
     position = torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(1)
     key = torch.arange(seq_len, device=device).unsqueeze(0)
     visible = key <= position
@@ -42,7 +42,7 @@ def visible_keys(query_len: int, seq_len: int, sliding_window: int, *, device: t
 
 
 def _gathered(cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """[seq_len, num_kv_heads, head_dim] float32 of one sequence."""
+    """Return one sequence's [seq_len, num_kv_heads, head_dim] float32."""
     block_size = cache.shape[1]
     blocks = block_table[: -(-seq_len // block_size)].long()
     return cache[blocks].flatten(0, 1)[:seq_len].float()

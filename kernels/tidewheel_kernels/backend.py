@@ -1,13 +1,13 @@
-"""Chooses, once per operation, device type and dtype, which implementation of an operation runs.
+"""Choice of an implementation, once per operation, device type and dtype.
 
-``auto``       (default) CUDA tensors: the triton-lang kernel; others: the first that there is of the native kernel
-               (float32 and bfloat16, where there is a C compiler), the fast torch operations and the reference.
+``auto``       (default) CUDA tensors: the triton-lang kernel; others: the first available of the native kernel
+               (float32 and bfloat16, with a C compiler), the fast torch operations and the reference.
 ``torch``      the same without native kernels.
 ``reference``  the plain torch reference everywhere.
-``triton``     the kernel everywhere; on tensors that are not on a GPU this needs triton-lang's interpreter
-               (``TRITON_INTERPRET=1``, set before triton is imported).
+``triton``     the kernel everywhere; off the GPU this needs triton-lang's interpreter (``TRITON_INTERPRET=1``, set
+               before triton is imported).
 
-The environment variable ``TIDEWHEEL_KERNELS`` selects one of the four; a choice that cannot be honoured is an error.
+The environment variable ``TIDEWHEEL_KERNELS`` selects one of them. A choice that cannot be honoured is an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def triton_installed() -> bool:
 
 
 def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
-    """Pure rule behind `Op`: which kind of implementation runs for tensors on `device_type`."""
+    """Return the kind of implementation for tensors on `device_type`."""
     if preference == "reference":
         return "reference"
     on_gpu = device_type == "cuda"
@@ -74,10 +74,10 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
 
 
 class Op(Generic[P, R]):
-    """One operation with its implementations: reference, kernel, and for a CPU torch operations and a native kernel.
+    """One operation with its reference, kernel, and for a CPU torch and native implementations.
 
-    `kernel` and `native` are ``"module:function"`` inside this package. They are imported on first use, so a machine
-    without triton-lang or a C compiler can import the package and use the other implementations.
+    `kernel` and `native` are ``"module:function"`` inside this package, imported on first use: triton-lang and a C
+    compiler are optional.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Op(Generic[P, R]):
         self._chosen: dict[tuple[str, torch.dtype], Callable[P, R]] = {}
 
     def on(self, tensor: torch.Tensor) -> Callable[P, R]:
-        """The implementation for tensors like this one; chosen on the first call and kept."""
+        """Return the implementation for such tensors, chosen on the first call."""
         key = tensor.device.type, tensor.dtype
         chosen = self._chosen.get(key)
         if chosen is None:
@@ -113,7 +113,7 @@ class Op(Generic[P, R]):
         return "native" if prefers_native and native_library(dtype) is not None else kind
 
     def implementation(self, kind: Kind) -> Callable[P, R]:
-        """One implementation by kind, whatever the environment says."""
+        """Return the implementation of a kind, ignoring the environment."""
         if kind == "triton":
             return self._imported(self._kernel)
         if kind == "native" and self._native is not None:

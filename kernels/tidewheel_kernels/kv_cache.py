@@ -1,7 +1,7 @@
 """Writes to, and copies inside, the paged KV cache.
 
-A cache is a [num_blocks, block_size, num_kv_heads, head_dim] tensor whose last dimension is contiguous;
-slot s is offset ``s % block_size`` of block ``s // block_size``.
+A cache is a [num_blocks, block_size, num_kv_heads, head_dim] tensor whose last dimension is contiguous; slot s is
+offset ``s % block_size`` of block ``s // block_size``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def write_kv_cache(
     k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     v_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
 ) -> None:
-    """Stores the keys and values of each token in its slot. Slots of one call are distinct."""
+    """Store each token's keys and values in its slot. Slots of one call are distinct."""
     _WRITE.on(k)(k, v, slot_mapping, k_cache, v_cache)
 
 
@@ -38,7 +38,7 @@ def write_kv_cache_reference(
 def write_kv_cache_cpu(
     k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
 ) -> None:
-    """One copy per cache where no row is padding; needs caches whose blocks lie one behind the other."""
+    """Make one copy per cache if no row is padding. Blocks of a cache must be adjacent."""
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         write_kv_cache_reference(k, v, slot_mapping, k_cache, v_cache)
         return
@@ -51,10 +51,10 @@ def copy_blocks(
     src: torch.Tensor,  # [num_copies] int64, on the caches' device
     dst: torch.Tensor,  # [num_copies] int64
 ) -> None:
-    """Copies block ``src[i]`` to block ``dst[i]`` in every cache (copy-on-write of forked sequences).
+    """Copy block ``src[i]`` to block ``dst[i]`` in every cache (copy-on-write of forked sequences).
 
-    A stacked tensor [num_caches, num_blocks, ...] is one launch; a list is one launch per cache. Within a block the
-    elements must be contiguous. No block may be in `dst` twice, or in both `src` and `dst`.
+    A stacked tensor [num_caches, num_blocks, ...] takes one launch, a list one per cache. Elements of a block must be
+    contiguous. No block may be in `dst` twice, or in both `src` and `dst`.
     """
     if src.shape != dst.shape or src.dim() != 1:
         raise ValueError(f"src and dst must be vectors of one length, got {tuple(src.shape)} and {tuple(dst.shape)}")

@@ -1,7 +1,7 @@
 """Recorded launch configurations: block sizes, warps and pipeline stages. Nothing is tuned at run time.
 
-The attention entries are the largest tiles for which the compiler spills no register on sm_80, sm_90 and sm_100
-(float32 prefill with head_dim 128 spills a little); ``python -m tidewheel_kernels.aot --all`` shows it.
+Attention tiles are the largest without register spills on sm_80, sm_90 and sm_100, except float32 prefill with
+head_dim 128, which spills a little; see ``python -m tidewheel_kernels.aot --all``.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import NamedTuple
 
 import torch
 
-# Keys that one program of the decode kernel should at least read, so that merging partial results stays cheap.
+# Least keys per decode program, so that merging partial results stays cheap.
 MIN_KEYS_PER_SPLIT = 128
-# Programs of the decode kernel per multiprocessor: two, to hide one's latency behind the other; three fit at once.
+# Decode programs per multiprocessor: two hide each other's latency; three fit.
 PROGRAMS_PER_SM = 2
 RESIDENT_PROGRAMS_PER_SM = 3
-# Programs of one warp that read the logits of a batch, per multiprocessor, where 32 run at once.
+# One-warp programs per multiprocessor that read logits; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
-# Least size of each dimension of tl.dot.
+# Least size of a tl.dot dimension.
 MIN_DOT_SIZE = 16
-# Where tl.dot becomes warpgroup instructions that read keys from shared memory: registers for larger tiles.
+# tl.dot becomes warpgroup instructions that read keys from shared memory: registers for larger tiles.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
-# Architecture that launches on tensors off the GPU are for: set while compiling ahead of time.
+# Architecture of launches on tensors off the GPU; set for ahead-of-time compilation.
 compile_target: ContextVar[int] = ContextVar("compile_target", default=90)
 
 
 class LaunchConfig(NamedTuple):
-    """`block` is the number of elements, or of rows, that one program handles."""
+    """`block`: elements or rows per program."""
 
     block: int
     num_warps: int
@@ -41,7 +41,7 @@ class AttentionConfig(NamedTuple):
     block_d: int  # head_dim rounded up to a power of two
     num_warps: int
     num_stages: int
-    tma: bool = False  # the tensor memory accelerator copies keys and values
+    tma: bool = False  # tensor memory accelerator copies keys and values
 
 
 def next_power_of_2(n: int) -> int:
@@ -53,7 +53,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_config(size: int) -> LaunchConfig:
-    """One program per row of `size` elements, held in registers: 16 elements per thread, up to 16 warps."""
+    """Give each row of `size` elements one program, in registers: 16 elements per thread, up to 16 warps."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 
@@ -64,18 +64,18 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 class VocabularyConfig(NamedTuple):
-    """How a row of logits is cut; docs/kernels.md, "Sampling", has the reasons.
+    """Partition of a row of logits; docs/kernels.md, "Sampling", has the reasons.
 
-    `chunk` and `tile` depend on nothing but the vocabulary: partial results are stored by chunk, so they are the same
-    whatever number of programs shares a row, and a row's token never depends on its batch.
+    `chunk` and `tile` depend only on the vocabulary. Partial results are stored by chunk, so neither they nor a row's
+    token depend on the programs per row or the batch.
     """
 
-    chunk: int  # logits that one partial result stands for
+    chunk: int  # logits per partial result
     num_chunks: int
     tile: int  # chunks that a program of the first launch reads at once
     num_tiles: int
-    block: int  # logits that the program of a row, in the second launch, reads at once; a multiple of `chunk`
-    capacity: int  # candidates that the program of a row holds in registers
+    block: int  # logits that a row's program, in the second launch, reads at once; a multiple of `chunk`
+    capacity: int  # candidates that a row's program holds in registers
     num_warps: int  # of the first launch: one, which reduces a chunk without a barrier
     row_warps: int  # of the second launch
 
@@ -98,7 +98,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Programs of the first launch that share one row: short ones, so that the last to run take little time.
+    """Return the number of programs per row in the first launch: short ones, so that the last take little time.
 
     Depends on host values only, like `num_kv_splits`.
     """
@@ -108,22 +108,22 @@ def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
 
 
 def copy_config(size: int) -> LaunchConfig:
-    """32 elements per thread: four loads of 16 bytes under way before the first store."""
+    """Give each thread 32 elements: four loads of 16 bytes in flight before the first store."""
     block = min(max(next_power_of_2(size), 32), 4096)
     return LaunchConfig(block, num_warps=min(max(block // 1024, 1), 4))
 
 
 def rope_config(num_heads: int) -> LaunchConfig:
-    """`block` heads of one token per program."""
+    """Give each program `block` heads of one token."""
     return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
 
 
 def prefill_config(
     head_dim: int, group: int, block_size: int, element_size: int, architecture: int
 ) -> AttentionConfig:
-    """Tiles of the mixed kernel; `group` = query heads per KV head, `element_size` in bytes."""
+    """Return tiles of the mixed kernel; `group` = query heads per KV head, `element_size` in bytes."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
-    # With heads of 256 the compiler spills on sm_100.
+    # Heads of 256 spill on sm_100.
     boxes = architecture == 90 or (block_d <= 128 and architecture in WARPGROUP_ARCHITECTURES)
     tma = boxes and element_size == 2 and block_size >= 64
     if element_size > 2:
@@ -143,7 +143,7 @@ def prefill_config(
 
 
 def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
-    """Tiles of the split-KV kernel: bound by bandwidth, so small tiles, with the next one in flight."""
+    """Return tiles of the split-KV kernel, which is bandwidth-bound: small ones, with the next in flight."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
@@ -152,10 +152,10 @@ def decode_config(head_dim: int, group: int, block_size: int, element_size: int)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Programs that share the keys of one sequence and KV head: enough to fill the device, none with too few keys.
+    """Return the number of programs per sequence and KV head: enough to fill the device, none with too few keys.
 
-    One fewer where the last programs would wait for a place: they would run alone at the end. Depends on host values
-    only, so that it can be frozen in a CUDA graph of a batch bucket.
+    One is dropped if the last programs would otherwise wait and run alone. Depends on host values only, so a CUDA
+    graph of a batch bucket can freeze it.
     """
     num_rows = max(num_seqs * num_kv_heads, 1)
     wanted = cdiv(PROGRAMS_PER_SM * num_sms, num_rows)
@@ -166,14 +166,14 @@ def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; a small number elsewhere, where kernels are interpreted or compiled."""
+    """Return a GPU's streaming multiprocessors; a small number for interpretation or compilation elsewhere."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability of a GPU (90 for sm_90); elsewhere the architecture that is compiled for."""
+    """Return a GPU's compute capability (90 for sm_90); elsewhere the compilation target."""
     return _capability(device) if device.type == "cuda" else compile_target.get()
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, their rank, and the most likely tokens."""
+"""Log-probabilities and ranks of chosen tokens, and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from tidewheel_kernels.backend import Op
 
 
 class LogprobsOutput(NamedTuple):
-    logprobs: torch.Tensor  # [B] float32; NaN where the token id is out of range
-    ranks: torch.Tensor  # [B] int32; 1 = most likely, tokens that tie share the best rank, 0 where out of range
-    top_token_ids: torch.Tensor  # [B, num_top] int64, most likely first; of equals, any order
+    logprobs: torch.Tensor  # [B] float32; NaN for a token id out of range
+    ranks: torch.Tensor  # [B] int32; 1 = most likely, ties share the best rank, 0 out of range
+    top_token_ids: torch.Tensor  # [B, num_top] int64, most likely first, ties in any order
     top_logprobs: torch.Tensor  # [B, num_top] float32
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
-    """Log-softmax in float32 of `logits` [B, V] at `token_ids` [B] (int32 or int64) and at the `num_top` largest.
+    """Return the log-softmax of `logits` [B, V] at `token_ids` [B] (int32 or int64) and the `num_top` largest.
 
-    A row with a NaN or +inf, or with nothing but -inf, has no log-probabilities; the other rows are not affected.
+    The softmax is float32. A row with a NaN or +inf, or with only -inf, has no log-probabilities; others are
+    unaffected.
     """
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top must be in [0, {logits.shape[1]}], got {num_top}")

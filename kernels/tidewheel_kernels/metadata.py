@@ -1,5 +1,3 @@
-"""What attention has to know about a batch."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,40 +11,40 @@ HostInts = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Layout of one packed batch of B sequences with T query tokens over a paged KV cache.
+    """Layout of a packed batch of B sequences with T query tokens over a paged KV cache.
 
-    Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``; they are its last tokens, so row j of
-    them stands at position ``seq_lens[i] - query_len + j``. Token p of sequence i lies in block
-    ``block_tables[i, p // block_size]`` at offset ``p % block_size``. Sequences with one query token (decodes) that
-    use the split-KV kernel come first: for i < num_decodes, row i is sequence i.
+    Sequence i owns the query rows ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]``, its last tokens: row j of them is at
+    position ``seq_lens[i] - query_len + j``. Token p of sequence i lies in block ``block_tables[i, p // block_size]``
+    at offset ``p % block_size``. One-token sequences (decodes) for the split-KV kernel come first: row i is sequence
+    i if ``i < num_decodes``.
 
-    A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and its output row is zero. Entries of a block
-    table past the last block of a sequence are never read.
+    A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
+    sequence's last block are never read.
 
     In a CUDA graph the tensors are static buffers, and `max_seqlen_q`, `max_seq_len` and `num_decodes` are frozen
-    upper bounds: grids and the number of splits follow from them.
+    upper bounds that set grids and splits.
 
-    On the CPU, attention plans once per object: there, make a new object for every step.
+    CPU attention plans once per object: make a new one for every step.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset of each token, -1 = padding
     block_tables: torch.Tensor  # [B, max_blocks] int32
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
-    seq_lens: torch.Tensor  # [B] int32; keys of each sequence, this step's tokens included
+    seq_lens: torch.Tensor  # [B] int32; keys of each sequence, including this step's tokens
     max_seqlen_q: int
     max_seq_len: int
     num_decodes: int
-    cu_seqlens_q_cpu: HostInts | None = None  # host copy of cu_seqlens_q
-    seq_lens_cpu: HostInts | None = None  # host copy of seq_lens
+    cu_seqlens_q_cpu: HostInts | None = None  # host copy
+    seq_lens_cpu: HostInts | None = None  # host copy
 
     @property
     def num_seqs(self) -> int:
         return self.seq_lens.shape[0]
 
     def host_cu_seqlens_q(self) -> HostInts:
-        """`cu_seqlens_q` on the host; a device synchronisation where no copy was given."""
+        """Return host values; synchronise the device if there is no copy."""
         return self.cu_seqlens_q.cpu().numpy() if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
 
     def host_seq_lens(self) -> HostInts:
-        """`seq_lens` on the host; a device synchronisation where no copy was given."""
+        """Return host values; synchronise the device if there is no copy."""
         return self.seq_lens.cpu().numpy() if self.seq_lens_cpu is None else self.seq_lens_cpu

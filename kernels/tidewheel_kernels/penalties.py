@@ -1,4 +1,4 @@
-"""Changes to the logits before sampling: single tokens of single rows, no dense mask, no loop over rows."""
+"""Changes to logits before sampling, without a dense mask or a loop over rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MAX_COUNTS = 1 << 20  # at once, on a CPU
 
 @dataclass(frozen=True, eq=False)
 class TokenHistory:
-    """The tokens before each of the B rows of logits, where earlier steps have written them."""
+    """Tokens before each of the B rows of logits."""
 
     tokens: torch.Tensor  # [M] int32 in [0, V), the tokens of all sequences
-    ends: torch.Tensor  # [B] int64; row i continues the tokens that stand right before tokens[ends[i]]
+    ends: torch.Tensor  # [B] int64; row i continues the tokens right before tokens[ends[i]]
 
 
 @dataclass(frozen=True, eq=False)
 class PenaltyTensors:
     """The P rows that have penalties, each at most once."""
 
-    max_num_tokens: int  # at least the largest of num_tokens
+    max_num_tokens: int  # upper bound of num_tokens
     rows: torch.Tensor  # [P] int32, in [0, B)
     num_prompt_tokens: torch.Tensor  # [P] int32; later tokens were generated
     num_tokens: torch.Tensor  # [P] int32, > 0, all tokens of the row
@@ -34,7 +34,7 @@ class PenaltyTensors:
 
 @dataclass(frozen=True, eq=False)
 class WordTensors:
-    """W sequences of tokens that must not be completed, each at most one token longer than the tokens of its row."""
+    """W forbidden token sequences, each at most one token longer than its row."""
 
     rows: torch.Tensor  # [W] int32, in [0, B)
     starts: torch.Tensor  # [W] int32, ascending: word i is token_ids[starts[i] : starts[i] + lengths[i]]
@@ -43,13 +43,12 @@ class WordTensors:
 
 
 def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: PenaltyTensors) -> None:
-    """Applies repetition, frequency and presence penalties to `logits` [B, V] in place.
+    """Apply repetition, frequency and presence penalties to `logits` [B, V] in place.
 
-    Repetition (tokens of the prompt or the output): a positive logit is divided by it, another multiplied
-    (Keskar et al. 2019, CTRL, section 4.1). Then, for generated tokens, the logit falls by
-    ``frequency * output_count + presence`` (OpenAI's definition).
+    Repetition (prompt and output) divides positive logits and multiplies others (Keskar et al. 2019, CTRL, section
+    4.1). Then logits of generated tokens fall by ``frequency * output_count + presence`` (OpenAI's definition).
 
-    Tokens are counted anew in every call, in 4 V bytes for each of the P rows, which are free again afterwards.
+    Each call counts tokens anew, in temporary memory of 4 V bytes for each of the P rows.
     """
     if penalties.rows.shape[0]:
         _PENALTIES.on(logits)(logits, history, penalties)
@@ -59,7 +58,7 @@ def apply_penalties_reference(logits: torch.Tensor, history: TokenHistory, penal
     rows, num_tokens = penalties.rows.long(), penalties.num_tokens.unsqueeze(1)
     positions = torch.arange(penalties.max_num_tokens, device=logits.device).unsqueeze(0)
     is_output = (positions >= penalties.num_prompt_tokens.unsqueeze(1)) & (positions < num_tokens)
-    # Behind its end a row repeats its last token. Wherever a token stands, its logit is given the same new value.
+    # Past its end a row repeats its last token: all occurrences of a token write the same value.
     first = history.ends.index_select(0, rows).unsqueeze(1) - num_tokens
     tokens = history.tokens[first + positions.minimum(num_tokens - 1)].long()  # [P, max_num_tokens]
     counts = torch.zeros(len(rows), logits.shape[1], dtype=torch.int32, device=logits.device)
@@ -73,8 +72,10 @@ def apply_penalties_reference(logits: torch.Tensor, history: TokenHistory, penal
 
 
 def apply_penalties_cpu(logits: torch.Tensor, history: TokenHistory, penalties: PenaltyTensors) -> None:
-    """Counts a few rows at a time: fresh memory for all of them costs more than the rest (64 rows of 151,936 tokens,
-    1,000 tokens before each: 25 -> 5 ms)."""
+    """Count few rows at a time, as fresh memory for all costs more than the rest.
+
+    Measured on 64 rows of 151,936 tokens, 1,000 tokens before each: 25 -> 5 ms.
+    """
     columns = (
         penalties.rows, penalties.num_prompt_tokens, penalties.num_tokens, penalties.repetition, penalties.presence,
         penalties.frequency,
@@ -85,9 +86,9 @@ def apply_penalties_cpu(logits: torch.Tensor, history: TokenHistory, penalties: 
 
 
 def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors) -> None:
-    """Sets the last token of a word to -inf in `logits` [B, V], in place, where the row ends with all before it.
+    """Set a word's last token to -inf in `logits` [B, V], in place, where the row ends with its other tokens.
 
-    A word of one token is forbidden always; one whose last token is out of range is skipped. A NaN stays.
+    One-token words are always forbidden, words whose last token is out of range skipped. A NaN stays.
     """
     if words.rows.shape[0]:
         _WORDS.on(logits)(logits, history, words)
@@ -112,10 +113,10 @@ def apply_logit_bias(
     token_ids: torch.Tensor,  # [N] int32
     values: torch.Tensor,  # [N] float32; -inf forbids the token
 ) -> None:
-    """Adds ``values[i]`` to ``logits[rows[i], token_ids[i]]`` in place. Pairs may repeat; their values add up.
+    """Add ``values[i]`` to ``logits[rows[i], token_ids[i]]`` in place. Values of repeated pairs add up.
 
-    Entries with a row or token id out of range are skipped. float32 logits only: repeated pairs are summed by atomic
-    additions, which 16-bit formats lack on some devices.
+    Rows and token ids out of range are skipped. Raise `TypeError` unless float32: some devices lack 16-bit atomic
+    additions.
     """
     if logits.dtype != torch.float32:
         raise TypeError(f"logit bias needs float32 logits, got {logits.dtype}; convert with logits.float()")

@@ -17,10 +17,10 @@ def rms_norm(
     *,
     weight_offset: float = 0.0,
 ) -> NormResult:
-    """``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``, in float32, returned in x's dtype.
+    """Return ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``, computed in float32, in x's dtype.
 
-    With `residual`, normalises ``s = x + residual`` (rounded to x's dtype, as a separate addition would be) and
-    returns ``(normed, s)``. Inputs are not modified. `weight_offset` is 1.0 for Gemma-style checkpoints.
+    With `residual`, normalise ``s = x + residual`` (rounded to x's dtype, as by a separate addition) and return
+    ``(normed, s)``. Inputs are not modified. `weight_offset` is 1.0 for Gemma-style checkpoints.
     """
     return _OP.on(x)(x, weight, eps, residual, weight_offset=weight_offset)
 

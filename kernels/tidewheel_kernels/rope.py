@@ -23,11 +23,11 @@ def rope_and_cache(
     k_norm_weight: torch.Tensor | None = None,  # [head_dim]
     eps: float = 1e-6,
 ) -> None:
-    """Rotates q and k in place and stores the rotated k, and v, in the cache.
+    """Rotate q and k in place, and store the rotated k, and v, in the cache.
 
-    q, k and v may be views into one fused QKV output: only their last dimension has to be contiguous. The rotation
-    pairs element i with i + rotary_dim / 2 (NeoX style) and leaves elements from rotary_dim on as they are. With norm
-    weights (both or none), every head is RMS-normalised before it is rotated. Arithmetic is float32.
+    Only the last dimension must be contiguous: q, k and v may be views into a fused QKV output. The rotation pairs
+    element i with i + rotary_dim / 2 (NeoX style) and leaves elements from rotary_dim on unchanged. Norm weights
+    (both or none) RMS-normalise every head before rotation. Arithmetic is float32.
     """
     if (q_norm_weight is None) != (k_norm_weight is None):
         raise ValueError("give q_norm_weight and k_norm_weight, or neither")
@@ -77,7 +77,7 @@ def rope_and_cache_cpu(
     k_norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> None:
-    """Queries and keys as one tensor, in place from the norm on; no copy where they are float32 and side by side."""
+    """Rotate queries and keys as one tensor, without a copy if they are float32 and side by side."""
     num_q_heads, head_dim = q.shape[1:]
     heads = _side_by_side(q, k)
     values = torch.cat((q, k), dim=1).float() if heads is None else heads.float()
@@ -95,7 +95,7 @@ def rope_and_cache_cpu(
 
 
 def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-    """A view [num_tokens, num_q_heads + num_kv_heads, head_dim], if k follows q in the rows of a fused projection."""
+    """Return a view [num_tokens, num_q_heads + num_kv_heads, head_dim] if k follows q in a fused projection."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_heads = num_q_heads + k.shape[1]
     follows = k.data_ptr() == q.data_ptr() + num_q_heads * head_dim * q.itemsize
@@ -104,7 +104,7 @@ def _side_by_side(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
 
 
 def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """What `rotate_neox` returns, in x."""
+    """Apply `rotate_neox` in place."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     from_second, from_first = second * sin, first * sin
@@ -113,7 +113,7 @@ def rotate_in_place(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> No
 
 
 def rotate_neox(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first ``2 * cos.shape[-1]`` elements of x's last dimension; cos and sin broadcast over heads."""
+    """Rotate the first ``2 * cos.shape[-1]`` elements of x's last dimension; cos and sin broadcast over heads."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -1,4 +1,4 @@
-"""Drawing the next token of every sequence, without sorting the vocabulary on the device."""
+"""Sampling of the next tokens, without sorting the vocabulary on the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tidewheel_kernels.sampling_reference import sample_reference
 
 @dataclass(frozen=True, eq=False)
 class SamplingTensors:
-    """Sampling parameters of a batch, one element per row, on the device of the logits.
+    """Sampling parameters by row, on the device of the logits.
 
-    The flags say on the host whether any row needs a stage at all: True wherever a row that is sampled does. A row of
-    a stage that is on can still be neutral, so all True is right for any batch that is not all greedy.
+    A flag must be True if any sampled row needs its stage. Neutral rows are unaffected, so all True suits any batch
+    that is not all greedy.
     """
 
     temperature: torch.Tensor  # [B] float32; below 1e-5 = greedy
@@ -35,17 +35,16 @@ class SampleOutput(NamedTuple):
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> SampleOutput:
-    """Draws one token per row of `logits` [B, V] (any float dtype, last dimension contiguous).
+    """Draw one token per row of `logits` [B, V] (any float dtype, last dimension contiguous).
 
-    `uniform` [B] float32 in [0, 1) drives the draw: the token is the first, in order of token ids, whose cumulative
-    probability over the kept and renormalised tokens exceeds it. So a draw depends on its own row and number only.
+    The result is the first token, by id, whose cumulative probability over the kept and renormalised tokens exceeds
+    `uniform` [B] float32 in [0, 1). A draw depends only on its own row and number.
 
-    Order of the stages: temperature; top_k; top_p over the distribution that top_k left (the smallest set that
-    reaches top_p, at least one token); min_p relative to the largest probability. Tokens whose logit ties with the
-    last one kept by top_k or top_p are kept as well, so a stage can keep more tokens than it names. Greedy rows take
-    the largest logit, the lowest id among equals.
+    The stages are temperature; top_k; top_p over what top_k left (the smallest set that reaches top_p, at least one
+    token); min_p relative to the largest probability. top_k and top_p also keep ties with the last token kept. Greedy
+    rows take the largest logit, the lowest id among equals.
 
-    A row with a NaN or +inf, or with nothing but -inf, gives token -1; the other rows are not affected.
+    A row with a NaN or +inf, or with only -inf, gives -1; other rows are unaffected.
     """
     if logits.dim() != 2 or uniform.shape != logits.shape[:1]:
         raise ValueError(f"want logits [B, V] and uniform [B], got {tuple(logits.shape)} and {tuple(uniform.shape)}")

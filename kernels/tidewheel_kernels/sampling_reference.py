@@ -1,4 +1,4 @@
-"""The oracle of sampling: sorts the vocabulary and keeps every token at or above a threshold logit."""
+"""Reference of sampling: sort the vocabulary and keep every token at or above a threshold logit."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 if TYPE_CHECKING:
     from tidewheel_kernels.sampling import SamplingTensors
 
-GREEDY_TEMPERATURE = 1e-5  # below it, division by the temperature loses the differences between logits
+GREEDY_TEMPERATURE = 1e-5  # lower values lose the differences between logits
 
 
 class Greedy(NamedTuple):
     max_logit: torch.Tensor  # [B, 1] float32
-    token_ids: torch.Tensor  # [B] int64, -1 for an unusable row
+    token_ids: torch.Tensor  # [B] int64, -1 for unusable rows
 
 
 def greedy_tokens(logits: torch.Tensor) -> Greedy:
-    """Largest logit of each row; torch's max carries NaN through, so one comparison finds every unusable row."""
+    """Return each row's largest logit; torch's max propagates NaN, so one comparison finds unusable rows."""
     max_logit, token_ids = logits.max(dim=-1)
     return Greedy(max_logit.float().unsqueeze(-1), token_ids.masked_fill(~max_logit.isfinite(), -1))
 
 
 def sample_reference(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
-    """Token ids [B] int64; see `tidewheel_kernels.sampling.sample`."""
+    """Return token ids [B] int64; see `tidewheel_kernels.sampling.sample`."""
     greedy = greedy_tokens(logits)
     if not params.any_sampled:
         return greedy.token_ids
@@ -34,7 +34,7 @@ def sample_reference(logits: torch.Tensor, params: SamplingTensors, uniform: tor
 
 
 def filtered_weights(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """[B, V] float32: ``exp((logit - max) / temperature)`` of the tokens that top_k, top_p and min_p keep, else 0."""
+    """Return [B, V] float32: ``exp((logit - max) / temperature)`` of tokens that the filters keep, else 0."""
     values = logits.float()
     weights = temperature_weights(values, values.max(dim=-1, keepdim=True).values, params.temperature)
     if params.any_top_k or params.any_top_p:
@@ -53,7 +53,7 @@ def temperature_weights(values: torch.Tensor, max_logit: torch.Tensor, temperatu
 
 
 def top_k_threshold(ordered: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """[B, 1]: the k-th largest value of each row of `ordered` (descending), the smallest where top_k is off."""
+    """Return [B, 1]: the k-th largest value of `ordered` (descending), or the smallest if top_k is off."""
     size = ordered.shape[-1]
     rank = torch.where((top_k <= 0) | (top_k > size), size, top_k).long().unsqueeze(-1) - 1
     return ordered.gather(-1, rank)
@@ -65,19 +65,19 @@ def top_p_threshold(
     top_p: torch.Tensor,  # [B]
     total: torch.Tensor,  # [B, 1] weight of the whole row
 ) -> torch.Tensor:
-    """[B, 1]: the smallest logit among the fewest largest tokens that hold top_p of the weight; -inf where off."""
+    """Return [B, 1]: the smallest logit of the fewest largest tokens that hold top_p of the weight; -inf if off."""
     before = ordered_weights.cumsum(dim=-1) - ordered_weights
     needed = (before < top_p.unsqueeze(-1) * total).sum(dim=-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, needed - 1).masked_fill(top_p.unsqueeze(-1) >= 1, float("-inf"))
 
 
 def min_p_filtered(weights: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Weights are relative to the largest, so min_p is a threshold on the weight itself."""
+    """Apply min_p; weights are relative to the largest."""
     return weights.where(weights >= params.min_p.unsqueeze(-1), 0.0) if params.any_min_p else weights
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[B] int64: the first token whose cumulative weight exceeds ``uniform * total``."""
+    """Return [B] int64: the first token whose cumulative weight exceeds ``uniform * total``."""
     cumulative = weights.cumsum(dim=-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)

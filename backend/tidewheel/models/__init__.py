@@ -1,1 +1,1 @@
-"""Models as the runner sees them: a checkpoint folder in, a `CausalLM` out."""
+"""Models: a checkpoint folder in, a `CausalLM` out."""

@@ -13,7 +13,7 @@ from tidewheel_kernels import AttentionMetadata, paged_attention, rope_and_cache
 
 
 class Step(NamedTuple):
-    """What every layer of one forward pass shares."""
+    """Inputs that all layers of a forward pass share."""
 
     positions: torch.Tensor  # [T] int64
     cos_sin: torch.Tensor  # [max_model_len, head_dim] float32

@@ -1,4 +1,4 @@
-"""The one interface between the runner and a model."""
+"""Interface between the runner and a model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from tidewheel_kernels import AttentionMetadata
 
-KVLayer = tuple[torch.Tensor, torch.Tensor]  # keys and values, [num_blocks, block_size, num_kv_heads, head_dim] each
-Progress = Callable[[str, float], None]  # name of the stage, fraction done in [0, 1]
+KVLayer = tuple[torch.Tensor, torch.Tensor]  # keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]
+Progress = Callable[[str, float], None]  # stage name, fraction done in [0, 1]
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -20,18 +20,18 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class ModelShape(NamedTuple):
-    """What the runner sizes its tables by."""
+    """Sizes for the runner's tables."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int  # output width
     hidden_size: int
-    intermediate_size: int  # the widest activation of a layer
+    intermediate_size: int  # widest activation of a layer
 
 
 class CausalLM(Protocol):
-    """A decoder whose attention reads and writes the paged cache."""
+    """Decoder with attention over the paged cache."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -41,7 +41,7 @@ class CausalLM(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether `forward` is known never to wait for the device nor to read its values, as a CUDA graph demands."""
+        """True if `forward` neither waits for the device nor reads its values, as CUDA graphs require."""
         ...
 
     def forward(
@@ -50,11 +50,11 @@ class CausalLM(Protocol):
         positions: torch.Tensor,  # [T] int64
         meta: AttentionMetadata,
         kv_layers: Sequence[KVLayer],
-        logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted, ascending, each once
+        logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted, ascending, unique
     ) -> torch.Tensor:
-        """Logits [S, vocab_size] of the chosen tokens, in the dtype of the model."""
+        """Return logits [S, vocab_size] in the model's dtype."""
         ...
 
 
 def no_progress(stage: str, fraction: float) -> None:
-    """For callers that do not watch."""
+    """Ignore progress."""

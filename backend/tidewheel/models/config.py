@@ -1,4 +1,4 @@
-"""Shape of a native decoder, from `config.json` by whitelist: what is not read here cannot change the model."""
+"""Shape of a native decoder, from whitelisted keys of `config.json`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tidewheel.models.rope import RopeConfig, parse_rope
 
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 256
-ACTIVATIONS = ("silu", "swish")  # two names of one function
+ACTIVATIONS = ("silu", "swish")  # names of one function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder of pre-norm blocks: RMSNorm, rotary grouped-query attention, gated SiLU feed-forward."""
+    """Decoder of pre-norm blocks: RMSNorm, rotary grouped-query attention, gated SiLU feed-forward."""
 
     architecture: str
     vocab_size: int
@@ -42,7 +42,7 @@ class ModelConfig:
 
 
 def parse_config(fields: Fields, traits: NativeTraits) -> ModelConfig:
-    """Raises `ConfigError` that names the key, its value and what would be accepted."""
+    """Raise `ConfigError` with the key, its value and what is accepted."""
     _check_activation(fields)
     num_layers = fields.integer("num_hidden_layers", high=MAX_LAYERS)
     num_q_heads = fields.integer("num_attention_heads")
@@ -88,11 +88,11 @@ def _check_heads(fields: Fields, config: ModelConfig) -> None:
 
 
 def _sliding_windows(fields: Fields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
-    """Window of each layer in tokens, 0 where it attends to everything before it."""
+    """Return each layer's window in tokens, 0 for full attention."""
     full = (0,) * num_layers
     if traits.windowed_layers == "none":
         return full
-    # An explicit null turns the window off; an absent key means the default of the architecture.
+    # An explicit null disables the window; an absent key means the architecture's default.
     window = fields.optional_integer("sliding_window") if "sliding_window" in fields.values else traits.sliding_window
     if traits.windowed_layers == "all":
         return full if window is None else (window,) * num_layers

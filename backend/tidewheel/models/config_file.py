@@ -1,4 +1,4 @@
-"""Reading `config.json` without trusting it: typed fields, and what is refused for every model."""
+"""Untrusted `config.json`: typed fields, and checks for every model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file of bounded size."""
+    """Read a JSON object from a file of bounded size."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes: it is no configuration of a model")
@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(folder: Path) -> Fields:
-    """The fields of `config.json`, after the checks that hold for every model."""
+    """Return the fields of `config.json` after the checks for every model."""
     path = folder / "config.json"
     fields = Fields(read_json(path), str(path))
     values = fields.values
@@ -43,14 +43,14 @@ def read_config(folder: Path) -> Fields:
 
 
 class Fields:
-    """Typed access to a JSON object; every error names the file, the key and the value."""
+    """Typed access to a JSON object; errors name file, key and value."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
         self.where = where
 
     def section(self, key: str) -> Fields:
-        """A nested object; empty when the key is absent or null."""
+        """Return a nested object; empty if absent or null."""
         value = self.values.get(key)
         if value is None:
             return Fields({}, f"{self.where}: {key}")
@@ -68,7 +68,7 @@ class Fields:
         return None if self.values.get(key) is None else self.integer(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+        """Return a positive finite number."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise self.error(key, "a positive number")
@@ -106,7 +106,7 @@ class Fields:
 
 
 def architecture(fields: Fields) -> str:
-    """The class that the checkpoint was made for."""
+    """Return the class that the checkpoint was made for."""
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", "a list of one name")
@@ -114,11 +114,11 @@ def architecture(fields: Fields) -> str:
 
 
 def checkpoint_dtype(fields: Fields) -> str | None:
-    """Name of the dtype that the weights are stored in, where `config.json` says so and we serve it."""
+    """Return the stated dtype of the weights, if served."""
     name = fields.values.get("dtype") or fields.values.get("torch_dtype")
     return name if isinstance(name, str) and name in DTYPE_NAMES else None
 
 
 def one_line(error: Exception, limit: int = 400) -> str:
-    """What a library said, as part of a message of ours."""
+    """Return a library's message on one line."""
     return " ".join(str(error).split())[:limit] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The native decoder: Llama, Mistral, Qwen2 and Qwen3 are one program with different flags."""
+"""Native decoder: Llama, Mistral, Qwen2 and Qwen3 are one program with different flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv: KVLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both [T, hidden]: what the block adds, and the sum before it; the next norm adds them up."""
+        """Return the block's output and the sum before it, both [T, hidden]; the next norm adds them."""
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         normed, residual = add_norm(self.attention(normed, step, kv), residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual
@@ -49,13 +49,13 @@ class DecoderLayer:
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of ``x + residual``, and that sum."""
+    """Return RMSNorm of ``x + residual``, and that sum."""
     result = rms_norm(x, weight, eps, residual)
     return result if isinstance(result, tuple) else (result, x)
 
 
 class Decoder:
-    """A `CausalLM`. Its weights are undefined until every one of `destinations()` is filled; then call `pack`."""
+    """Native `CausalLM`: fill all `destinations()`, then call `pack`."""
 
     is_capturable = True
 
@@ -79,7 +79,7 @@ class Decoder:
         )  # fmt: skip
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Name in a Hugging Face checkpoint → tensor to fill; parts of a fused matrix are views into it."""
+        """Map names of a Hugging Face checkpoint to tensors; parts of a fused matrix are views."""
         parts = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         for i, layer in enumerate(self.layers):
             parts |= layer.destinations(f"model.layers.{i}.")
@@ -88,7 +88,7 @@ class Decoder:
         return parts
 
     def ignores(self, name: str) -> bool:
-        """Tensors that checkpoints carry without need: tables of old exports, the second copy of a tied matrix."""
+        """True for tables of old exports and the copy of a tied matrix."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
     def pack(self) -> None:
@@ -110,7 +110,7 @@ class Decoder:
         for layer, kv in zip(self.layers, kv_layers, strict=True):
             hidden, residual = layer(hidden, residual, step, kv)
         assert residual is not None, "a decoder has at least one layer"
-        if len(logit_indices) < len(hidden):  # else it is all of them, in order
+        if len(logit_indices) < len(hidden):  # else all tokens, in order
             hidden, residual = hidden.index_select(0, logit_indices), residual.index_select(0, logit_indices)
         normed, _ = add_norm(hidden, residual, self.norm, self.config.rms_norm_eps)
         return self.lm_head(normed)

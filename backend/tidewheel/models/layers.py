@@ -1,4 +1,4 @@
-"""Building blocks of the native decoder: plain classes around tensors, no module tree to walk on the hot path."""
+"""Layers of the native decoder: plain classes, without a module tree on the hot path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.functional import linear, pad
 
 from tidewheel_kernels import silu_and_mul
 
-# Rows that oneDNN lays the weight out for: the layout for 16 and more is also the better one for fewer.
+# Rows that oneDNN optimises its layout for: the layout for 16 and more is also better for fewer.
 PACKED_ROWS = 64
 FINELY_PADDED_ROWS = 64
 
@@ -17,8 +17,8 @@ FINELY_PADDED_ROWS = 64
 class Linear:
     """``x @ weight.T + bias``.
 
-    On a CPU `pack` replaces the weight by oneDNN's blocked layout, which is up to three times as fast as a plain
-    GEMM for the few rows of a decode step.
+    On a CPU `pack` stores oneDNN's blocked layout: up to three times as fast as plain GEMM for a decode step's few
+    rows.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Linear:
         return packed[:num_rows]
 
     def destinations(self, names: Sequence[str], sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Where the named parts of a fused weight, and bias, of a checkpoint belong."""
+        """Map names of parts of a fused weight, and bias, to views."""
         parts = {
             f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, list(sizes)), strict=True)
         }
@@ -55,10 +55,10 @@ class Linear:
 
 
 def padded_rows(num_rows: int) -> int:
-    """The next of a few row counts: at most a row more for a decode step, a quarter for more rows.
+    """Round up: by at most one row for a decode step, by a quarter for more.
 
-    oneDNN prepares a program for every row count it meets and keeps up to a thousand of them, of about half a
-    megabyte each: with rows as they come, an engine would grow by hundreds of megabytes. Time grows with the rows.
+    oneDNN keeps half a megabyte for each of up to a thousand row counts, so unrounded counts would take hundreds of
+    megabytes. Time grows with the rows.
     """
     steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
@@ -66,7 +66,7 @@ def padded_rows(num_rows: int) -> int:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch, and this processor, have oneDNN's packed linear layer for `dtype`."""
+    """Return whether torch and CPU have oneDNN's packed linear layer for `dtype`."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

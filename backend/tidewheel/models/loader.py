@@ -1,5 +1,3 @@
-"""From a model folder to a `CausalLM` on its device."""
-
 from __future__ import annotations
 
 import logging
@@ -30,7 +28,7 @@ class LoadedModel(NamedTuple):
 def load_model(
     folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> LoadedModel:
-    """Raises `ConfigError` in one line; what `config.json` and the headers can tell is checked before any reading."""
+    """Check `config.json` and file headers before reading. Raise `ConfigError` with one line."""
     name = architecture(fields)
     traits = native_traits(fields)
     progress(STAGE, 0.0)
@@ -43,7 +41,7 @@ def load_model(
 def _load_through_transformers(
     folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> LoadedModel:
-    # Here and not above: importing transformers takes seconds, which a native model should not wait for.
+    # Importing transformers takes seconds, which native models save.
     from tidewheel.models.transformers_model import load_transformers_model, transformers_config
 
     name = architecture(fields)
@@ -75,7 +73,7 @@ def _load_native(
     check_weights_fit(planned.weights_bytes, dtype, device)
     try:
         decoder = Decoder(shape, max_model_len=max_model_len, dtype=dtype, device=device)
-    except RuntimeError as error:  # torch's CPU allocator has no class of its own; CUDA's derives from this one
+    except RuntimeError as error:  # torch's CPU allocator has no error class of its own; CUDA's is a subclass
         raise ConfigError(f"{folder}: the weights do not fit into the memory of {device} as {dtype}") from error
     if config.load_format == "dummy":
         fill_random(decoder.destinations(), config.seed, progress)

@@ -1,4 +1,4 @@
-"""Which architecture runs how: on the native decoder, through transformers, or not at all and why."""
+"""How each architecture runs: natively, through transformers, or not at all and why."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tidewheel.models.config_file import Fields, architecture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeTraits:
-    """What distinguishes the native architectures where their `config.json` does not say it."""
+    """Traits of a native architecture that `config.json` does not state."""
 
     qk_norm: bool = False
-    qkv_bias: bool | None = None  # None: `attention_bias` of the configuration, for output too
+    qkv_bias: bool | None = None  # None: the configuration's `attention_bias`, for output too
     mlp_bias: bool = False  # read from `mlp_bias`
     head_dim: int | None = None  # default; None: hidden_size / num_attention_heads
     num_kv_heads: int | None = None  # default; None: num_attention_heads
@@ -65,7 +65,7 @@ REFUSED: dict[str, str] = {
 
 
 def native_traits(fields: Fields) -> NativeTraits | None:
-    """Traits of a native architecture, None for one that goes through transformers; the rest is refused."""
+    """Return native traits, or None for transformers. Raise `ConfigError` for a refused model."""
     name = architecture(fields)
     if name in REFUSED:
         raise ConfigError(f"{fields.where}: {name} is not offered: {REFUSED[name]}")

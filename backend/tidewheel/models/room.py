@@ -1,4 +1,4 @@
-"""Whether the weights of a model fit onto a GPU: asked before anything is allocated or read."""
+"""Check that weights fit onto a GPU, before anything is allocated or read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 1 << 30
 
 
 def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises `ConfigError` with what would fit. Only a GPU is asked: host memory can grow as it is needed."""
+    """Raise `ConfigError` with what would fit. Only GPUs are checked: host memory can grow."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)

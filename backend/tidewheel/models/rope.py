@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of each scaling, and the table of cosines and sines."""
+"""Rotary position embedding: frequencies, and the table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Parameters of the rotation; those of another `rope_type` than the chosen one are unused."""
+    """Rotation parameters; those of other `rope_type`s are unused."""
 
     rope_type: str
     theta: float
@@ -25,17 +25,17 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float = 1.0  # multiplies cosines and sines
+    attention_factor: float = 1.0  # factor of cosines and sines
     truncate: bool = True
 
     @property
     def extended_context(self) -> int:
-        """Positions that the scaling is made for; 0 where the configuration states them itself."""
+        """Positions that the scaling extends to; 0 if the configuration gives them."""
         return int(self.original_context * self.factor) if self.rope_type == "yarn" else 0
 
 
 def parse_rope(fields: Fields, default_theta: float = 10_000.0) -> RopeConfig:
-    """From `rope_parameters` (transformers 5), else `rope_theta` and `rope_scaling` (transformers 4)."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
     merged = Fields(
         {**fields.section("rope_scaling").values, **fields.section("rope_parameters").values},
         f"{fields.where}: rope parameters",
@@ -83,7 +83,7 @@ def _yarn_attention_factor(merged: Fields, factor: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """[rotary_dim / 2] float32: radians per position of each pair of elements."""
+    """Return [rotary_dim / 2] float32: radians per position of each pair."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
@@ -96,7 +96,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3.1's `apply_scaling`: long waves are slowed down, short ones kept, those between are blended."""
+    """Slow long waves, keep short ones and blend between them: Llama 3.1's `apply_scaling`."""
     wavelength = 2 * math.pi / plain
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (rope.original_context / wavelength - low) / (high - low)
@@ -105,7 +105,7 @@ def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """YaRN, section 3.2 ("NTK-by-parts"): a ramp over dimensions between interpolated and plain frequencies."""
+    """Ramp over dimensions between interpolated and plain frequencies: YaRN, section 3.2 ("NTK-by-parts")."""
 
     def dimension(rotations: float) -> float:
         return rotary_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -115,12 +115,12 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch.Tenso
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)
     if low == high:
-        high += 0.001  # the ramp becomes a step instead of 0 / 0
+        high += 0.001  # a step instead of 0 / 0
     ramp = ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
 def cos_sin_table(rope: RopeConfig, rotary_dim: int, length: int, device: torch.device) -> torch.Tensor:
-    """[length, rotary_dim] float32: cosines, then sines, of each position's angles."""
+    """Return [length, rotary_dim] float32: cosines, then sines."""
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, rotary_dim))
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor).to(device)

@@ -1,7 +1,7 @@
-"""A safetensors file, validated by our own parser before a byte of it is used.
+"""Safetensors files, validated before use.
 
-Layout: 8 bytes little endian length n, n bytes of JSON header, then the data. The header maps names to dtype, shape
-and the byte range of the data; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
+Layout: 8 bytes little endian length n, n bytes of JSON header, then data. The header maps names to dtype, shape and
+byte range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class HeaderError(ValueError):
-    """What is wrong with the header, without the name of the file."""
+    """Header problem, without the file's name."""
 
 
 class TensorEntry(NamedTuple):
@@ -44,7 +44,7 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """Names, shapes and places of the tensors of one validated file; `weight_stream` reads them."""
+    """Names, shapes and places of tensors in a validated file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class SafetensorsFile:
         return sum(math.prod(entry.shape) for entry in self.entries.values())
 
     def in_order(self) -> list[tuple[str, TensorEntry]]:
-        """Names and entries by their place in the file."""
+        """Return names and entries in file order."""
         return sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end))
 
 
@@ -85,7 +85,7 @@ def _header_size(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
-    """Entries by name. Raises `HeaderError`; `data_size` is what follows the header, in bytes."""
+    """Return entries by name. `data_size` counts the bytes after the header. Raise `HeaderError`."""
     try:
         value = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -128,7 +128,7 @@ def _sizes(name: str, key: str, value: object) -> tuple[int, ...]:
 
 
 def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
-    """Ranges in order must touch each other and fill the data: nothing overlaps, is out of range or hidden."""
+    """Require ranges that touch each other and fill the data, without overlap."""
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:

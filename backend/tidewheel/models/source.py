@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, or the local copy of a Hugging Face repository."""
+"""Location of a model: a folder, or the local copy of a Hugging Face repository."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tidewheel.errors import ConfigError
 from tidewheel.models.config_file import one_line
 
-# Data only: no code and no pickled weights are ever fetched.
+# Data only: code and pickled weights are never fetched.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
-UNWANTED = ["*/*", "consolidated*"]  # other formats of the same weights
+UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
 
 
 def resolve_folder(model: str) -> Path:
-    """The folder itself, else a download (or the cached copy) of the Hugging Face repository of that name."""
+    """Return the folder, or else that of the cached or downloaded Hugging Face repository."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve()

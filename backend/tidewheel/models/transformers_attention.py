@@ -1,7 +1,7 @@
 """transformers' attention interface, pointed at the paged cache.
 
-The function that the library calls is told the layer, not the step. Each model therefore has a slot, known to all its
-layers, that holds the attention of the step that runs; many models drop keyword arguments on the way to their layers.
+The library passes the layer but not the step, and many models drop keyword arguments. So a model's layers share a
+slot with the running step's attention.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from transformers import AttentionInterface
 from tidewheel.models.base import KVLayer
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
-IMPLEMENTATION = "tidewheel"  # the name under which transformers knows `attention_forward`
-_SLOT = "tidewheel_attention"  # attribute of every module of a model that `install` was called for
+IMPLEMENTATION = "tidewheel"  # name in transformers of `attention_forward`
+_SLOT = "tidewheel_attention"  # attribute of every module after `install`
 
 
 class AttentionCall(NamedTuple):
-    """One layer's call, as the model made it."""
+    """Attention call of one layer."""
 
     module: torch.nn.Module
     query: torch.Tensor  # [1, num_q_heads, T, head_dim], rotated
@@ -31,7 +31,7 @@ class AttentionCall(NamedTuple):
     sliding_window: int  # 0: off
     soft_cap: float  # 0: off
     mask: object
-    others: dict[str, object]  # keyword arguments that the paged attention has no use for
+    others: dict[str, object]  # keyword arguments that paged attention does not use
 
     @property
     def layer(self) -> int:
@@ -43,19 +43,19 @@ class AttentionCall(NamedTuple):
 
 class AttentionHook(Protocol):
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """[T, num_q_heads, head_dim]"""
+        """Return [T, num_q_heads, head_dim]."""
         ...
 
 
 class AttentionSlot:
-    """The attention of the step that runs, of one model. One thread only."""
+    """Attention of a model's running step. One thread only."""
 
     def __init__(self) -> None:
         self._hook: AttentionHook | None = None
 
     @contextmanager
     def holding(self, hook: AttentionHook) -> Iterator[None]:
-        """Every layer of the model attends through `hook` inside."""
+        """Use `hook` in all layers within the context."""
         self._hook = hook
         try:
             yield
@@ -70,7 +70,7 @@ class AttentionSlot:
 
 
 def install(model: torch.nn.Module) -> AttentionSlot:
-    """A slot that all layers of `model`, and no other model, look into."""
+    """Return a slot shared by the layers of `model` only."""
     slot = AttentionSlot()
     for module in model.modules():
         setattr(module, _SLOT, slot)
@@ -88,7 +88,7 @@ def attention_forward(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls; its signature is that of the library's interface."""
+    """Called by transformers, which sets the signature."""
     slot: AttentionSlot = getattr(module, _SLOT)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(
@@ -101,7 +101,7 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 class PagedAttention:
-    """Writes keys and values of each layer to its cache, then attends over it."""
+    """Writes each layer's keys and values to its cache, then attends over it."""
 
     def __init__(self, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]) -> None:
         self._meta = meta

@@ -1,4 +1,4 @@
-"""What a model of transformers must not do, read from its class and configuration before it is built."""
+"""Checks of a transformers model's class and configuration before it is built."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from tidewheel.errors import ConfigError
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
-# Their frequencies depend on the longest sequence of the batch, so one request would change another.
+# Frequencies depend on the batch's longest sequence, so one request would change another.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def check_class(cls: Any, name: str) -> None:
-    """Raises `ConfigError` for a class that cannot run as one packed sequence."""
+    """Raise `ConfigError` for a class that cannot run as one packed sequence."""
     if getattr(cls, "_is_stateful", False):
         raise ConfigError(f"{name} is not offered: it keeps a recurrent state instead of keys and values")
     if "logits_to_keep" not in inspect.signature(cls.forward).parameters:
@@ -22,7 +22,7 @@ def check_class(cls: Any, name: str) -> None:
 
 
 def check_config(config: Any, name: str) -> None:
-    """Raises `ConfigError` naming the first property that the paged attention cannot honour."""
+    """Raise `ConfigError` with the first property that paged attention cannot honour."""
     for problem in _problems(config):
         raise ConfigError(f"{name} is not offered: {problem}")
 
@@ -52,7 +52,7 @@ def _rope_types(config: Any) -> Iterator[str]:
 
 
 def expected_window(config: Any, layer: int) -> int | None:
-    """The sliding window that `config` gives a layer: 0 for none, None where it does not say."""
+    """Return a layer's sliding window: 0 for none, None if `config` does not say."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None)
     if kinds:

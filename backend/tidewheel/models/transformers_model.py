@@ -1,4 +1,4 @@
-"""Every other causal decoder of transformers, with its attention replaced by ours."""
+"""Other causal decoders of transformers, with paged attention."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tidewheel.models.transformers_probe import NO_INTERFACE, probe
 from tidewheel.models.weights import STAGE, checkpoint_files, named
 from tidewheel_kernels import AttentionMetadata
 
-# A folder does not choose how its model is run: some of these values would make the library fetch code.
+# A checkpoint must not choose its implementation: some fetch code.
 IMPLEMENTATION_KEYS = ("attn_implementation", "experts_implementation")
 
 
 class TransformersModel:
-    """A `CausalLM` around a model of transformers: one packed sequence in, logits of chosen tokens out."""
+    """`CausalLM` around a transformers model: one packed sequence in, logits of chosen tokens out."""
 
-    is_capturable = False  # masks, caches of rotations and experts are the library's, another for every architecture
+    is_capturable = False  # masks, rotation caches and experts depend on the architecture
 
     def __init__(self, model: Any, name: str, device: torch.device) -> None:
         self._model = model
@@ -63,7 +63,7 @@ class TransformersModel:
 
 
 def transformers_config(fields: Fields) -> tuple[Any, Any]:
-    """Class and configuration of a model of transformers, checked; no weights are touched."""
+    """Return the checked class and configuration, without touching weights."""
     name = architecture(fields)
     if name not in _names():
         raise ConfigError(
@@ -75,7 +75,7 @@ def transformers_config(fields: Fields) -> tuple[Any, Any]:
     values = {k: v for k, v in fields.values.items() if not k.startswith("_") and k not in IMPLEMENTATION_KEYS}
     try:
         config = cls.config_class.from_dict(values)
-    except Exception as error:  # the library raises whatever its validators raise
+    except Exception as error:  # validators may raise anything
         raise ConfigError(f"{fields.where}: transformers refuses it for {name}: {one_line(error)}") from error
     check_config(config, name)
     return cls, config
@@ -97,9 +97,9 @@ def load_transformers_model(
     progress: Progress,
     dummy_seed: int | None = None,
 ) -> TransformersModel:
-    """With `dummy_seed`, random weights made on the device, of the sizes that the configuration gives."""
+    """Load the model, with random weights on the device if `dummy_seed` is given."""
     if dummy_seed is None:
-        files = checkpoint_files(folder)  # our own validation of every file that the library is about to read
+        files = checkpoint_files(folder)  # validate every file before the library reads it
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)
     try:
         if dummy_seed is None:
@@ -108,8 +108,8 @@ def load_transformers_model(
             model = _random(cls, config, dtype, device, dummy_seed)
     except ConfigError:
         raise
-    except Exception as error:  # the library raises whatever its layers raise
-        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # a model with a table of its own
+    except Exception as error:  # layers may raise anything
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):  # the model has its own attention table
             raise ConfigError(f"{cls.__name__} is not offered: {NO_INTERFACE}") from error
         raise ConfigError(f"{folder}: transformers cannot load {cls.__name__}: {one_line(error)}") from error
     progress(STAGE, 1.0)

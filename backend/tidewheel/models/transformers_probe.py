@@ -1,7 +1,7 @@
-"""One short forward pass that proves, when a model is loaded, that the paged attention computes what it computes.
+"""Load-time proof that paged attention computes the model's attention.
 
-The model runs a few tokens twice, with our attention and with transformers' own, and the logits must agree. That
-finds what no list of names can: biases, sinks and masks that do not arrive in the arguments of the attention.
+A few tokens run with paged attention and with transformers' own, and the logits must agree. This finds biases, sinks
+and masks that do not arrive as arguments, which no list of names can.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tidewheel_kernels import AttentionMetadata
 
 NO_INTERFACE = "its attention does not go through transformers' interface"
 NUM_TOKENS = 16
-# Largest root-mean-square difference of the logits, relative to their size.
+# Limit of the RMS difference of logits, relative to their RMS.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# Arguments that only carry bookkeeping; any other one that is set changes the attention.
+# Bookkeeping arguments; any other one that is set changes the attention.
 HARMLESS = frozenset({
     "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
     "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
@@ -30,7 +30,7 @@ HARMLESS = frozenset({
 
 
 class Probe(PagedAttention):
-    """The attention of one sequence of `NUM_TOKENS` tokens, with a cache made on the first call of each layer."""
+    """Attention of one sequence, with a cache made at each layer's first call."""
 
     def __init__(self, config: Any, device: torch.device) -> None:
         self.caches: dict[int, KVLayer] = {}
@@ -82,7 +82,7 @@ class ProbeResult(NamedTuple):
 
 
 def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> ProbeResult:
-    """What the model keeps and answers. Raises `ConfigError` where paged attention cannot run it."""
+    """Raise `ConfigError` if paged attention cannot run the model."""
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, model.config.vocab_size, (1, NUM_TOKENS), generator=generator).to(device)
     inputs = {

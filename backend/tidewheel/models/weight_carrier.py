@@ -1,9 +1,8 @@
-"""How bytes of a checkpoint get from a file into tensors: straight into host memory, or through a pinned ring.
+"""Transfer of checkpoint bytes to tensors: into host memory, or through a pinned ring.
 
-Files are read with preadv(2) and not mapped, because a mapped file that shrinks ends the process (SIGBUS), where a
-read comes back short. From a warm page cache a mapping takes a quarter less processor time
-(`benchmarks/load_speed.py`), but a few readers outrun the bus either way; from a cold one it took as long as the
-reads, or up to six times as long.
+Files are read with preadv(2): if one shrinks, a read comes back short, where a mapping ends the process (SIGBUS).
+With a warm page cache mapping takes a quarter less CPU time (`benchmarks/load_speed.py`), but a few readers outrun
+the bus either way. With a cold one it took as long as reads, or up to six times as long.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from tidewheel.models.weight_plan import Chunk, Part
 
 
 class Carrier(Protocol):
-    """Chunk i may be read once chunk ``i - num_slots`` is delivered; delivery is in order."""
+    """Chunk i may be read after chunk ``i - num_slots`` is delivered, in order."""
 
     @property
     def num_slots(self) -> int: ...
 
     def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
-        """Where the bytes of a chunk are to be read to, in order; waits until that is free. Any thread."""
+        """Wait for free memory and return a chunk's buffers, in order. Any thread."""
 
     def deliver(self, index: int, chunk: Chunk) -> None:
-        """The bytes are there: brings them to their destinations, or begins to. One thread."""
+        """Start to bring a read chunk to its destinations. One thread."""
 
     def finish(self) -> None:
-        """Waits until everything has arrived."""
+        """Wait until everything has arrived."""
 
 
 class HostCarrier:
-    """Destinations in host memory: read straight into them, or through a buffer where the dtype changes."""
+    """Host destinations: read directly, or through a buffer if the dtype changes."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -57,30 +56,29 @@ class HostCarrier:
 
 class Event(Protocol):
     def synchronize(self) -> None:
-        """Returns once the device has come to it."""
+        """Wait until the device reaches the event."""
 
 
 class Lane(Protocol):
-    """A queue of copies to a device, and the host memory that it reads from."""
+    """Queue of copies to a device, and their host memory."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 that the device can read. Any thread."""
+        """Return [num_bytes] uint8 that the device can read. Any thread."""
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Queues a copy of a flat tensor; the device converts it to the dtype of its destination."""
+        """Queue a copy of a flat tensor; the device converts dtypes."""
 
     def mark(self) -> Event:
-        """An event behind all that was queued so far."""
+        """Return an event after everything queued so far."""
 
     def finish(self) -> None:
-        """Waits for all that was queued; what the computation does from now on comes after it."""
+        """Wait for all queued work; later computation comes after it."""
 
 
 class RingCarrier:
-    """Destinations on a device: every chunk is read into a slot of pinned memory and copied from there.
+    """Device destinations, filled through `num_slots` pinned slots for any model size.
 
-    A slot is written again only when the device is past the copies out of it. Host memory is `num_slots` slots,
-    whatever the size of the model.
+    A slot is reused after the device has copied it.
     """
 
     def __init__(self, lane: Lane, num_slots: int, slot_bytes: int) -> None:
@@ -95,7 +93,7 @@ class RingCarrier:
         copied, memory = self._copied[slot], self._slots[slot]
         if copied is not None:
             copied.synchronize()
-        if memory is None:  # made by whoever reads first: a small model pays for few
+        if memory is None:  # allocated on first read: a small model needs few slots
             self._slots[slot] = memory = self._lane.allocate(self._slot_bytes)
         return [_bytes(memory[: chunk.size])]
 
@@ -112,16 +110,16 @@ class RingCarrier:
 
 
 class CudaLane:
-    """A CUDA stream beside the current one."""
+    """CUDA stream beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # The memory of a destination may have been in use, and freed, on the current stream.
+        # A destination's memory may have been used, and freed, on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        with torch.cuda.device(self._device):  # which device is current is a matter of each thread
+        with torch.cuda.device(self._device):  # the current device is a property of each thread
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:

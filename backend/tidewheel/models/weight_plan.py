@@ -1,4 +1,4 @@
-"""Which bytes of which file go where: a checkpoint as a list of reads of bounded size."""
+"""A checkpoint as a list of reads of bounded size."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ import torch
 
 from tidewheel.models.safetensors_file import SafetensorsFile
 
-MAX_PARTS = 512  # of one read: preadv(2) takes 1,024 buffers
+MAX_PARTS = 512  # per read: preadv(2) takes 1,024 buffers
 
 
 class Part(NamedTuple):
-    """A run of elements of one tensor."""
+    """Run of elements of one tensor."""
 
     begin: int  # bytes from the start of the file's data
     end: int
     dtype: torch.dtype  # in the file
-    destination: torch.Tensor  # [n] a flat view, of its own dtype
+    destination: torch.Tensor  # flat view [n], of its own dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes of a file that lie together and are read at once. Every part starts at a multiple of its element size,
-    counted from the start of the chunk."""
+    """Contiguous bytes of a file, read at once.
+
+    Parts start at multiples of their element size from the chunk's start.
+    """
 
     file: SafetensorsFile
     parts: tuple[Part, ...]
@@ -46,9 +48,9 @@ class Chunk:
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[Chunk]:
-    """Reads of at most `max_bytes` (a multiple of 8) that fill every destination once, in the order of the files.
+    """Return reads of at most `max_bytes` (a multiple of 8) that fill every destination once, in file order.
 
-    Destinations are contiguous. Tensors without one are not read.
+    Destinations are contiguous; other tensors are not read.
     """
     return [
         Chunk(file, parts) for file in files for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)

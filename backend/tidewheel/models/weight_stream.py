@@ -1,4 +1,4 @@
-"""Reads the chunks of a checkpoint with a few threads and delivers them in order, with bounded memory."""
+"""Threaded reading of checkpoint chunks, in order and bounded memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.weight_carrier import Carrier, CudaLane, HostCarrier, RingCarrier
 from tidewheel.models.weight_plan import Chunk
 
-# Eight threads read faster than a PCIe 5.0 link of 16 lanes takes it; a slot is long enough that its cost is copying.
+# Eight readers outrun a PCIe 5.0 x16 link; slots are large enough that copying dominates.
 MAX_READERS = 8
 SLOT_BYTES = 8 << 20
 SLOTS_PER_READER = 2  # one is read while the other is copied
@@ -33,10 +33,10 @@ def carrier_to(device: torch.device) -> Carrier:
 
 
 def stream_chunks(chunks: Sequence[Chunk], carrier: Carrier, delivered: Callable[[Chunk], None]) -> None:
-    """Reads, delivers and reports every chunk; returns when all have arrived.
+    """Read, deliver and report every chunk; return when all have arrived.
 
-    Raises `ConfigError`, naming the file, when one cannot be read or ends early. Then, and when `delivered` raises,
-    nothing more is read, and no thread is left.
+    Raise `ConfigError`, naming the file, if it cannot be read or ends early. On any error reading stops and no thread
+    is left.
     """
     reading: deque[tuple[int, Chunk, Future[None]]] = deque()
 
@@ -98,7 +98,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _from(buffers: Sequence[memoryview], skipped: int) -> list[memoryview]:
-    """What of the buffers comes after the first `skipped` bytes."""
+    """Return the buffers without their first `skipped` bytes."""
     rest = []
     for buffer in buffers:
         if skipped < len(buffer):

@@ -1,4 +1,4 @@
-"""From checkpoint files to the tensors of a model: streamed, converted, and proven complete. No pickle, ever."""
+"""Checkpoint files into model tensors: streamed, converted, and proven complete, without pickle."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STAGE = "weights"
 RANDOM_STD = 0.02
-NUM_NAMED = 3  # names that an error lists before it only counts
+NUM_NAMED = 3  # names in an error before it only counts
 
 
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
-    """The validated files of a checkpoint: one, or those that its index names."""
+    """Return a checkpoint's validated files: one, or those in its index."""
     if (folder / INDEX_NAME).is_file():
         paths = _indexed_paths(folder)
     elif (folder / SINGLE_NAME).is_file():
@@ -57,10 +57,10 @@ def load_weights(
     *,
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copies every tensor to its destination, converting the dtype on the way.
+    """Copy every tensor to its destination, converting the dtype.
 
-    Destinations are contiguous and on one device. Each must be filled exactly once with its own shape; a tensor
-    without a destination is an error unless `ignored` says that the architecture has no use for it.
+    Destinations are contiguous, on one device, and filled once in their own shape. Raise `ConfigError` for tensors
+    without one, except `ignored` ones.
     """
     files = list(files)
     _check_names(files, destinations, ignored)
@@ -79,7 +79,7 @@ def load_weights(
 def _check_names(
     files: list[SafetensorsFile], destinations: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
 ) -> None:
-    """Everything that can be known from the headers is known before the first byte is read."""
+    """Check all headers before the first byte is read."""
     where = files[0].path.parent
     seen: set[str] = set()
     for file in files:
@@ -106,16 +106,16 @@ def _check_names(
 
 
 def named(names: Iterable[str]) -> str:
-    """A few names, then how many more."""
+    """Return a few names, then how many more."""
     ordered = sorted(names)
     rest = len(ordered) - NUM_NAMED
     return ", ".join(ordered[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
-    """Weights for speed tests: the same for the same names, shapes, seed and model of device, whatever the order.
+    """Fill weights for speed tests, equal for equal names, shapes, seed and device model, in any order.
 
-    One launch a tensor, in its own dtype and on its device: nothing crosses the bus.
+    One launch per tensor, in its dtype on its device: nothing crosses the bus.
     """
     generator = torch.Generator(next(iter(destinations.values())).device)
     for count, (name, tensor) in enumerate(destinations.items(), 1):

@@ -1,1 +1,1 @@
-"""Everything that happens on the device: model, cache, inputs and sampling of one engine."""
+"""Device side of an engine: model, cache, inputs and sampling."""

@@ -1,4 +1,4 @@
-"""A device that works through what it was given while the host goes on: what crosses over to it, and its graphs."""
+"""Asynchronous device: pinned memory, events and graphs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from tidewheel.runner.cuda_graphs import CudaGraphPool, GraphPool
 
 
 class Event(Protocol):
-    """A point in the order of the device's work."""
+    """Point in the device's queue."""
 
     def record(self) -> None: ...
 
     def synchronize(self) -> None:
-        """Waits, on the host, for all that was queued before `record`; not at all where that was never called."""
+        """Wait for work queued before `record`; return at once without one."""
 
 
 class Accelerator(Protocol):
-    """What the runner needs of such a device beside torch's operations. Tests have one without a GPU."""
+    """Device operations beside torch's. Tests have one without a GPU."""
 
     @property
     def device(self) -> torch.device: ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised host memory that copies to and from the device do not wait for."""
+        """Return uninitialised host memory for copies that do not block."""
 
     def event(self) -> Event: ...
 
@@ -49,5 +49,5 @@ class Cuda:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """None for a CPU: what it computes is there when the call returns."""
+    """Return None for a CPU, whose calls return finished results."""
     return Cuda(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Carries out the transfers of a batch beside the computation, and waits for them no longer than it must."""
+"""Block copies of a batch, beside its computation."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ NUM_TIMED_BLOCKS = 8
 
 
 class Side(Protocol):
-    """Where copies run while the device computes."""
-
     def running(self) -> AbstractContextManager[object]:
-        """What is queued inside runs beside the computation, but after all that was queued before."""
+        """Return a context whose work runs beside the computation, after all earlier work."""
 
     def join(self) -> None:
-        """What the computation is given from now on runs after all copies."""
+        """Make later computation wait for all copies."""
 
     def synchronize(self) -> None:
-        """Waits, on the host, until all copies are done."""
+        """Wait on the host for all copies."""
 
 
 class SameThread:
-    """On a CPU a copy is done when it returns."""
+    """CPU copies, done when they return."""
 
     def running(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -44,7 +42,7 @@ class SameThread:
 
 
 class SideStream:
-    """A CUDA stream beside the current one; the two wait for each other by events, the host for neither."""
+    """CUDA stream for copies, ordered by events without blocking the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -66,10 +64,10 @@ def side_of(device: torch.device) -> Side:
 
 
 class BlockTransfers:
-    """Out of the cache, into it, then copies inside it, before the batch computes anything.
+    """Copies out of the cache, then into it, then inside it, before a batch computes.
 
-    The computation waits for copies into the cache. For copies out of it, it waits when the batch gives one of their
-    blocks a new content, else not before the next batch does.
+    The computation waits for copies in. It waits for copies out only if the batch rewrites their blocks; otherwise
+    the next batch waits.
     """
 
     def __init__(self, kv: KVTensors, host: HostBlocks | None, side: Side | None = None) -> None:
@@ -79,10 +77,10 @@ class BlockTransfers:
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
-        """To be called before anything of the batch is computed. Raises `InternalError` when the device refuses."""
+        """Start the batch's copies before its computation. Raise `InternalError` if the device refuses."""
         try:
             self._start(batch)
-        except RuntimeError as error:  # a step that is run again must not repeat them: the pool may have moved on
+        except RuntimeError as error:  # a retried step must not copy again: the pool may have changed
             raise InternalError(f"step {batch.step_id}: blocks could not be copied: {error}") from error
 
     def _start(self, batch: ScheduledBatch) -> None:
@@ -105,8 +103,10 @@ class BlockTransfers:
             self._is_writing_out = True
 
     def seconds_per_block(self) -> float | None:
-        """Of one copy in one direction, measured; None without a host tier. Only before the first batch: it writes
-        to the cache."""
+        """Return the measured seconds to copy one block one way, or None without a host tier.
+
+        Overwrites cache blocks, so it may only run before the first batch.
+        """
         if self._host is None:
             return None
         count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self._kv.blocks))
@@ -124,6 +124,6 @@ class BlockTransfers:
 
 
 def _gives_away(batch: ScheduledBatch) -> bool:
-    """Whether a block that is written out gets a new content in this batch already."""
+    """Return whether the batch rewrites a block that it swaps out."""
     taken = np.concatenate((batch.block_ids, batch.copy_targets))
     return bool(np.isin(batch.swap_out_blocks, taken).any())

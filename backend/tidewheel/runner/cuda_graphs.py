@@ -1,8 +1,7 @@
-"""CUDA graphs: what a function queues on the device, recorded once and queued again in one call.
+"""CUDA graphs: device work recorded once and replayed in one call.
 
-A graph repeats kernels with the very arguments of the capture. So host values and control flow are frozen, inputs are
-the tensors that the function read, and outputs lie where they lay. The functions captured here draw no random
-numbers, so no generator has to be registered.
+Graphs freeze host values, control flow, and addresses of inputs and outputs. Captured functions draw no random
+numbers, so no generator is registered.
 """
 
 from __future__ import annotations
@@ -20,26 +19,28 @@ class Graph(Protocol):
 
 class Captured(NamedTuple):
     graph: Graph
-    output: torch.Tensor  # in the memory of the pool; holds the result of the last replay
+    output: torch.Tensor  # in pool memory; the last replay's result
 
 
 class GraphPool(Protocol):
-    """Graphs that share their working memory: a replay may overwrite what every other graph of the pool computed,
-    except what was still held when it was captured."""
+    """Graphs that share working memory.
+
+    A replay may overwrite other graphs' results, except tensors held at its capture.
+    """
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that the captures took."""
+        """Device memory taken by captures."""
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Runs `function` at least once for real; it must bear that, and be captured in the same inference mode."""
+        """Run `function` at least once, which it must tolerate, and capture it in the same inference mode."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory. Once nobody else holds `tensor`, graphs captured later may use it too."""
+        """Return unowned memory: once `tensor` is released, later captures may reuse it."""
 
 
 class CudaGraphPool:
-    """Captures on a stream that is not the default one; cuBLAS keeps a workspace for it, which the graphs use."""
+    """Captures on a side stream, whose cuBLAS workspace belongs to the graphs."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
@@ -52,14 +53,17 @@ class CudaGraphPool:
         return self._num_bytes
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Runs it first without capturing: kernels are compiled and loaded, and workspaces allocated, outside of the
-        graph. The first replay, here too, loads the graph onto the device."""
+        """Run `function`, capture it, and replay it once.
+
+        The run compiles kernels and allocates workspaces outside the graph; the replay loads the graph onto the
+        device.
+        """
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
         captured = self._capture(function)
         self._run_on_stream(captured.graph.replay)
         free_after, _ = torch.cuda.mem_get_info(self._device)
-        self._num_bytes += max(free_before - free_after, 0)  # another program may have given memory back
+        self._num_bytes += max(free_before - free_after, 0)  # another program may have freed memory
         return captured
 
     def _run_on_stream(self, function: Callable[[], object]) -> None:
@@ -69,22 +73,24 @@ class CudaGraphPool:
         self._stream.synchronize()
 
     def _capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """torch.cuda.graph would also collect garbage and empty the cache, each time: half a second for all graphs
-        becomes a minute. Other threads may use the device meanwhile, hence `thread_local`."""
+        """Capture without `torch.cuda.graph`, which also collects garbage and empties the cache.
+
+        For all graphs that takes a minute instead of half a second. `thread_local` lets other threads use the device.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = function()
             except BaseException:
-                with suppress(RuntimeError):  # it would only say that what went wrong has ended the capture
+                with suppress(RuntimeError):  # it only repeats that the error ended the capture
                     graph.capture_end()
                 raise
             graph.capture_end()
         return Captured(graph, output)
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Through the CUDA array interface, which names memory by its address; it knows no bfloat16."""
+        """Alias through the CUDA array interface, which has no bfloat16."""
         integers = torch.as_tensor(_Address(tensor), device=tensor.device)
         return integers.view(tensor.dtype)
 

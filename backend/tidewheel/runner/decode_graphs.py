@@ -1,8 +1,8 @@
-"""Steps that only decode, as CUDA graphs: one set for each of some batch sizes, a batch takes the next larger one.
+"""CUDA graphs of decode-only steps for some batch sizes; a batch takes the next larger size.
 
-A set holds the forward pass up to the logits, and two ways to sample after it: all rows greedily, or every row by its
-own parameters with all filters on. Biases, penalties and log-probabilities run eagerly on the logits of the graph.
-Steps with prompts run eagerly altogether; whether graphs of pieces of them would pay is not measured.
+Each size has a forward pass and two samplers: greedy, or by row with all filters. Biases, penalties and
+log-probabilities run eagerly on the graph's logits, as do steps with prompts; whether piecewise graphs would pay is
+not measured.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ STAGE = "graphs"
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
-    """Batch sizes with graphs of their own, ascending: 1, 2, 4, 8, 16, 24, …, `max_num_rows`. From 512 on they are 16
-    apart, from 768 on 24, and so on."""
+    """Return the captured sizes: 1, 2, 4, 8, 16, 24, …, `max_num_rows`.
+
+    They are 16 apart from 512 on, 24 from 768, and so on.
+    """
     sizes, size = [], 1
     while size < max_num_rows:
         sizes.append(size)
@@ -37,13 +39,13 @@ def decode_sizes(max_num_rows: int) -> list[int]:
 
 
 class DecodeGraph(NamedTuple):
-    """What one batch size needs. Every replay overwrites logits and tokens of all sizes."""
+    """Graphs of one batch size. A replay overwrites logits and tokens of all sizes."""
 
     num_rows: int
-    inputs: DeviceInputs  # where the graphs read
+    inputs: DeviceInputs  # read by the graphs
     forward: Graph
     logits: torch.Tensor  # [num_rows, vocab_size]
-    greedy: Captured  # these two store the tokens in their rows; the outputs are token ids, [num_rows] int64
+    greedy: Captured  # samplers store tokens in their rows and output ids, [num_rows] int64
     drawn: Captured
 
     def sample(self, *, any_sampled: bool) -> torch.Tensor:
@@ -53,7 +55,7 @@ class DecodeGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Captures graphs of some sizes, largest first, so that smaller ones find room in the memory of larger ones."""
+    """Graphs captured largest first: smaller ones fit into their memory."""
 
     def __init__(self, pool: GraphPool, forward: Forward, rows: RowTable, sender: Sender, max_model_len: int) -> None:
         self._pool = pool
@@ -61,10 +63,10 @@ class DecodeGraphs:
         self._rows = rows
         self._sender = sender
         self._max_model_len = max_model_len
-        self._of_count: list[DecodeGraph] = []  # by number of rows - 1
+        self._of_count: list[DecodeGraph] = []  # index: number of rows - 1
 
     def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
-        """Memory that each size took, in bytes, in descending order of sizes. Fills no row and no block."""
+        """Capture graphs, filling no row or block. Return bytes by size, largest first."""
         taken: list[int] = []
         graphs: list[DecodeGraph] = []
         with _without_collections():
@@ -82,7 +84,7 @@ class DecodeGraphs:
         return taken
 
     def find(self, batch: ScheduledBatch) -> DecodeGraph | None:
-        """None for a step that does more than to decode and sample every row, or has too many rows."""
+        """Return None if the step does more than decode and sample all rows, or has too many."""
         count = len(batch.rows)
         if batch.num_decodes < count or count > len(self._of_count) or not batch.samples.all():
             return None
@@ -114,7 +116,7 @@ class DecodeGraphs:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """A collection during a capture might free what must not be freed then."""
+    """Prevent garbage collection from freeing memory that a capture needs."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Which device and which number format: resolved once, from settings and from what the machine has."""
+"""Device and dtype, resolved once from settings and hardware."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ SMALL_MODEL_BYTES = 64 << 20
 LEAST_CAPABILITY = (8, 0)
 
 CPU_INFO = Path("/proc/cpuinfo")
-# Instructions that multiply bfloat16 matrices: x86 AVX-512 BF16 and AMX, and Arm's BF16 extension.
+# Flags of bfloat16 matrix products: x86 AVX-512 BF16 and AMX, and Arm's BF16 extension.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """Raises `ConfigError` when CUDA is asked for and cannot be used, and for a GPU that is too old."""
+    """Raise `ConfigError` if CUDA is requested but unusable, or if the GPU is too old."""
     obstacle = cuda_obstacle() if config.device != "cpu" else "device is 'cpu'"
     if config.device == "cuda" and obstacle:
         raise ConfigError(f"device is 'cuda', but {obstacle}; or set device to 'cpu' or 'auto'")
@@ -37,7 +37,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def cuda_obstacle() -> str:
-    """Why torch cannot use a GPU, and what would help; empty where it can."""
+    """Return why torch cannot use a GPU and what would help; empty if it can."""
     if torch.cuda.is_available():
         return ""
     if torch.version.cuda is None:
@@ -45,13 +45,13 @@ def cuda_obstacle() -> str:
     build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # of a driver that is too old it names the version
+    except (RuntimeError, AssertionError) as error:  # names the version of a driver that is too old
         return f"{build} cannot use a GPU: {_first_sentences(error)}"
     return f"{build} sees no GPU: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
 
 
 def _first_sentences(error: Exception) -> str:
-    """One line, without the addresses that torch recommends."""
+    """Return one line without the addresses that torch recommends."""
     text = " ".join(str(error).split())
     return text.split(" Please ")[0].rstrip(". ")
 
@@ -70,10 +70,10 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def limit_threads(weights_bytes: int) -> None:
-    """One CPU thread for a model whose operations are too small to share out.
+    """Use one CPU thread if operations are too small to share.
 
-    Its threads would spend their time waiting for each other, and where the front end and tritonserver want the
-    same cores, a waiting thread that is not running stops the step: 27 times slower was seen on 2 busy cores.
+    More threads mostly wait for each other. When front end and tritonserver want the same cores, a descheduled thread
+    stops the step: 27 times slower was seen on 2 busy cores.
     """
     if weights_bytes < SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
@@ -86,7 +86,7 @@ def device_name(device: torch.device) -> str:
 
 
 def resolve_dtype(wanted: DType, checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """The dtype that the model runs in; `checkpoint` is that of its files, where known."""
+    """Return the model's dtype; `checkpoint` is that of its files, if known."""
     name = wanted if wanted != "auto" else _automatic_dtype(checkpoint, device)
     logger.info(
         "dtype %s (setting %s, checkpoint %s, %s)", name, wanted, checkpoint or "unknown", device_name(device)
@@ -101,7 +101,7 @@ def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:
 
 
 def cpu_has_bf16(cpu_info: Path = CPU_INFO) -> bool:
-    """Whether this processor multiplies bfloat16 natively; without it float32 is faster."""
+    """Return whether the CPU multiplies bfloat16 natively; else float32 is faster."""
     try:
         lines = cpu_info.read_text(errors="replace").splitlines()
     except OSError:

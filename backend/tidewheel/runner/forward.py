@@ -1,7 +1,4 @@
-"""The part of a step that a graph can hold: from inputs on the device to the logits, and from tokens into their rows.
-
-Nothing in here waits for the device or reads its values, so the same code runs eagerly and is captured.
-"""
+"""Capturable part of a step, from device inputs to logits: it neither waits for the device nor reads its values."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from tidewheel_kernels.metadata import HostInts
 
 
 class Bounds(NamedTuple):
-    """What launches follow from: exact in an eager step, upper bounds in a graph."""
+    """Launch sizes: exact in an eager step, upper bounds in a graph."""
 
     max_seqlen_q: int
     max_seq_len: int
     num_decodes: int
-    cu_seqlens_q: HostInts | None = None  # copies on the host, where there are any
+    cu_seqlens_q: HostInts | None = None  # host copies, if any
     seq_lens: HostInts | None = None
 
 
@@ -44,7 +41,7 @@ class Forward:
         self._kv = kv
 
     def __call__(self, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
-        """Logits [S, vocab_size] of the sampling rows, in the dtype of the model."""
+        """Return logits [S, vocab_size] in the model's dtype."""
         meta = AttentionMetadata(
             slot_mapping=inputs.slot_mapping,
             block_tables=self._rows.block_tables(inputs.rows, bounds.max_seq_len),

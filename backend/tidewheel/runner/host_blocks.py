@@ -1,4 +1,4 @@
-"""The host tier's memory, and the copies between it and the KV cache."""
+"""Host tier memory, and its copies to and from the KV cache."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from tidewheel.batch import Int32Array
 from tidewheel.runner.kv_tensors import MIB, KVTensors, index_on
 
-# torch rounds pinned memory up to a power of two, so that one large tensor may take twice what was asked for.
+# torch rounds pinned memory up to a power of two: one large tensor could take twice its size.
 SLAB_BYTES = 1024 * MIB
 STAGING_BYTES = 64 * MIB
 
 
 def num_staged_blocks(block_bytes: int, num_slots: int) -> int:
-    """Blocks of the staging buffer on the device."""
+    """Return the blocks in the device's staging buffer."""
     return min(max(1, STAGING_BYTES // block_bytes), num_slots)
 
 
 class HostBlocks:
-    """Slots of host memory, pinned on CUDA, each of which holds one block of all layers.
+    """Host slots, pinned on CUDA, of one block of all layers each.
 
-    In the cache the parts of a block lie apart, one for keys and one for values of every layer; in a slot they lie
-    together. A block is gathered into a staging buffer on the device and crosses the bus in one piece. On CUDA the
-    copies are only queued, on the current stream, and all of them must be queued on the same one.
+    A block's keys and values of each layer are separate in the cache and contiguous in a slot. A block is gathered
+    into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued without waiting and
+    must all use the same current stream.
     """
 
     def __init__(self, kv: KVTensors, num_slots: int) -> None:
-        """Raises RuntimeError when there is no such memory."""
+        """Raise `RuntimeError` if the memory cannot be allocated."""
         self.num_slots = num_slots
         self._blocks = kv.blocks
         shape, dtype = self._blocks.shape[1:], self._blocks.dtype
@@ -47,11 +47,11 @@ class HostBlocks:
         return sum(slab.nbytes for slab in self._slabs)
 
     def slot(self, index: int) -> torch.Tensor:
-        """[2 * num_layers, block_size, num_kv_heads, head_dim]"""
+        """Return [2 * num_layers, block_size, num_kv_heads, head_dim]."""
         return self._slabs[index // self._slab_slots][index % self._slab_slots]
 
     def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
-        """Copies block ``block_ids[i]`` of the cache to slot ``slots[i]``."""
+        """Copy cache block `block_ids[i]` to slot `slots[i]`."""
         for index, chunk in self._chunks(block_ids, slots):
             staged = self._staging[: len(chunk)]
             torch.index_select(self._blocks, 0, index, out=staged)
@@ -59,7 +59,7 @@ class HostBlocks:
                 self.slot(slot).copy_(staged[row], non_blocking=True)
 
     def read_in(self, slots: Int32Array, block_ids: Int32Array) -> None:
-        """Copies slot ``slots[i]`` to block ``block_ids[i]`` of the cache."""
+        """Copy slot `slots[i]` to cache block `block_ids[i]`."""
         for index, chunk in self._chunks(block_ids, slots):
             staged = self._staging[: len(chunk)]
             for row, slot in enumerate(chunk):
@@ -67,7 +67,7 @@ class HostBlocks:
             self._blocks.index_copy_(0, index, staged)
 
     def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """As many as the staging buffer holds: the blocks as a tensor on the device, and their slots."""
+        """Yield chunks that fit the staging buffer: block ids on the device, and slots."""
         size = len(self._staging)
         for first in range(0, len(slots), size):
             index = index_on(self._staging.device, block_ids[first : first + size])

@@ -1,4 +1,4 @@
-"""Host memory behind the KV cache: how many blocks it holds, and whether there is as much."""
+"""Size of the host tier, checked against available memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
-    """Blocks that `swap_space` GiB hold. Raises `ConfigError` for less than one, and for more than there is."""
+    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if below one block or above available memory."""
     if swap_space == 0.0:
         return 0
     num_bytes = int(swap_space * GIB)
@@ -36,7 +36,7 @@ def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_byt
 def available_host_bytes(
     memory_info: Path = MEMORY_INFO, limit: Path = CONTAINER_LIMIT, use: Path = CONTAINER_USE
 ) -> int | None:
-    """What the machine and the container still allow; None where neither tells."""
+    """Return the bytes that machine and container allow, if known."""
     amounts = [amount for amount in (_available(memory_info), _left(limit, use)) if amount is not None]
     return min(amounts, default=None)
 
@@ -50,7 +50,7 @@ def _available(memory_info: Path) -> int | None:
 
 def _left(limit: Path, use: Path) -> int | None:
     allowed, used = _read(limit).strip(), _read(use).strip()
-    if not allowed.isdecimal() or not used.isdecimal():  # "max": there is no limit
+    if not allowed.isdecimal() or not used.isdecimal():  # "max": no limit
         return None
     return max(int(allowed) - int(used), 0)
 

@@ -1,5 +1,3 @@
-"""What loading resolved."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -7,13 +5,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
-    """Facts about a loaded model, under the names of `engine.messages.EngineInfo`. Memory in bytes."""
+    """Facts about a loaded model, named as in `engine.messages.EngineInfo`. Memory in bytes."""
 
-    model: str  # folder of the model
+    model: str  # folder
     architecture: str
     device: str  # "cpu (2 threads)", "NVIDIA H200"
     dtype: str
-    vocab_size: int  # output width of the model
+    vocab_size: int  # model's output width
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -23,7 +21,7 @@ class RunnerInfo:
     activation_bytes: int  # measured on a GPU, estimated from shapes on a CPU
     kv_cache_bytes: int
     load_seconds: float
-    num_host_blocks: int = 0  # of the host tier
-    swap_seconds_per_block: float | None = None  # of one copy in one direction, measured; None: no host tier
-    graph_bytes: int = 0  # CUDA graphs of decode steps, measured; 0: there are none
-    stage_seconds: dict[str, float] = field(default_factory=dict)  # how the time of the load was spent, in order
+    num_host_blocks: int = 0  # in the host tier
+    swap_seconds_per_block: float | None = None  # measured, one copy one way; None: no host tier
+    graph_bytes: int = 0  # of decode steps, measured; 0: none
+    stage_seconds: dict[str, float] = field(default_factory=dict)  # by load stage, in order

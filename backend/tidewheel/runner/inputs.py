@@ -1,4 +1,4 @@
-"""From scheduled columns to the flat tensors of a forward pass, with numpy over whole columns at a time."""
+"""Scheduled columns as flat tensors of a forward pass, by vectorised numpy."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class HostInputs(NamedTuple):
-    """Everything about one step that the device needs to know. T tokens, n rows, S of them sample."""
+    """Inputs of a step: T tokens, n rows, S of which sample."""
 
-    token_indices: Int64Array  # [T] of each token in the flat token table
+    token_indices: Int64Array  # [T] index into the flat token table
     positions: Int64Array  # [T]
     slot_mapping: Int64Array  # [T]
     cu_seqlens_q: Int32Array  # [n + 1]
     seq_lens: Int32Array  # [n]
-    rows: Int32Array  # [n] of the table of blocks
+    rows: Int32Array  # [n] rows of the block table
     logit_indices: Int64Array  # [S] last token of each sampling row, in [0, T)
-    store_indices: Int64Array  # [S] where its new token belongs in the flat token table
+    store_indices: Int64Array  # [S] index of the new token in the flat token table
 
 
 class DeviceInputs(NamedTuple):
@@ -45,14 +45,14 @@ class DeviceInputs(NamedTuple):
 class RowTable:
     """Tokens and block table of every row.
 
-    Token ids live on the device: the tokens of a new row are copied there once, and what is sampled is written in
-    place, so a step can be launched before the tokens of the last one were read. One column more than the context
-    holds the token that is sampled at its end.
+    Token ids live on the device. New rows are copied there once and sampled tokens are written in place, so a step
+    can be launched before the host has read the last one's tokens. An extra column holds the token sampled at the end
+    of a full context.
 
-    Block tables are kept twice, here for the slots of new tokens and on the device for attention; a step sends what
-    has changed. One row more than there are requests is nobody's: the padding of a step reads and writes there.
+    Block tables exist on the host, for the slots of new tokens, and on the device, for attention. Steps send only
+    changes. Padding uses an extra row that belongs to no request.
 
-    On a CPU (`shares_memory`) the tables of the device are those of the host, and nothing is sent.
+    On a CPU (`shares_memory`) the device tables are the host tables, and nothing is sent.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RowTable:
     # --- on the host ----------------------------------------------------------------------------------------------
 
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
-        """Takes what changed since the last batch; answers what `apply` wants to have on the device."""
+        """Apply changes on the host; return the arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
             self._blocks[places] = batch.block_ids
@@ -101,7 +101,7 @@ class RowTable:
             return ()
         flat = batch.block_rows.astype(np.int64) * self._blocks.shape[1] + batch.block_indices
         prompts = [new.token_ids for new in batch.new_rows]
-        # Read back, so that a place that is named twice gets one value, in whatever order the device writes it.
+        # Read back: a place named twice gets one value in any order of writes.
         return flat, self._blocks[places], np.concatenate(prompts) if prompts else np.empty(0, dtype=np.int32)
 
     def host_inputs(self, batch: ScheduledBatch) -> HostInputs:
@@ -127,7 +127,7 @@ class RowTable:
         )
 
     def _decode_inputs(self, rows: Int32Array, starts: Int32Array) -> HostInputs:
-        """Of rows that all compute one token and sample."""
+        """Return inputs of rows that compute and sample one token each."""
         positions = starts.astype(np.int64)
         token_indices = rows.astype(np.int64) * self._width + positions
         return HostInputs(
@@ -146,11 +146,11 @@ class RowTable:
         return blocks * self._block_size + positions % self._block_size
 
     def padding(self, num_rows: int) -> HostInputs:
-        """Rows of nobody that are to be decoded and sampled."""
+        """Return padding rows that decode and sample."""
         return self._make_padding(num_rows)
 
     def padded(self, host: HostInputs, num_rows: int) -> HostInputs:
-        """`host`, decodes that all sample, with padding after them: `num_rows` in all."""
+        """Pad decodes that all sample to `num_rows` rows."""
         extra = num_rows - len(host.rows)
         if extra == 0:
             return host
@@ -160,7 +160,7 @@ class RowTable:
     # --- on the device --------------------------------------------------------------------------------------------
 
     def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
-        """Writes what `update` answered, now on the device, into the tables there."""
+        """Write `update`'s arrays into the device tables."""
         if not sent:
             return
         places, block_ids, token_ids = sent
@@ -173,8 +173,10 @@ class RowTable:
             first += count
 
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-        """[n, max_blocks] int32 of some rows: on a CPU as many columns as the longest needs; elsewhere all, since a
-        kernel is compiled anew for other strides."""
+        """Return block tables [n, max_blocks] int32.
+
+        On a CPU the longest row sets `max_blocks`; elsewhere it is constant, as other strides recompile kernels.
+        """
         if not self._shares_memory:
             return self._device_blocks.index_select(0, rows)
         return self._device_blocks[:, : -(-max_seq_len // self._block_size)].index_select(0, rows)
@@ -183,9 +185,9 @@ class RowTable:
         return self._flat_tokens.index_select(0, indices)
 
     def history(self, store_indices: torch.Tensor) -> TokenHistory:
-        """The tokens before the places where these rows store their next one."""
+        """Return the tokens before each store index."""
         return TokenHistory(self._flat_tokens, store_indices)
 
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Tokens that could not be sampled, below 0, are stored as 0: their request ends."""
+        """Store tokens; a negative id ends its request and is stored as 0."""
         self._flat_tokens.index_copy_(0, indices, token_ids.clamp(min=0).int())

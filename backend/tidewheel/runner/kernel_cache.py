@@ -1,9 +1,8 @@
-"""triton-lang made ready before anything is loaded: where it keeps what it compiled, and whether it can compile.
+"""triton-lang's cache folder, and a check that it can compile.
 
-Compiled kernels lie in the first of these that is set or can be written: `$TRITON_CACHE_DIR`, `$TRITON_HOME`,
-`$XDG_CACHE_HOME/tidewheel/kernels`, `~/.cache/tidewheel/kernels`, and `kernels` in the run directory. The last is for
-servers whose user has no home, as in containers that run under a number. A second start loads from there what the
-first has compiled.
+The folder is the first of these that is set or writable: `$TRITON_CACHE_DIR`, `$TRITON_HOME`,
+`$XDG_CACHE_HOME/tidewheel/kernels`, `~/.cache/tidewheel/kernels`, and `kernels` in the run directory, for users
+without a home, as in containers run under a numeric user.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from tidewheel_kernels.native.library import cache_folder as native_cache_folder
 
 logger = logging.getLogger(__name__)
 
-TAKEN = ("out of memory", "busy or unavailable")  # what CUDA says where not even a few bytes can be had
+TAKEN = ("out of memory", "busy or unavailable")  # CUDA errors if not even a few bytes are free
 
 
 class CompileLog:
-    """Hears of every kernel that triton-lang compiles, or loads from its cache."""
+    """Listener for kernels compiled or loaded by triton-lang."""
 
     def __init__(self) -> None:
         self.num_compiled = 0
@@ -41,7 +40,7 @@ class CompileLog:
         self._is_serving = False
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        """Called by triton-lang; `times` are in microseconds."""
+        """Called by triton-lang with `times` in microseconds."""
         if cache_hit:
             self.num_loaded += 1
         else:
@@ -52,15 +51,15 @@ class CompileLog:
             logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
 
     def begin_serving(self) -> None:
-        """From now on nothing should be compiled; what is, is told."""
+        """Log the counts; warn of later compilations and loads."""
         self._is_serving = True
         logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
 
 
 def prepare_kernels(device: torch.device) -> CompileLog | None:
-    """Runs one small kernel. None where no kernel will run.
+    """Run one small kernel; return None if none will run.
 
-    Raises `ConfigError` in one line where triton-lang, a C compiler or a place for compiled kernels is missing.
+    Raise `ConfigError` with one line if triton-lang, a C compiler or a cache folder is missing.
     """
     if device.type != "cuda" or preference_from_environment() == "reference":
         return None
@@ -83,7 +82,7 @@ def _run_a_kernel(device: torch.device) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where compiled kernels are kept. Raises `ConfigError` when it was set and cannot be written."""
+    """Raise `ConfigError` if a configured folder is not writable."""
     named = environment.get("TRITON_CACHE_DIR")
     if not named and environment.get("TRITON_HOME"):
         named = str(Path(environment["TRITON_HOME"]) / ".triton" / "cache")

@@ -1,4 +1,4 @@
-"""The memory behind the block pool: how many blocks there are, and their tensors."""
+"""Number and tensors of the cache blocks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tidewheel.models.base import KVLayer, ModelShape
 from tidewheel_kernels import copy_blocks
 
 DEFAULT_CPU_MB = 512
-MOST_OF_A_GPU = 0.98  # that is recommended to anybody: what is measured at start is not to the last byte
+MOST_OF_A_GPU = 0.98  # highest recommendation: measurements are not exact to the byte
 MIB = 1 << 20
 
 
 class CacheLayout(NamedTuple):
-    """Sizes of one block over all layers."""
+    """Block size over all layers."""
 
     shape: ModelShape
     block_size: int
@@ -33,22 +33,20 @@ class CacheLayout(NamedTuple):
 
 
 class Share(NamedTuple):
-    """A part of a whole memory."""
-
     fraction: float
     total: int  # bytes
 
 
 class MemoryBudget(NamedTuple):
-    """Bytes that the cache may take, and the setting that gave them."""
+    """Bytes for the cache, and the setting that gave them."""
 
     bytes: int
-    source: str  # as a person would write it: "kv_cache_memory_mb 512"
-    setting: str  # what to raise when it is too little
-    share: Share | None = None  # of what the setting gives a part; None: it is in MiB
+    source: str  # for messages: "kv_cache_memory_mb 512"
+    setting: str  # setting to raise if too small
+    share: Share | None = None  # for a fractional setting; None: it is in MiB
 
     def least_setting(self, num_bytes: int) -> float | None:
-        """The value that would give so many bytes; None where no value does."""
+        """Return the setting that gives `num_bytes`, or None."""
         if self.share is None:
             return -(-num_bytes // MIB)
         fraction = self.share.fraction + (num_bytes - self.bytes) / self.share.total
@@ -62,7 +60,7 @@ def cpu_budget(config: EngineConfig) -> MemoryBudget:
 
 
 def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: CacheLayout, max_model_len: int) -> int:
-    """Blocks of the pool: the setting, else what the budget holds. Raises `ConfigError` if one request cannot fit."""
+    """Return the blocks by setting or budget. Raise `ConfigError` if one request cannot fit."""
     needed = -(-max_model_len // layout.block_size)
     if num_blocks is None:
         source, setting, least = budget.source, budget.setting, budget.least_setting(needed * layout.block_bytes)
@@ -82,7 +80,7 @@ def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: Cach
 
 
 class KVTensors:
-    """Keys and values of all layers in one tensor, so that copying blocks is one launch."""
+    """All layers in one tensor, so that copying blocks takes one launch."""
 
     def __init__(self, layout: CacheLayout, num_blocks: int, device: torch.device) -> None:
         shape = layout.shape
@@ -102,17 +100,17 @@ class KVTensors:
 
     @property
     def blocks(self) -> torch.Tensor:
-        """[num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim], a view; what one block has lies apart."""
+        """View [num_blocks, 2 * num_layers, block_size, num_kv_heads, head_dim]; blocks are not contiguous."""
         return self._tensor.flatten(0, 1).transpose(0, 1)
 
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copies block ``sources[i]`` to ``targets[i]`` in every layer."""
+        """Copy block `sources[i]` to `targets[i]` in every layer."""
         if len(sources):
             source, target = (index_on(self._tensor.device, ids) for ids in (sources, targets))
             copy_blocks(self._tensor.flatten(0, 1), source, target)
 
 
 def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:
-    """[n] int64 on the device. Nobody waits for the copy: torch keeps pinned memory until it is done."""
+    """Return [n] int64 on the device without waiting: torch keeps pinned memory until the copy is done."""
     index = torch.from_numpy(ids.astype(np.int64))
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index

@@ -1,4 +1,4 @@
-"""From settings to the parts of a runner: device, dtype, weights, and a cache that fits beside them."""
+"""Parts of a runner: device, dtype, weights, and a cache beside them."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 
 
 class RunnerParts(NamedTuple):
-    """A loaded model before it has a cache."""
+    """Model without a cache."""
 
     model: CausalLM
     layout: CacheLayout
-    info: RunnerInfo  # with no blocks yet
+    info: RunnerInfo  # no blocks yet
     device: torch.device
-    stages: StageClock  # runs since the load began
+    stages: StageClock  # since the load began
     compile_log: CompileLog | None
 
 
 def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
-    """Raises `ConfigError` in one line."""
+    """Raise `ConfigError` with one line."""
     stages = StageClock(progress)
     device = resolve_device(config)
     compile_log = prepare_kernels(device)
@@ -81,11 +81,11 @@ def _draft_info(
 
 class Cache(NamedTuple):
     kv: KVTensors
-    host: HostBlocks | None  # the tier behind it
+    host: HostBlocks | None  # host tier
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[Cache, RunnerInfo]:
-    """The cache that settings or free memory give, and what is known of the runner with it."""
+    """Allocate the cache by settings or free memory; return it with updated info."""
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
@@ -105,7 +105,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
 
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
-    """At the end of the load; told to the log."""
+    """Return and log the final info."""
     seconds = parts.stages.seconds()
     info = dataclasses.replace(
         info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
@@ -117,7 +117,7 @@ def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> Run
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> list[int]:
-    """Batch sizes of decode steps that become graphs; why there are none is told to the log."""
+    """Return decode batch sizes to capture; log why if none."""
     if parts.device.type == "cpu":
         logger.info("CUDA graphs: none, the device is a CPU")
         return []
@@ -141,7 +141,7 @@ def _budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> 
 def _allocate(layout: CacheLayout, num_blocks: int, device: torch.device, budget: MemoryBudget) -> KVTensors:
     try:
         return KVTensors(layout, num_blocks, device)
-    except RuntimeError as error:  # torch's CPU allocator has no class of its own; CUDA's derives from this one
+    except RuntimeError as error:  # torch's CPU allocator has no error class of its own; CUDA's is a subclass
         raise ConfigError(
             f"a KV cache of {num_blocks * layout.block_bytes // MIB} MiB ({num_blocks} blocks) cannot be allocated: "
             f"{_room(layout, device)}lower num_blocks or {budget.setting}"

@@ -1,6 +1,6 @@
-"""Rules of single requests for their logits: biases, stop tokens that come too early, and forbidden words.
+"""Logit biases, stop tokens before `min_tokens` and forbidden words of a request.
 
-Nothing here depends on the tokens sampled so far: words are compared with them on the device.
+They do not depend on sampled tokens; the device compares words with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FORBIDDEN = np.float32(-np.inf)
 
 
 class BiasEntries(NamedTuple):
-    """Values to add to the logits of one row."""
+    """Values to add to one row's logits."""
 
     token_ids: Int32Array
     values: Float32Array
@@ -29,12 +29,10 @@ class WordEntries(NamedTuple):
     """Token sequences that one row must not complete."""
 
     lengths: Int32Array
-    token_ids: Int32Array  # of all words, one after the other
+    token_ids: Int32Array  # all words, concatenated
 
 
 class LogitRules:
-    """The rules of one row that has any."""
-
     def __init__(self, new: NewRow) -> None:
         self._always = NO_BIASES
         if new.sampling.logit_bias:
@@ -57,11 +55,11 @@ class LogitRules:
         return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
 
     def biases(self, position: int) -> BiasEntries:
-        """For the token at `position`: logit_bias, and stop tokens before min_tokens."""
+        """Return the biases at `position`, which forbid stop tokens before `min_tokens`."""
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> WordEntries:
-        """Words that the token at `position` could complete: longer ones have no place before it."""
+        """Return the words short enough to end at `position`."""
         lengths, token_ids = self._words
         count = int(np.searchsorted(lengths, position + 1, side="right"))
         return WordEntries(lengths[:count], token_ids[: int(lengths[:count].sum())])

@@ -1,5 +1,3 @@
-"""Everything that touches the device happens here."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -35,17 +33,17 @@ from tidewheel.runner.staging import Group, Sender, Sent, SharedMemory, Staging
 from tidewheel.runner.warm_up import warm_up
 
 NUM_TRIAL_GRAPHS = 3
-# Static buffer of a step's inputs: by token, by row, and room for the tokens and blocks of new rows.
+# Static input buffer: bytes per token and row, and room for new rows' tokens and blocks.
 BYTES_PER_TOKEN = 24
 BYTES_PER_ROW = 96
 SPARE_BYTES = 1 << 20
 
 
 class ModelRunner:
-    """Runs scheduled batches: keeps tokens, block tables and sampling state of every row, and the KV cache.
+    """Runs scheduled batches; keeps the KV cache and each row's tokens, block table and sampling state.
 
-    One thread only. Batches are launched in the order they were scheduled. Without an accelerator the device is a
-    CPU, and a step is done when its launch returns.
+    One thread only. Batches launch in scheduled order. On a CPU, without an accelerator, a launch returns a finished
+    step.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class ModelRunner:
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> ModelRunner:
-        """Loads what `config` names, sizes the cache and captures graphs. Raises `ConfigError` in one line."""
+        """Load the model, size the cache and capture graphs. Raise `ConfigError` with one line."""
         parts = load_parts(config, progress or no_progress)
         accelerator, sizes, report = accelerator_of(parts.device), graph_sizes(config, parts), parts.stages
         report("profile", 0.0)
@@ -88,7 +86,7 @@ class ModelRunner:
     def _measured(
         cls, parts: RunnerParts, config: EngineConfig, accelerator: Accelerator | None, sizes: Sequence[int]
     ) -> StepMemory:
-        """Runs a step with a cache just large enough for it, which also proves that the model runs."""
+        """Measure a step with a minimal cache, and prove that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(config, parts.info.max_model_len)
 
@@ -106,9 +104,9 @@ class ModelRunner:
         return StepMemory(activation_bytes, estimated_graph_bytes(taken, len(sizes)))
 
     def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
-        """Makes graphs of decode steps for batches of these sizes; answers the memory each took, the largest first.
+        """Capture decode graphs of these batch sizes; return the bytes of each, largest first.
 
-        Raises `ConfigError` when the memory does not suffice.
+        Raise `ConfigError` if memory does not suffice.
         """
         if not sizes or self._accelerator is None:
             return []
@@ -128,10 +126,9 @@ class ModelRunner:
         return self.launch(batch).wait()
 
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
-        """Starts one step. On a CPU it is done on return; on CUDA only `PendingTokens.wait` waits for it.
+        """Start a step. On a CPU it is done on return; on CUDA only `PendingTokens.wait` waits for it.
 
-        Steps may be launched while others are in flight: what a step reads and writes on the device follows what was
-        queued before it.
+        Several steps may be in flight: the device runs them in order.
         """
         with torch.inference_mode():
             self._transfers.start(batch)

@@ -1,4 +1,4 @@
-"""The tokens of a launched step, on their way back to the host."""
+"""Sampled tokens on their way to the host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tidewheel_kernels import LogprobsOutput
 
 
 class PendingTokens:
-    """Answers `wait` with the tokens of one batch. On CUDA nothing before `wait` waits for the device.
+    """Tokens of one batch. On CUDA only `wait` blocks.
 
-    The copies are queued at once, so that the next step may write where this one's tokens lie.
+    Copies are queued at once, so the next step may overwrite these tokens.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PendingTokens:
             self._copied.record()
 
     def wait(self) -> SampledTokens:
-        """The tokens; every call answers the same."""
+        """Return the tokens, on every call the same."""
         if self._result is None:
             if self._copied is not None:
                 self._copied.synchronize()

@@ -1,8 +1,7 @@
-"""What a step needs beside weights and cache: measured on a GPU by running the largest one, estimated on a CPU.
+"""Memory of a step beside weights and cache: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache, so that they are captured after it is made, and their memory is not free for it. So the
-largest few are captured first with a cache of a few blocks, what all of them will take is reckoned from that, and the
-cache gets what is left.
+Graphs point into the cache and are captured after it. To reserve their memory, the largest few are first captured
+with a small cache, which gives an estimate for all.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tidewheel.sampling import SamplingParams
 
 T = TypeVar("T")
 
-# Turns every stage of sampling on, so that the measured peak holds for any request.
+# Enables every sampling stage, so the peak holds for any request.
 EVERY_STAGE = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
 )
@@ -36,13 +35,12 @@ class StepMemory(NamedTuple):
 
 
 class StepSize(NamedTuple):
-    """A step of `num_rows` requests with `tokens_per_row` tokens each."""
+    """`num_rows` requests with `tokens_per_row` tokens each."""
 
     num_rows: int
     tokens_per_row: int
 
     def num_blocks(self, block_size: int) -> int:
-        """Blocks of one row; in a profile all rows share them."""
         return -(-self.tokens_per_row // block_size)
 
 
@@ -52,12 +50,12 @@ def largest_step(config: EngineConfig, max_model_len: int) -> StepSize:
 
 
 def smallest_step(max_model_len: int) -> StepSize:
-    """Enough to prove that a model runs."""
+    """Return a step that proves that a model runs."""
     return StepSize(1, min(2, max_model_len))
 
 
 def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
-    """A step like a real one, except that all rows write the same blocks: only its shape matters."""
+    """Share blocks among rows: only the batch's shape matters."""
     num_rows, length = size
     num_blocks = size.num_blocks(block_size)
     token_ids = np.zeros(length, dtype=np.int32)
@@ -78,17 +76,19 @@ def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Widest live set of a layer (residual, its norm, gate and up, their product), logits in two formats, and the
-    counts of penalties."""
+    """Return the bytes of a layer's widest live set, logits in two formats, and penalty counts.
+
+    The live set is the residual, its norm, gate and up, and their product.
+    """
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
     logits = size.num_rows * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize + torch.int32.itemsize)
     return size.num_rows * size.tokens_per_row * per_token + logits
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
-    """What `run` answers, and the peak of CUDA memory while it runs, beyond what was there before.
+    """Return the result of `run` and its peak of CUDA memory in bytes.
 
-    Raises `ConfigError` with the largest step that fits, found by halving, when this one does not.
+    If it does not fit, raise `ConfigError` with the largest step that does, found by halving.
     """
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -99,7 +99,7 @@ def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, devi
 
 
 def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
-    """None when the memory does not suffice. What the step held, its traceback too, is free again then."""
+    """Return None if memory does not suffice, with the step's memory freed."""
     try:
         return run(size)
     except torch.OutOfMemoryError:
@@ -121,13 +121,15 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 
 
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
-    """From the memory of the largest few sizes: the first one pays for the pool, and each of the others at most what
-    the dearest of those after it did."""
+    """Estimate the bytes of all graphs from the largest few.
+
+    The first pays for the pool. The others take at most the maximum measured after it.
+    """
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 
 def gpu_budget(config: EngineConfig, reserved_bytes: int, device: torch.device) -> MemoryBudget:
-    """What `gpu_memory_utilization` of the device leaves beside all that is there now and what is reserved."""
+    """Return what `gpu_memory_utilization` leaves beside present use and `reserved_bytes`."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     fraction, taken = config.gpu_memory_utilization, total - free

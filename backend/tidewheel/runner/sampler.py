@@ -1,4 +1,4 @@
-"""From logits to tokens on the device: the order of the stages, and what comes back to the host."""
+"""Sampling on the device, and its results on the host."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ from tidewheel_kernels import (
     sample,
 )
 
-NUM_GROUPS = 5  # of arrays that sampling has on the device
+NUM_GROUPS = 5  # groups of sampling arrays
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """On the device."""
+    """Device tensors."""
 
-    token_ids: torch.Tensor  # [S] int64, -1 where the logits were not finite
-    logprobs: LogprobsOutput | None  # of the rows that the plan names
+    token_ids: torch.Tensor  # [S] int64, -1 for non-finite logits
+    logprobs: LogprobsOutput | None  # for the plan's `logprob_rows`
 
 
 def staged_groups(plan: SamplingPlan | None, num_rows: int | None = None) -> list[Group | None]:
-    """The arrays of a plan that `sample_tokens` wants on the device, in its order, those of the draw padded to
-    `num_rows`."""
+    """Return a plan's arrays for `sample_tokens`, the draw padded to `num_rows`."""
     if plan is None:
         return [None] * NUM_GROUPS
     draw = plan.draw if num_rows is None else plan.draw.padded(num_rows)
@@ -46,7 +45,7 @@ def staged_groups(plan: SamplingPlan | None, num_rows: int | None = None) -> lis
 
 
 def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], *, any_sampled: bool) -> torch.Tensor:
-    """[S] int64, as `Sampled` has them: greedy, or with every filter on. Nothing depends on values of the host."""
+    """Return token ids as in `Sampled`, greedy or with all filters, without host values."""
     temperature, top_k, top_p, min_p, uniform = draw
     flags = (any_sampled,) * 4
     return sample(logits, SamplingTensors(temperature, top_k, top_p, min_p, *flags), uniform).token_ids
@@ -55,10 +54,10 @@ def draw_tokens(logits: torch.Tensor, draw: Sequence[torch.Tensor], *, any_sampl
 def sample_tokens(
     logits: torch.Tensor, plan: SamplingPlan, staged: Sequence[Sequence[torch.Tensor]], history: TokenHistory
 ) -> Sampled:
-    """Samples one token for each row of `logits` [S, V], which it may overwrite.
+    """Sample one token per row of `logits` [S, V], which it may overwrite.
 
-    The order is vLLM's: log-probabilities are those of the model; then biases and forbidden tokens, penalties,
-    temperature, top_k, top_p, min_p, and the draw.
+    vLLM's order: model log-probabilities; then biases and forbidden tokens, penalties, temperature, top_k, top_p,
+    min_p, and the draw.
     """
     draw, bias, words, penalties, logprob_rows = staged
     if plan.changes_logits and logits.dtype != torch.float32:
@@ -87,7 +86,7 @@ def sample_tokens(
 def top_logprobs(
     output: LogprobsOutput, num_top: Int32Array, batch_indices: Int64Array, token_ids: Int32Array
 ) -> dict[int, TopLogprobs]:
-    """Host values by index into the batch; `token_ids` are those sampled there, rows without one are left out."""
+    """Return log-probabilities by batch index, without rows with negative `token_ids`."""
     logprobs, ranks = output.logprobs.tolist(), output.ranks.tolist()
     ids, values = output.top_token_ids.tolist(), output.top_logprobs.tolist()
     return {

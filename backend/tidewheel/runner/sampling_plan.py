@@ -1,4 +1,4 @@
-"""Sampling state of every row, kept as columns, and what one step needs of it."""
+"""Sampling parameters by row, and the plan of one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_LOGPROBS = -1
 
 
 class DrawColumns(NamedTuple):
-    """[S] each; see `tidewheel_kernels.SamplingTensors`."""
+    """Columns [S]; see `tidewheel_kernels.SamplingTensors`."""
 
     temperature: Float32Array
     top_k: Int32Array
@@ -25,7 +25,7 @@ class DrawColumns(NamedTuple):
     uniform: Float32Array
 
     def padded(self, num_rows: int) -> DrawColumns:
-        """With greedy rows after these, `num_rows` in all."""
+        """Append greedy rows up to `num_rows`."""
         extra = num_rows - len(self.temperature)
         if extra == 0:
             return self
@@ -39,7 +39,7 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class BiasColumns(NamedTuple):
-    """[N] each: add values[i] to the logit of token_ids[i] in sampling row rows[i]."""
+    """Columns [N]: add `values[i]` to the logit of `token_ids[i]` in sampling row `rows[i]`."""
 
     rows: Int32Array
     token_ids: Int32Array
@@ -56,7 +56,7 @@ class WordColumns(NamedTuple):
 
 
 class PenaltyColumns(NamedTuple):
-    """[P] each; see `tidewheel_kernels.PenaltyTensors`."""
+    """Columns [P]; see `tidewheel_kernels.PenaltyTensors`."""
 
     rows: Int32Array
     num_prompt_tokens: Int32Array
@@ -68,7 +68,7 @@ class PenaltyColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """What sampling S rows takes; None for a stage that no row needs."""
+    """Inputs to sample S rows; None for unneeded stages."""
 
     draw: DrawColumns
     any_sampled: bool
@@ -78,7 +78,7 @@ class SamplingPlan:
     bias: BiasColumns | None
     words: WordColumns | None
     penalties: PenaltyColumns | None
-    logprob_rows: Int64Array  # [L] sampling rows whose log-probabilities are wanted
+    logprob_rows: Int64Array  # [L] sampling rows with log-probabilities
     num_top_logprobs: Int32Array  # [L]
 
     @property
@@ -87,12 +87,12 @@ class SamplingPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the logits of the model are sampled as they are, and nothing else is asked of them."""
+        """True if logits are sampled unchanged and without log-probabilities."""
         return not self.changes_logits and not len(self.logprob_rows)
 
 
 class SamplingTable:
-    """One element per row, written when a request takes the row."""
+    """Parameters, written when a request takes a row."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
@@ -135,7 +135,7 @@ class SamplingTable:
             self._rules[row] = LogitRules(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
-        """For the tokens at `positions[i]` of `rows[i]`."""
+        """Plan the tokens at `positions[i]` of `rows[i]`."""
         temperature = self._temperature[rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())
@@ -204,6 +204,6 @@ def _word_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) ->
 
 
 def _repeated(counts: list[tuple[int, int]]) -> Int32Array:
-    """Each number as often as the second one says."""
+    """Repeat first numbers as often as second ones say."""
     numbers, times = zip(*counts, strict=True)
     return np.repeat(np.array(numbers, dtype=np.int32), times)

@@ -1,4 +1,4 @@
-"""How long each stage of a load took."""
+"""Duration of each load stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST = "start"
 
 
 class StageClock:
-    """A `Progress` that passes everything on. A stage lasts from its first word to the first of another."""
+    """Forwards and times progress. A stage ends when another begins."""
 
     def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report = report
@@ -27,7 +27,7 @@ class StageClock:
         self._report(stage, fraction)
 
     def seconds(self) -> dict[str, float]:
-        """By stage, in their order, up to now."""
+        """Return seconds by stage, in order."""
         self._end_stage()
         return dict(self._seconds)
 

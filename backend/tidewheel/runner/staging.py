@@ -1,4 +1,4 @@
-"""Small host arrays on their way to the device: one copy a step, from pinned memory, without waiting for it."""
+"""Small host arrays on their way to the device: one asynchronous pinned copy per step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tidewheel.runner.accelerator import Accelerator
 
 HostArray = npt.NDArray[np.generic]
 Group = Sequence[HostArray]
-TypedViews = dict[np.dtype[Any], torch.Tensor]  # of one buffer
+TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
 
-ALIGNMENT = 16  # bytes; every array starts at a multiple of it
-NUM_SLOTS = 3  # pinned buffers: a slot is written again only after its copy is done
+ALIGNMENT = 16  # bytes; every array starts at a multiple
+NUM_SLOTS = 3  # pinned buffers, reused after their copy
 DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -27,17 +27,17 @@ DTYPES: dict[np.dtype[Any], torch.dtype] = {
 
 class Sent(Protocol):
     def group(self, index: int) -> list[torch.Tensor]:
-        """The arrays of a group as tensors on the device, good until the next `send`. Empty for one that was None."""
+        """Return device tensors, valid until the next `send`; empty for a None group."""
 
 
 class Sender(Protocol):
-    """Makes tensors of one-dimensional arrays, which must not be written afterwards."""
+    """Converter of one-dimensional arrays, which must not be written afterwards."""
 
     def send(self, groups: Sequence[Group | None]) -> Sent: ...
 
 
 class SharedMemory:
-    """On a CPU: the tensors are the arrays."""
+    """CPU sender: tensors share the arrays' memory."""
 
     def send(self, groups: Sequence[Group | None]) -> Sent:
         return _Shared(groups)
@@ -52,11 +52,10 @@ class _Shared:
 
 
 class Staging:
-    """Packs arrays into one of a few pinned buffers, and copies that into a buffer on the device that never moves.
+    """Packs arrays into a pinned buffer and copies it to a fixed device buffer.
 
-    Arrays of the same sizes in the same order lie at the same places each time, which is what a graph reads. Arrays
-    that no longer fit into the buffer go, with all that follow them, into a tensor made for the occasion. The copy is
-    queued behind all work that reads what the buffer held before.
+    Arrays of the same sizes and order keep their addresses, as graphs require. From the first array that does not
+    fit, all go into a new tensor. The copy is queued after all reads of the old content.
     """
 
     def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:
@@ -113,7 +112,7 @@ class _Slot:
 
 
 class _Packed:
-    """Makes a view only of what is asked for: a graph has its own."""
+    """Makes views on request only: graphs have their own."""
 
     def __init__(
         self,

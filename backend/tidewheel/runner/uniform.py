@@ -1,7 +1,7 @@
-"""Random numbers as a pure function of (seed, position): the draw of a request never depends on its batch.
+"""Random numbers as a pure function of (seed, position), independent of the batch.
 
-A counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") built on the finaliser
-of SplitMix64 (Steele, Lea and Flood 2014): no state to keep, nothing to advance, the same after a preemption.
+A counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on the finaliser of
+SplitMix64 (Steele, Lea and Flood 2014). It has no state and draws the same after a preemption.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MANTISSA_BITS = 24
 
 
 def uniform(seeds: UInt64Array, positions: npt.NDArray[np.integer[Any]]) -> Float32Array:
-    """[n] float32 in [0, 1) for the token at `positions[i]` of a request with `seeds[i]`."""
+    """Return [n] float32 in [0, 1) for the token at `positions[i]` of a request with `seeds[i]`."""
     counters = positions.astype(np.uint64) * _GOLDEN
     bits = _mixed(_mixed(seeds + _GOLDEN) + counters)
     return (bits >> np.uint64(64 - _MANTISSA_BITS)).astype(np.float32) * np.float32(2.0**-_MANTISSA_BITS)

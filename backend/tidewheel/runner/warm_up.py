@@ -1,9 +1,8 @@
-"""Steps that no request asked for, run once so that no request waits for a kernel to be compiled.
+"""Synthetic steps that compile kernels before the first request.
 
-triton-lang compiles a kernel once for every combination of what it specialises on: compile-time constants, the types
-of its arguments, and whether its pointers and integers are divisible by 16 or equal to 1. Launchers give their
-kernels nothing that changes from step to step and is specialised on; what remains follows from how many rows decode,
-how long contexts and chunks are, and how a step samples. The steps here go through these.
+triton-lang compiles a kernel for each combination of constants, argument types, and whether pointers and integers are
+divisible by 16 or equal to 1. Launchers specialise on nothing that changes from step to step. The remaining variants
+follow from the number of decoding rows, context and chunk lengths, and sampling, which these steps cover.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tidewheel.runner.profiling import EVERY_STAGE
 from tidewheel.sampling import SamplingParams
 
 STAGE = "kernels"
-GROWTH = 4  # of lengths and batch sizes from one step to the next
+GROWTH = 4  # factor between successive sizes
 
 
 class BatchRunner(Protocol):
@@ -34,7 +33,7 @@ class BatchRunner(Protocol):
 
 
 class Row(NamedTuple):
-    """A request that has `context` tokens in the cache and computes the next `num_tokens`."""
+    """Request with `context` cached tokens that computes `num_tokens`."""
 
     context: int
     num_tokens: int
@@ -42,7 +41,7 @@ class Row(NamedTuple):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
 
 
-Settings = dict[str, Any]  # of `SamplingParams`
+Settings = dict[str, Any]  # arguments of `SamplingParams`
 
 GREEDY = SamplingParams(temperature=0.0)
 GREEDILY: Settings = {"temperature": 0.0}
@@ -52,9 +51,9 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(runner: BatchRunner, progress: Progress) -> None:
-    """Runs every step. Only before the first request: it writes to the cache, and takes rows.
+    """Run every step, before the first request only: steps write to the cache and take rows.
 
-    Raises `ConfigError` when the cache has left too little memory for them.
+    Raise `ConfigError` if the cache leaves too little memory.
     """
     batches = list(warm_up_batches(runner.info))
     try:
@@ -77,14 +76,14 @@ def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
 
 
 def _largest(info: RunnerInfo) -> list[Row]:
-    """The step that needs most memory, as the cache has left it."""
+    """Return the step that needs most memory."""
     num_rows = _most_rows(info)
     length = max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1))
     return [Row(0, length, EVERY_STAGE)] * num_rows
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
-    """From one split of the keys to the most, for few rows and for many, within the tokens that the cache holds."""
+    """Yield decodes with one to the most key splits, for few and many rows."""
     num_tokens = info.num_blocks * info.block_size
     for num_rows in _sizes(_most_rows(info)):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
@@ -97,7 +96,7 @@ def _prefills(info: RunnerInfo) -> Iterator[list[Row]]:
 
 
 def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
-    """A decode beside chunks of several lengths, the second of a prompt among them."""
+    """Yield a decode beside later prompt chunks."""
     if _most_rows(info) < 2 or info.max_model_len < 2:
         return
     for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
@@ -105,7 +104,7 @@ def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
 
 
 def _sampled() -> Iterator[list[Row]]:
-    """Every way to sample, of logits as the model gives them and of such that were changed, which are float32."""
+    """Yield every way to sample, from model logits and from changed ones, which are float32."""
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [Row(0, 1, SamplingParams(**way, **changes))]
@@ -113,13 +112,13 @@ def _sampled() -> Iterator[list[Row]]:
 
 
 def _combinations(options: Sequence[Settings]) -> list[Settings]:
-    """None of them, each of them, each two, and so on."""
+    """Merge every subset, smallest first."""
     chosen = itertools.chain.from_iterable(itertools.combinations(options, n) for n in range(len(options) + 1))
     return [{key: value for option in group for key, value in option.items()} for group in chosen]
 
 
 def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    """Blocks that are copied, and that leave for the host tier and come back."""
+    """Yield steps that copy and swap blocks."""
     first, last = _ids(0), _ids(info.num_blocks - 1)
     rows = [Row(0, 1, GREEDY)]
     yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
@@ -137,7 +136,7 @@ def _longest_chunk(info: RunnerInfo) -> int:
 
 
 def _sizes(largest: int) -> Iterator[int]:
-    """1, 4, 16, … and the largest."""
+    """Yield 1, 4, 16, … and `largest`."""
     size = 1
     while size < largest:
         yield size
@@ -146,7 +145,7 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Array) -> ScheduledBatch:
-    """All rows have the same blocks: what they write there is never read."""
+    """Share blocks among rows: what they write is never read."""
     num_rows = len(rows)
     lengths = [row.context + row.num_tokens for row in rows]
     num_blocks = [-(-length // block_size) for length in lengths]
@@ -169,7 +168,7 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
 
 
 def _new_row(index: int, row: Row) -> NewRow:
-    """Its context has no tokens of its own: what the row holds is as good."""
+    """Omit context tokens: stale ones will do."""
     token_ids = np.zeros(row.num_tokens, dtype=np.int32)
     return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), row.bad_words_ids)
 

@@ -1,1 +1,1 @@
-"""triton-lang kernels and their launchers; imported only when a kernel is needed."""
+"""triton-lang kernels and their launchers, imported only when needed."""

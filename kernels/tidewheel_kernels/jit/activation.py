@@ -1,5 +1,3 @@
-"""Gated activation kernel."""
-
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch

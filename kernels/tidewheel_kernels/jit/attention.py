@@ -1,4 +1,4 @@
-"""Launchers of paged attention: decode rows go to the split-KV kernel, the others to the prefill kernel."""
+"""Launchers of paged attention: decode rows use the split-KV kernel, others the prefill kernel."""
 
 # mypy: allow-untyped-calls
 
@@ -21,7 +21,7 @@ from tidewheel_kernels.launch_config import (
 from tidewheel_kernels.metadata import AttentionMetadata
 
 LOG2_E = math.log2(math.e)
-# All splits of up to eight KV heads and one sequence at once; a chunk without splits costs nothing.
+# Holds all splits of one sequence with eight KV heads; a chunk without splits costs nothing.
 MERGE_BLOCK_SPLITS = 64
 
 
@@ -61,7 +61,7 @@ def _shape_arguments(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tens
 
 
 def _mask_arguments(scale: float, sliding_window: int, soft_cap: float) -> dict[str, object]:
-    """`attend_tiles` explains `logit_scale`; after a soft cap, the logits are in units of it."""
+    """See `attend_tiles` for `logit_scale`. Soft-capped logits are in units of the cap."""
     return {
         "logit_scale": 2.0 * LOG2_E * scale / soft_cap if soft_cap else LOG2_E * scale,
         "soft_cap_log2": soft_cap * LOG2_E,

@@ -1,4 +1,4 @@
-"""The part that all attention kernels share: an online softmax over tiles of keys from the paged cache."""
+"""Online softmax over tiles of keys from the paged cache, shared by all attention kernels."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -34,14 +34,14 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attends to the keys of tiles [first_tile, end_tile); returns (acc, row_max, row_sum).
+    """Attend to the keys of tiles [first_tile, end_tile); return (acc, row_max, row_sum).
 
-    Without MASKED, every row must see every key of these tiles. `logit_scale` includes log2(e) (so that exp2 does for
-    exp), or 2 log2(e) / soft_cap with a soft cap (so that it is the exponent of tanh).
+    Without MASKED, every row must see every key. `logit_scale` includes log2(e), for exp2. With a soft cap it
+    includes 2 log2(e) / soft_cap, the exponent of tanh.
     """
     column = tl.arange(0, BLOCK_D)[None, :]
-    # The block of a tile is loaded one tile ahead: keys and values then depend on no load of their own iteration, and
-    # the pipeliner gives all its stages to them. Entries past the sequence's last block may not exist.
+    # The block of a tile is loaded one tile ahead, so that keys and values depend on no load of their own iteration
+    # and get all pipeline stages. Entries past the sequence's last block may not exist.
     next_block = tl.load(block_table_ptr + first_tile * BLOCK_N // BLOCK_SIZE, mask=first_tile < end_tile, other=0)
     for tile in range(first_tile, end_tile):
         # BLOCK_N divides BLOCK_SIZE: a tile lies in one block.
@@ -53,7 +53,7 @@ def attend_tiles(
         k_tile_ptr = k_ptr + block * k_block_stride + offset * k_offset_stride + column
         v_tile_ptr = v_ptr + block * v_block_stride + offset * v_offset_stride + column
         if MASKED:
-            # Slots past the end may hold NaN, which a weight of zero would not remove.
+            # Slots past the end may hold NaN, which a zero weight would not remove.
             mask = (key[:, None] < seq_len) & (column < HEAD_DIM)
             k = tl.load(k_tile_ptr, mask=mask, other=0.0)
             v = tl.load(v_tile_ptr, mask=mask, other=0.0)
@@ -82,7 +82,7 @@ def first_logits(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_N] float32: unscaled logits of `first_tile`, with which `attend_boxes` starts."""
+    """[BLOCK_M, BLOCK_N] float32: unscaled logits of `first_tile`, for `attend_boxes`."""
     first_key = first_tile * BLOCK_N
     block = tl.load(block_table_ptr + first_key // BLOCK_SIZE)
     k = k_cache.load([block, first_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -100,7 +100,7 @@ def attend_boxes(
     seq_len,
     first_tile,
     end_tile,
-    last_tile,  # of the sequence: nothing behind it is read
+    last_tile,  # of the sequence: nothing later is read
     block_table_ptr,  # [max_blocks] of this sequence
     k_cache,  # descriptor of [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim], boxes of [1, BLOCK_N, 1, BLOCK_D]
     v_cache,  # like k_cache
@@ -115,10 +115,10 @@ def attend_boxes(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """`attend_tiles` with tiles that the tensor memory accelerator copies; returns (logits of end_tile, acc, ...).
+    """`attend_tiles` on TMA boxes; returns (logits of end_tile, acc, ...).
 
-    The product of queries and keys runs one tile ahead of the softmax, so that the tensor cores work on it during the
-    softmax (FlashAttention-3, Shah et al. 2024, section 3.2). Columns past head_dim arrive as zeros.
+    The query-key product runs one tile ahead, so that tensor cores work during the softmax (FlashAttention-3, Shah et
+    al. 2024, section 3.2). Columns past head_dim are zeros.
     """
     k_block = tl.load(block_table_ptr + tl.minimum(first_tile + 1, last_tile) * BLOCK_N // BLOCK_SIZE)
     v_block = tl.load(block_table_ptr + tl.minimum(first_tile, last_tile) * BLOCK_N // BLOCK_SIZE)
@@ -126,13 +126,13 @@ def attend_boxes(
         next_key = tl.minimum(tile + 1, last_tile) * BLOCK_N
         k = k_cache.load([k_block, next_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
         v = v_cache.load([v_block, tile * BLOCK_N % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
-        # Two loads, for the pipeliner refuses loops that hand a value on over two iterations.
+        # Two loads: the pipeliner refuses loops that carry a value over two iterations.
         k_block = tl.load(block_table_ptr + tl.minimum(tile + 2, last_tile) * BLOCK_N // BLOCK_SIZE)
         v_block = tl.load(block_table_ptr + next_key // BLOCK_SIZE)
         next_logits = tl.dot(q, tl.trans(k))
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         if MASKED:
-            # A box is copied whole: values past the end may be NaN, which a weight of zero would not remove.
+            # A box is copied whole: values past the end may be NaN, which a zero weight would not remove.
             v = tl.where(key[:, None] < seq_len, v, 0.0)
         acc, row_max, row_sum = _attend(
             logits, v, acc, row_max, row_sum, key, query_position, logit_scale, soft_cap_log2, sliding_window,
@@ -158,7 +158,7 @@ def _attend(
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """One tile more in the online softmax (Milakov and Gimelshein 2018)."""
+    """Extend the online softmax by one tile (Milakov and Gimelshein 2018)."""
     scale = logit_scale
     if HAS_SOFT_CAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends: exp2 gives inf or 0 there.
@@ -170,11 +170,11 @@ def _attend(
             visible = visible & (key[None, :] > query_position[:, None] - sliding_window)
         logits = tl.where(visible, logits, float("-inf"))
 
-    # The scale is positive: the maximum may be taken before it, and it joins the subtraction in one instruction.
+    # The scale is positive, so it follows the maximum and joins the subtraction in one instruction.
     new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
     base = new_max
     if MASKED:
-        # A row that has seen no key yet: -inf - -inf would be NaN.
+        # In a row without keys so far, -inf - -inf would be NaN.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(logits * scale - base[:, None])
     decay = tl.exp2(row_max - base)

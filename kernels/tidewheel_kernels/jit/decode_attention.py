@@ -1,4 +1,4 @@
-"""Split-KV decode attention: several programs share the keys of one query, a second kernel merges their results.
+"""Split-KV decode attention: programs share one query's keys, and a second kernel merges their results.
 
 Flash-decoding (Dao et al. 2023). Row i of q belongs to sequence i.
 """
@@ -15,9 +15,9 @@ _INDEX_TENSORS = ["block_tables_ptr", "seq_lens_ptr"]
 
 @triton.jit
 def _split_tiles(seq_len, num_splits, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """(first, end, per_split): tiles of keys that the query sees, and how many of them each split takes.
+    """(first, end, per_split): visible key tiles, and tiles per split.
 
-    Shared out by the actual length: with a grid frozen for the longest one, work stays even.
+    Splits follow the actual length, so work stays even with a grid frozen for the longest.
     """
     first = 0
     if HAS_WINDOW:
@@ -60,7 +60,7 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_kv_heads, num_seqs, num_splits]; heads first, for those of one slot lie side by side in memory
+    # grid: [num_kv_heads, num_seqs, num_splits]; heads first, as the heads of a slot are adjacent in memory
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -69,7 +69,7 @@ def decode_attention_kernel(
     first_tile, num_tiles, tiles_per_split = _split_tiles(seq_len, num_splits, sliding_window, BLOCK_N, HAS_WINDOW)
     begin_tile = first_tile + split * tiles_per_split
     end_tile = tl.minimum(begin_tile + tiles_per_split, num_tiles)
-    # An empty split writes nothing: the merge knows how many have keys.
+    # The merge knows which splits have keys; an empty one writes nothing.
     if SPLIT and begin_tile >= end_tile:
         return
 
@@ -84,7 +84,7 @@ def decode_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     query_position = tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1)
-    # One loop with masks on every tile: bandwidth bounds it, and a second loop would fill the pipeline a second time.
+    # One loop that masks every tile: the kernel is bandwidth-bound, and a second loop would refill the pipeline.
     acc, row_max, row_sum = attend_tiles(
         q, acc, row_max, row_sum, query_position, seq_len, begin_tile, end_tile,
         block_tables_ptr + seq * block_table_stride,
@@ -93,7 +93,7 @@ def decode_attention_kernel(
         True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
 
-    # Padding has no keys, and its row is zero.
+    # Padding has no keys: its row is zero.
     safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / safe_sum[:, None]
     if SPLIT:
@@ -135,7 +135,7 @@ def merge_splits_kernel(
     largest = float("-inf")
     for chunk in range(0, num_filled, BLOCK_SPLITS):
         split = chunk + tl.arange(0, BLOCK_SPLITS)
-        # Both loads need only the length, so neither waits for the other.
+        # Both loads depend on the length only, so neither waits for the other.
         log2_sum = tl.load(log2_sum_ptr + first + split, mask=split < num_filled, other=float("-inf"))
         partial = tl.load(
             partial_ptr + (first + split)[:, None] * HEAD_DIM + column[None, :],

@@ -8,15 +8,15 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Making a descriptor takes microseconds for every layer of every step, and KV caches stay.
+# Creation takes microseconds for every layer and step, and KV caches stay.
 _descriptors = WeakIdKeyDictionary()
 
 
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """The descriptor of `tensor` for boxes of shape `box`; elements outside the tensor read as zero.
+    """Return `tensor`'s descriptor for boxes of shape `box`; elements outside the tensor read as zero.
 
-    Kept for as long as the tensor object lives and its memory stays where it is. Needs a base address and strides
-    that are multiples of 16 bytes, and a contiguous last dimension; AssertionError otherwise.
+    It is cached while the tensor lives and does not move. The base address and strides must be multiples of 16 bytes,
+    and the last dimension contiguous; AssertionError otherwise.
     """
     boxes: dict[tuple[int, ...], TensorDescriptor] = _descriptors.setdefault(tensor, {})
     descriptor = boxes.get(box)
@@ -27,6 +27,6 @@ def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescript
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same memory. It does not keep `tensor`, as a view would, so that the entry can go."""
+    """Return another tensor of the same memory. Unlike a view, it does not keep `tensor` alive."""
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,5 +1,3 @@
-"""Kernels that write to the paged KV cache and copy its blocks."""
-
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
@@ -108,7 +106,7 @@ def write_kv_cache(
 
 
 def copy_blocks(stack: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """`stack` [num_caches, num_blocks, ...] with contiguous blocks."""
+    """Copy blocks of `stack` [num_caches, num_blocks, ...], contiguous each."""
     if not stack[0, 0].is_contiguous():
         raise ValueError(f"the elements of a block must be contiguous, got strides {stack.stride()}")
     block_numel = stack[0, 0].numel()

@@ -1,8 +1,8 @@
-"""Log-softmax and rank of one token per row, and the most likely tokens: every logit is read once, nothing is sorted.
+"""Log-softmax and rank of one token per row, and the most likely tokens; each logit is read once, without sorting.
 
-The first launch leaves, for each chunk of 512 logits, the largest, the weight and the number above the chosen token.
-The second adds them up, one program per row. The next most likely token is always in the chunk with the largest
-maximum, so each of the `num_top` tokens takes one chunk to be read again.
+The first launch stores for each chunk of 512 logits the largest, the weight and the number above the chosen token.
+The second adds them up, one program per row. The next most likely token is in the chunk with the largest maximum, so
+each of the `num_top` tokens rereads one chunk.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -46,7 +46,7 @@ def logprob_partials_kernel(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    # grid: [num_rows, programs that share a row]
+    # grid: [num_rows, programs per row]
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     maxima_ptr = partials_ptr + row * 3 * num_chunks
@@ -97,7 +97,7 @@ def logprobs_kernel(
     tl.store(logprobs_ptr + row, _chosen_logit(row_ptr, token, vocabulary) - log_normalizer)
     tl.store(ranks_ptr + row, tl.where(valid, 1 + tl.sum(better, axis=0).to(tl.int32), 0))
 
-    # Tokens are taken in the order of falling logits and, among equals, rising ids: the last one says which are left.
+    # Tokens are taken by falling logit, then rising id: the last one tells which are left.
     open_chunks = inside
     last_value = max_logit
     last_token = -1

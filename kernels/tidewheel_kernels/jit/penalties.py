@@ -16,15 +16,15 @@ IN_PROMPT = tl.constexpr(1 << 30)  # above every count
 
 @triton.jit
 def _token(tokens_ptr, ends_ptr, row, num_tokens, position):
-    """The token at `position` of what comes before `row`, -1 behind its end."""
+    """Token at `position` of the tokens before `row`, -1 past their end."""
     first = tl.load(ends_ptr + row) - num_tokens
     return tl.load(tokens_ptr + first + position, mask=position < num_tokens, other=-1)
 
 
-# Columns of varying length lie behind one another in memory, at any alignment.
+# Columns of varying length are adjacent in memory, at any alignment.
 @triton.jit(do_not_specialize_on_alignment=["ends_ptr", "rows_ptr", "num_prompt_tokens_ptr", "num_tokens_ptr"])
 def count_tokens_kernel(
-    counts_ptr,  # [num_entries, vocabulary] int32, all 0; gets times generated, plus IN_PROMPT
+    counts_ptr,  # [num_entries, vocabulary] int32, all 0; gets generated counts, plus IN_PROMPT
     tokens_ptr,  # [all tokens]
     ends_ptr,  # [num_rows]
     rows_ptr,  # [num_entries]
@@ -51,7 +51,7 @@ def count_tokens_kernel(
 )  # fmt: skip
 def apply_penalties_kernel(
     logits_ptr,  # [num_rows, vocabulary]
-    counts_ptr,  # [num_entries, vocabulary], of `count_tokens_kernel`
+    counts_ptr,  # [num_entries, vocabulary], from `count_tokens_kernel`
     tokens_ptr,  # [all tokens]
     ends_ptr,  # [num_rows]
     rows_ptr,  # [num_entries]
@@ -68,7 +68,7 @@ def apply_penalties_kernel(
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, num_tokens = tl.load(rows_ptr + entry), tl.load(num_tokens_ptr + entry)
     token = _token(tokens_ptr, ends_ptr, row, num_tokens, position)
-    # Of equal tokens one takes the count away, and is the one that changes the logit.
+    # One of equal tokens takes the count and changes the logit.
     count_ptr = counts_ptr + entry.to(tl.int64) * vocabulary + token
     taken = tl.atomic_xchg(count_ptr, tl.zeros([BLOCK], tl.int32), mask=token >= 0, sem="relaxed")
     mask = (token >= 0) & (taken != 0)

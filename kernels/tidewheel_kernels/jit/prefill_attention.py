@@ -1,7 +1,7 @@
-"""Attention of sequences with any number of queries: one program per tile of queries and KV head.
+"""Attention with any number of queries: one program per tile of queries and KV head.
 
-With TMA, the tensor memory accelerator of sm_90 and later copies the keys and values to shared memory, one box per
-tile; else the threads load them through pointers.
+With TMA, the tensor memory accelerator of sm_90 and later copies a box of keys and values per tile to shared memory;
+otherwise threads load them through pointers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -11,17 +11,17 @@ import triton.language as tl
 
 from tidewheel_kernels.jit.attention_tile import attend_boxes, attend_tiles, first_logits
 
-# Values that change with every batch must not make the compiler specialise, and compile again while serving.
+# Values that change with every batch must not cause recompilation while serving.
 _VARYING = ["first_seq", "num_seqs"]
 _INDEX_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr"]
 
 
 @triton.jit
 def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence whose range of tiles holds `tile`.
+    """Sequence that owns `tile`.
 
-    Sequence i is given the tiles from ``start_i // BLOCK_Q + i`` on, which always suffices and needs no prefix sum of
-    tile counts; so the grid is known on the host from the number of rows alone.
+    Sequence i has the tiles from ``start_i // BLOCK_Q + i`` on. This suffices without a prefix sum of tile counts, so
+    the host knows the grid from the number of rows.
     """
     left = 0
     right = num_seqs
@@ -37,7 +37,7 @@ def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.con
 
 @triton.jit
 def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
-    """(seq, start, query_len, first_query) of this program; it has no query if ``first_query >= query_len``."""
+    """(seq, start, query_len, first_query) of this program; without a query if ``first_query >= query_len``."""
     # Later tiles of a sequence have more keys: the longest programs start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_row = tl.load(cu_seqlens_ptr + first_seq)
@@ -53,10 +53,9 @@ def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
 def _key_tiles(
     first_position, seq_len, sliding_window, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """(first, full, masked, end): every query sees all keys of the tiles [full, masked), some see some of the others.
+    """(first, full, masked, end): all queries see all keys of tiles [full, masked), and some keys of the others.
 
-    The queries stand at positions ``first_position .. first_position + BLOCK_Q - 1``; those from seq_len on do not
-    exist.
+    Queries are at positions ``first_position .. first_position + BLOCK_Q - 1``; those from seq_len on do not exist.
     """
     end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, seq_len), BLOCK_N)
     masked = (first_position + 1) // BLOCK_N

@@ -30,11 +30,11 @@ def rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     mask = column < hidden
     x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
-    # Loaded before the reduction, which threads wait for.
+    # Load before the reduction, which threads wait for.
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0)
-        # Rounded before it is normalised: the next layer reads the rounded sum as its residual.
+        # Round before normalisation: the next layer reads the rounded sum as its residual.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * hidden + column, x, mask=mask)
     values = x.to(tl.float32)

@@ -22,7 +22,7 @@ def _rotated(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """The two rotated halves, and what lies behind them, of a tile of heads: float32."""
+    """Two rotated halves, and the rest, of a tile of heads: float32."""
     column = tl.arange(0, BLOCK_HALF)[None, :]
     mask = head_mask & (column < half)
     first = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -119,7 +119,7 @@ def rope_and_cache_kernel(
     else:
         head = ((tile - num_q_tiles) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         mask = head < num_kv_heads
-        # What the cache gets beside the keys is loaded first, so that all loads are under way at once.
+        # Values and slot are loaded first, so that all loads are in flight at once.
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         column = tl.arange(0, BLOCK_D)[None, :]
         v_mask = mask & (column < head_dim)

@@ -1,12 +1,10 @@
 """Sampling in two launches: many programs read every logit once; then one program per row chooses its token.
 
-The first launch leaves the largest logit and the weight of each chunk of 512 logits. From these the second knows
-which chunk holds the token that is drawn, and reads only that one again. Filters keep the tokens at or above some
-logit, for which the chunks give a lower bound; the few tokens above it are gathered, in the order of their ids, and
-searched in registers. Only where they do not fit is the row itself searched, pass by pass.
+The first launch stores the largest logit and the weight of each chunk of 512 logits. From these the second finds the
+drawn token's chunk, and reads only that again. Filters keep tokens from some logit on, for which chunks give a lower
+bound. The few tokens above it are gathered by id and searched in registers, or, if too many, in the row pass by pass.
 
-Partial results belong to chunks of a fixed size and are always combined in the same order, so the number of programs
-that share a row does not enter the result.
+Chunks have a fixed size and order of combination, so the result is independent of the programs per row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -53,7 +51,7 @@ def sample_partials_kernel(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    # grid: [num_rows, programs that share a row]
+    # grid: [num_rows, programs per row]
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     maxima_ptr = partials_ptr + row * 2 * num_chunks
@@ -73,7 +71,7 @@ def sample_partials_kernel(
 
 @triton.jit
 def _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """The lowest id among the largest logits."""
+    """Lowest id among the largest logits."""
     chunk = tl.min(tl.where(maxima == max_logit, tl.arange(0, CHUNKS), CHUNKS), axis=0)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = load_logits(row_ptr, column, vocabulary)
@@ -84,7 +82,7 @@ def _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS: tl.constexpr,
 def _draw_from_chunk(
     row_ptr, vocabulary, maxima, weights, max_logit, scale, uniform, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The token that the whole distribution gives: finds the chunk by the chunks' weights, then the token in it."""
+    """Token drawn from the whole distribution: find the chunk by weight, then the token in it."""
     factors = tl.exp2((maxima - max_logit) * scale)
     weights = weights * factors
     cumulative = tl.cumsum(weights, axis=0)
@@ -125,7 +123,7 @@ def sample_kernel(
     token_ptr,  # [num_rows] int64
     partials_ptr,  # [num_rows, 2, num_chunks] float32: largest logit, weight relative to it
     values_ptr,  # [num_rows, CAPACITY] float32, scratch: candidates
-    ids_ptr,  # [num_rows, CAPACITY + CHUNKS] int32, scratch: their ids, then chunks that hold some
+    ids_ptr,  # [num_rows, CAPACITY + CHUNKS] int32, scratch: candidate ids, then chunks that hold some
     temperature_ptr,  # [num_rows]
     top_k_ptr,  # [num_rows]
     top_p_ptr,  # [num_rows]
@@ -171,7 +169,7 @@ def sample_kernel(
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
-    """Token ids [B] int64. Two launches whose grids depend on the shape alone; no number is read back."""
+    """Return token ids [B] int64. Both grids depend on the shape alone; nothing is read back."""
     num_rows, vocabulary = logits.shape
     config = vocabulary_config(vocabulary)
     chunks = next_power_of_2(config.num_chunks)

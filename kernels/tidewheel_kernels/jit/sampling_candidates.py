@@ -1,4 +1,4 @@
-"""Filters where few tokens can pass them: these are gathered from the row and searched in registers."""
+"""Filters that few tokens pass: gather these from the row and search them in registers."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -14,11 +14,11 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 def lower_bound(
     maxima, vocabulary, max_logit, total, scale, top_k, top_p, min_p, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """A number that is not above the lowest logit that all filters together keep.
+    """Lower bound of the logits that all filters together keep.
 
-    The k-th largest of the chunks' maxima has k logits at or above it. The tokens below L together weigh at most
-    vocabulary * exp((L - max) / T), which leaves top_p of the total where it is under 1 - top_p of it. With top_k and
-    top_p on, only the first holds: top_p then needs the weight of every token that top_k keeps.
+    The k-th largest chunk maximum has k logits at or above it. All tokens below a logit L weigh at most
+    ``vocabulary * exp((L - max) / T)``, which leaves top_p of the total if it is under 1 - top_p of it. With top_k
+    and top_p on, only the first bound holds: top_p then needs the weight of every token that top_k keeps.
     """
     bound = LOWEST
     finite = maxima > float("-inf")
@@ -26,7 +26,7 @@ def lower_bound(
         lowest = tl.min(tl.where(finite, maxima, max_logit), axis=0)
         ones = tl.full([CHUNKS], 1.0, dtype=tl.float32)
         bound = search(maxima, ones, lowest, max_logit, top_k.to(tl.float32))
-    # Distances are widened a little, for they are rounded.
+    # Rounded distances are widened a little.
     if (top_p < 1.0) & (top_k >= vocabulary):
         distance = tl.log2(vocabulary / ((1.0 - top_p) * total)) * 1.001 + 0.001
         bound = tl.maximum(bound, max_logit - distance / scale)
@@ -41,15 +41,15 @@ def gather(
     row_ptr, values_ptr, ids_ptr, chunks_ptr, vocabulary, maxima, bound,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the logits >= bound and their ids, in the order of ids; returns their number.
+    """Store logits >= bound and their ids, by id; return their number.
 
-    Stops where there are more than CAPACITY. Reads only chunks that hold one.
+    Stops above CAPACITY. Reads only chunks that hold one.
     """
     wanted = maxima >= bound
     rank = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
     tl.store(chunks_ptr + rank, tl.arange(0, CHUNKS), mask=wanted)
     num_wanted = tl.sum(wanted.to(tl.int32), axis=0)
-    tl.debug_barrier()  # the list is read by other threads than wrote it
+    tl.debug_barrier()  # other threads read the list
     first = 0
     count = 0
     while (first < num_wanted) & (count <= CAPACITY):
@@ -73,7 +73,7 @@ def draw_from_candidates(
     values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """What `draw_from_row` gives; the candidates stay in registers, so a pass of a search is two reductions."""
+    """`draw_from_row` on candidates in registers: a search pass is two reductions."""
     slot = tl.arange(0, CAPACITY)
     x = tl.load(values_ptr + slot, mask=slot < count, other=float("-inf"))
     weight = tl.exp2((x - max_logit) * scale)

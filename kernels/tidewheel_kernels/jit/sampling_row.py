@@ -1,4 +1,4 @@
-"""Passes over one row of logits, for rows whose filters keep more tokens than a program holds in registers."""
+"""Passes over a row of logits whose filters keep more tokens than fit in registers."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -10,7 +10,7 @@ from tidewheel_kernels.jit.vocabulary import load_logits, middle
 
 @triton.jit
 def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.constexpr):
-    """Sum of ``exp2((x - max) * scale)`` over the logits x >= threshold."""
+    """Sum of ``exp2((x - max) * scale)`` over logits x >= threshold."""
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocabulary, BLOCK):
         x = load_logits(row_ptr, start + tl.arange(0, BLOCK), vocabulary)
@@ -22,7 +22,7 @@ def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.con
 def _search_row(
     row_ptr, vocabulary, low, high, target, max_logit, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`search` over a row in memory; the measure is the count or the weight. Some ten to twenty passes."""
+    """`search` over a row in memory, by count or weight, in some ten to twenty passes."""
     while low < high:
         pivot = middle(low, high)
         measure = tl.zeros([BLOCK], dtype=tl.float32)
@@ -55,14 +55,14 @@ def _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logi
 def _draw_kept(
     row_ptr, vocabulary, threshold, lowest_weight, max_logit, scale, uniform, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The first kept token whose cumulative weight exceeds ``uniform * total``."""
+    """First kept token whose cumulative weight exceeds ``uniform * total``."""
     total = 0.0
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         total += tl.sum(_kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, scale), axis=0)
     target = uniform * total
 
-    # The same sums in the same order: they end at `total`, so the target falls into exactly one block.
+    # The same sums in the same order end at `total`, so the target falls into exactly one block.
     cumulative = 0.0
     before = 0.0
     first_column = 0
@@ -89,7 +89,7 @@ def _draw_kept(
 def draw_from_row(
     row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr
 ):
-    """The token that the tokens which pass the filters give; `bound` is not above the lowest of their logits."""
+    """Token drawn from those that pass the filters; `bound` is at most their lowest logit."""
     threshold = bound
     if top_k < vocabulary:
         threshold = _search_row(

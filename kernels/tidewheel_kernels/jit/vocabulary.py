@@ -1,4 +1,4 @@
-"""What the kernels that read a row of logits share: loads, the partial result of a chunk, and searches by value."""
+"""Shared parts of kernels that read logits: loads, partial results of chunks, and searches by value."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -15,14 +15,14 @@ def load_logits(row_ptr, column, vocabulary):
 
 @triton.jit
 def load_tile(row_ptr, first_chunk, vocabulary, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """[TILE, CHUNK] logits, -inf behind the end of the row."""
+    """[TILE, CHUNK] logits, -inf past the end of the row."""
     chunk = first_chunk + tl.arange(0, TILE)
     return load_logits(row_ptr, chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :], vocabulary)
 
 
 @triton.jit
 def chunk_maxima(x):
-    """[TILE]: the largest logit of each chunk, NaN where the chunk holds one."""
+    """[TILE]: largest logit of each chunk, NaN if it holds one."""
     num_nan = tl.sum((x != x).to(tl.int32), axis=1)
     return tl.where(num_nan > 0, float("nan"), tl.max(x, axis=1))
 
@@ -36,7 +36,7 @@ def chunk_weights(x, maxima, scale):
 
 @triton.jit
 def load_maxima(maxima_ptr, num_chunks, CHUNKS: tl.constexpr):
-    """Maxima of a row's chunks, their largest, and whether every logit is a number and some are finite."""
+    """Chunk maxima, their largest, and a flag: no logit is NaN or +inf and some are finite."""
     chunk = tl.arange(0, CHUNKS)
     maxima = tl.load(maxima_ptr + chunk, mask=chunk < num_chunks, other=float("-inf"))
     max_logit = tl.max(maxima, axis=0)
@@ -47,16 +47,16 @@ def load_maxima(maxima_ptr, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def middle(low, high):
-    """A number in (low, high]. Halves are added because high - low may overflow."""
+    """Number in (low, high]. Halves are added because high - low may overflow."""
     pivot = low * 0.5 + high * 0.5
     return tl.where(pivot > low, pivot, high)
 
 
 @triton.jit
 def search(x, measure, low, high, target):
-    """The largest t in `x` for which ``measure`` of all x >= t sums to `target`; `low` if none does.
+    """Largest t in `x` for which ``measure`` of all x >= t sums to `target`; `low` if none.
 
-    `high` is the largest element, and each pass drops at least one from [low, high].
+    `high` is the largest element; each pass drops at least one from [low, high].
     """
     while low < high:
         pivot = middle(low, high)
@@ -75,7 +75,7 @@ def element(values, index, SIZE: tl.constexpr):
 
 @triton.jit
 def crossing(weight, cumulative, target, SIZE: tl.constexpr):
-    """The first lane with a weight whose cumulative weight exceeds the target; the last where rounding hides it."""
+    """First lane with a weight whose cumulative weight exceeds the target, or the last if rounding hides it."""
     lane = tl.arange(0, SIZE)
     first = tl.min(tl.where((cumulative > target) & (weight > 0.0), lane, SIZE), axis=0)
     last = tl.max(tl.where(weight > 0.0, lane, 0), axis=0)

@@ -1,4 +1,4 @@
-"""CPU kernels in C, compiled for this processor by its C compiler when they are first needed, as triton-lang does
-with its own. Where there is no compiler, plain torch operations do the same; `TIDEWHEEL_KERNELS=torch` asks for
-them.
+"""CPU kernels in C, compiled on first use for this processor.
+
+Without a compiler, or with `TIDEWHEEL_KERNELS=torch`, plain torch operations do the same.
 """

@@ -1,22 +1,22 @@
-/* One query per sequence over the paged cache: no key is copied, and each is read once for all query heads of its
-   KV head. The softmax is computed on the way (Milakov and Gimelshein 2018, "Online normalizer calculation for
-   softmax"), a tile of keys at a time. */
+/* Attention of one query per sequence over the paged cache. Keys are not copied, and each is read once for all query
+   heads of its KV head. The softmax is computed online, by tiles of keys (Milakov and Gimelshein 2018, "Online
+   normalizer calculation for softmax"). */
 #include "element.h"
 
-/* Query heads of one KV head, and keys, that are worked on together; keys that are fetched ahead: the processor does
-   not guess the stride of one head's keys (measured: 1.6 against 1.2 ms for 64 sequences of 20 to 200 keys). */
+/* Query heads of one KV head, and keys, per tile; keys to prefetch, as the processor does not guess the stride of one
+   head's keys (measured: 1.6 against 1.2 ms for 64 sequences of 20 to 200 keys). */
 enum { MAX_HEADS = 8, TILE = 64, AHEAD = 8 };
 
 typedef struct {
     const element *keys, *values; /* of one KV head, at block 0 and offset 0 */
     const int32_t *blocks;
     int64_t k_block_stride, v_block_stride, position_stride, block_size;
-    int64_t begin, end; /* positions of the keys that are seen */
+    int64_t begin, end; /* positions of visible keys */
     int64_t q_head_stride;
     float scale, soft_cap;
 } Context;
 
-/* Where the keys and values of the positions [first, first + count) lie. */
+/* Find the keys and values of positions [first, first + count). */
 INLINE void find_tile(
     const Context *c, int64_t first, int64_t count, const element *keys[TILE], const element *values[TILE]) {
     int64_t block = first / c->block_size, offset = first % c->block_size;
@@ -41,7 +41,7 @@ INLINE float dot(const float *query, const element *key, int64_t head_dim) {
     return sum;
 }
 
-/* Logits become weights relative to the new maximum; the return value is what older sums must be multiplied by. */
+/* Turn logits into weights relative to the new maximum. Return the factor for older sums. */
 INLINE float weigh(float *logits, int64_t count, float *top, float *total) {
     float highest = *top, added = 0.0f;
 #pragma omp simd reduction(max : highest)
@@ -94,7 +94,7 @@ INLINE void attend(const Context *c, const element *q, element *out, int64_t num
     }
 }
 
-/* Numbers of heads and head dimensions of today's models as constants: the inner loops unroll. */
+/* Constant head counts and dimensions of today's models, so that inner loops unroll. */
 #define CASE(heads, dim)                           \
     if (num_heads == (heads) && head_dim == (dim)) \
         return attend(c, q, out, heads, dim)

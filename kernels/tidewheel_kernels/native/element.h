@@ -1,5 +1,5 @@
-/* The element type of activations and caches, chosen by the compiler's -D: float32 or bfloat16.
-   Arithmetic is float32. Everything here is inlined into loops that the compiler makes vector code of. */
+/* Element type of activations and caches: float32 or bfloat16, chosen by -D. Arithmetic is float32.
+   All functions are inlined into loops that the compiler vectorises. */
 #pragma once
 
 #include <math.h>
@@ -9,7 +9,7 @@
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
-#define LOWEST -1e30f /* below every logit, and still finite: a difference of two is no NaN */
+#define LOWEST -1e30f /* below every logit, but finite: differences are not NaN */
 
 enum { MAX_HEAD_DIM = 256 };
 
@@ -30,7 +30,7 @@ typedef uint16_t element;
 
 INLINE float load(element x) { return from_bits((uint32_t)x << 16); }
 
-/* To nearest, ties to even. */
+/* Round to nearest, ties to even. */
 INLINE element round_to_element(float x) {
     uint32_t bits = to_bits(x);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -45,8 +45,8 @@ INLINE element round_to_element(float x) { return x; }
 #error "choose ELEMENT_FLOAT32 or ELEMENT_BFLOAT16"
 #endif
 
-/* e^x to about 2 units in the last place, without a call, so that loops over it become vector code: a power of two
-   times the polynomial that the Cephes library uses for expf. Outside of [-87, 88] the result is that of the bound. */
+/* e^x to about 2 units in the last place, without a call, so that loops are vectorised: a power of two times the
+   polynomial of Cephes' expf. x is clamped to [-87, 88]. */
 INLINE float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float power = rintf(x * 1.44269504f);

@@ -1,4 +1,4 @@
-"""Compiles the C sources of this folder once per element type and processor, keeps the library, and loads it."""
+"""Compiled C sources, one library per element type and processor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 ELEMENTS = {torch.float32: "ELEMENT_FLOAT32", torch.bfloat16: "ELEMENT_BFLOAT16"}
-# Sums may be taken in any order. Not all of -ffast-math: NaN must stay NaN, and linked into a shared library it
-# changes how the whole process treats tiny numbers.
+# Sums may be reordered. Not all of -ffast-math: NaN must stay NaN, and in a shared library it changes how the whole
+# process treats tiny numbers.
 FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
     "-fno-signed-zeros", "-fopenmp", "-fvisibility=hidden", "-shared", "-fPIC",
@@ -40,7 +40,7 @@ class NativeUnavailable(RuntimeError):
 
 @functools.cache
 def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The kernels for tensors of `dtype`; None, and one line in the log, where they cannot be had."""
+    """Return the kernels for `dtype`; log and return None if unavailable."""
     if dtype not in ELEMENTS:
         return None
     try:
@@ -53,19 +53,19 @@ def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
     folder = _private(cache_folder(os.environ))
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:  # what is loaded needs no name any more
+        with tempfile.TemporaryDirectory() as scratch:  # a loaded library needs no name
             return _loaded(_compiled(dtype, compiler, Path(scratch)))
     path = _compiled(dtype, compiler, folder)
     try:
         return _loaded(path)
-    except OSError as error:  # a damaged file must not slow down every start from now on
+    except OSError as error:  # otherwise a damaged file would slow down every start
         logger.warning("%s is compiled anew: %s", path, error)
         path.unlink(missing_ok=True)
         return _loaded(_compiled(dtype, compiler, folder))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where a user keeps compiled kernels."""
+    """Return the user's folder of compiled kernels."""
     caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME") or "/") / ".cache")
     return Path(caches) / FOLDER
 
@@ -79,7 +79,7 @@ def _compiler(environment: Mapping[str, str]) -> str:
 
 
 def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
-    """The library in the folder, compiled if it is not there."""
+    """Return the library in the folder, compiled if absent."""
     sources = sorted(SOURCES.glob("*.c"))
     options = [*FLAGS, f"-D{ELEMENTS[dtype]}"]
     digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
@@ -88,7 +88,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     path = folder / f"native-{digest.hexdigest()[:24]}.so"
     if path.is_file():
         return path
-    # Another process may be doing the same: each writes a file of its own, and the last to finish replaces the first.
+    # Another process may compile too: each writes its own file, and the last replaces the first.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         _run([compiler, *options, *map(str, sources), "-o", str(made), "-lm"])
@@ -96,7 +96,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
-    """The folder, if it can be made and nobody else may write to it: what lies there is loaded as code."""
+    """Return the folder if only this user can write to it: its files are loaded as code."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -123,7 +123,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """A home folder may serve several machines, and -march=native means each."""
+    """Identify the processor: a home folder may serve several machines, and -march=native is specific to each."""
     try:
         lines = CPU_INFO.read_text(errors="replace").lower().splitlines()
     except OSError:
@@ -136,7 +136,7 @@ def _loaded(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     runtimes = _thread_runtimes()
     if len(runtimes) > 1:
-        # Two pools of threads would fight for the cores.
+        # Two thread pools would compete for cores.
         raise NativeUnavailable(f"torch does not share its OpenMP runtime ({', '.join(sorted(runtimes))})")
     return library
 

@@ -1,4 +1,4 @@
-"""Launchers of the C kernels: what each takes stands in its C source."""
+"""Launchers of the C kernels; their arguments are described in the C sources."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tidewheel_kernels.attention_cpu import paged_attention_cpu
 from tidewheel_kernels.metadata import AttentionMetadata
 from tidewheel_kernels.native.library import native_library
 
-# A row of these takes about a microsecond, and so does waking a thread.
+# A row takes about a microsecond, as does waking a thread.
 MIN_ROWS_TO_SHARE = 4
 
 _pointer, _long, _float, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
 class _Kernel:
-    """One function of the library, with the types of its arguments."""
+    """Library function with its argument types."""
 
     def __init__(self, name: str, *types: Any) -> None:
         self._name = name
@@ -105,7 +105,7 @@ def paged_attention(
     sliding_window: int,
     soft_cap: float,
 ) -> None:
-    """Decodes in C; prompts are large products, which torch's own attention does well."""
+    """Run decodes in C, and prompts, which are large products, in torch's own attention."""
     _, num_q_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     if meta.num_decodes:
@@ -121,7 +121,7 @@ def paged_attention(
 
 
 def _address(tensor: torch.Tensor | None, like: torch.Tensor) -> int | None:
-    """Raises `TypeError` where the kernel would read elements of another size."""
+    """Raise `TypeError` if the kernel would read elements of another size."""
     if tensor is None:
         return None
     if tensor.dtype != like.dtype:

@@ -1,4 +1,4 @@
-/* What is done to every row of a step between the matrix products, each in one pass over the row. */
+/* Row operations between the matrix products, one pass each. */
 #include "element.h"
 
 API void rms_norm(
@@ -6,7 +6,7 @@ API void rms_norm(
     const element *residual, /* [num_rows, width]; or NULL */
     const element *weight,   /* [width] */
     element *normed,         /* [num_rows, width] */
-    element *total,          /* [num_rows, width]: x + residual; not touched without residual */
+    element *total,          /* [num_rows, width]: x + residual; untouched without residual */
     int64_t num_rows, int64_t width, int64_t x_stride, int64_t residual_stride, float eps, float weight_offset,
     int32_t num_threads) {
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1)
@@ -44,7 +44,7 @@ API void silu_and_mul(
     }
 }
 
-/* Normalises (where there is a weight) and rotates one head, in place. */
+/* Normalise (given a weight) and rotate one head in place. */
 INLINE void rotate(
     element *head, const element *weight, const float *cos, const float *sin, int64_t head_dim, int64_t half,
     float eps) {

@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint docs aot bench bench-gpu clean
+.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -51,6 +51,16 @@ test-long: venv
 # The generated parts of docs/*.md.
 docs: venv
 	$(BIN)/python -m tidewheel.cli.reference docs
+
+# Lines of Python in each part.
+MEASURE := backend/tidewheel/bench backend/tidewheel/simulate backend/tidewheel/baseline
+count = @printf '%-10s %6d\n' $(1) $$(git ls-files $(2) | grep '\.py$$' | xargs cat | wc -l)
+lines:
+	$(call count,serve,backend $(MEASURE:%=':!%'))
+	$(call count,kernels,kernels)
+	$(call count,client,client)
+	$(call count,measure,$(MEASURE) benchmarks)
+	$(call count,tests,tests)
 
 # Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is
 # supported; registers, stack and shared memory as a table.

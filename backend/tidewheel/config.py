@@ -61,7 +61,7 @@ class EngineConfig:
     record: str = ""  # folder for a recording of every decision, for `tidewheel simulate`; empty: none
     debug_invariants: bool = False  # check scheduler and cache whenever the engine is idle: O(blocks), for tests
 
-    # order of service
+    # policies
     scheduling_policy: PolicyName = "priority"  # which waiting request is served first
     ageing_s: float = 10.0  # a waiting request is lifted one class each time this passes, to HIGH at most; seconds
     cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
@@ -69,19 +69,19 @@ class EngineConfig:
     predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
     long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; none: the budget
 
-    # who may wait
+    # admission
     max_waiting_requests: int = 1024  # requests that have not started, at most
     max_waiting_tokens: int = 1 << 22  # prompt tokens of these, at most
     breaker_error_rate: float | None = None  # error rate above which the breaker opens; none: errors do not open it
     breaker_queue_time_s: float | None = None  # wait above which the breaker opens; none: waiting does not open it
 
-    # who leaves when blocks run out
+    # preemption
     admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
     preemption_mode: PreemptionMode = "auto"  # how a victim comes back; auto: the cheaper way, by the cost model
     max_preemptions: int = 4  # preemptions of one request, while another victim can be found
     swap_space: float = 0.0  # GiB of host memory behind the KV cache
 
-    # when waiting requests may join
+    # strategies
     scheduling_strategy: StrategyName = "continuous"  # continuous: requests join in any step; the others form batches
     batch_size: int | None = None  # static: requests of a batch; none: max_num_seqs
     batch_timeout_ms: float = 50.0  # static: how long a batch that is not full waits
@@ -89,7 +89,7 @@ class EngineConfig:
     hybrid_threshold: int = 8  # hybrid: while fewer requests than this run and wait, they join at once
     hybrid_backlog: int = 256  # hybrid: while more requests than this wait, they join at once
 
-    # control
+    # controllers
     target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
     enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
     governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone

@@ -29,15 +29,8 @@ _FIELD = re.compile(r"    (?P<name>\w+): [^#]*# (?P<meaning>.+)")
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w ]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 
-# Heading of fields in `EngineConfig` → where their rules are stated.
-_RULES: Mapping[str, str] = {
-    "order of service": "scheduling.md#policies",
-    "who may wait": "scheduling.md#admission",
-    "who leaves when blocks run out": "scheduling.md#preemption",
-    "when waiting requests may join": "scheduling.md#strategies",
-    "control": "scheduling.md#controllers",
-    "sessions": "scheduling.md#sessions",
-}
+# Headings in `EngineConfig` that are sections of scheduling.md too.
+_RULES = ("policies", "admission", "preemption", "strategies", "controllers", "sessions")
 
 
 class Setting(NamedTuple):
@@ -130,7 +123,7 @@ def _engine_settings() -> str:
     settings = read_settings(EngineConfig)
     sections = []
     for heading in dict.fromkeys(item.heading for item in settings):
-        rules = f"[Rules]({_RULES[heading]})\n\n" if heading in _RULES else ""
+        rules = f"[Rules](scheduling.md#{heading})\n\n" if heading in _RULES else ""
         table = _settings_table(item for item in settings if item.heading == heading)
         sections.append(f"### {heading[0].upper()}{heading[1:]}\n\n{rules}{table}")
     return "\n".join(sections)

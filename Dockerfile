@@ -3,7 +3,7 @@ ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:26.09-py3
 FROM ${TRITON_IMAGE}
 
 WORKDIR /opt/tidewheel
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY backend backend
 COPY kernels kernels
 COPY client client

@@ -4,8 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT_VENV := .venv-triton36
+# Which build of torch goes into .venv when it is made: cpu, or cuda (not tried on a GPU yet).
+TORCH ?= cpu
+TORCH_cpu := torch==2.13.0
+TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint aot bench bench-gpu clean
+.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -13,7 +17,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet '$(TORCH_$(TORCH))'
 	$(BIN)/pip install --quiet --editable '.[server,test,lint,load]'
 	touch $@
 
@@ -43,6 +47,20 @@ test-e2e: venv
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu' --timeout 7200 tests/kernels
+
+# The generated parts of docs/*.md.
+docs: venv
+	$(BIN)/python -m tidewheel.cli.reference docs
+
+# Lines of Python in each part.
+MEASURE := backend/tidewheel/bench backend/tidewheel/simulate backend/tidewheel/baseline
+count = @printf '%-10s %6d\n' $(1) $$(git ls-files $(2) | grep '\.py$$' | xargs cat | wc -l)
+lines:
+	$(call count,serve,backend $(MEASURE:%=':!%'))
+	$(call count,kernels,kernels)
+	$(call count,client,client)
+	$(call count,measure,$(MEASURE) benchmarks)
+	$(call count,tests,tests)
 
 # Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is
 # supported; registers, stack and shared memory as a table.

@@ -32,68 +32,73 @@ BLOCK_SIZES = (16, 32, 64, 128)
 class EngineConfig:
     """Settings of one engine. Sizes are in tokens, sequences or blocks; fractions are in (0, 1]."""
 
-    model: str  # folder or Hugging Face id
-    tokenizer: str = ""  # folder; empty: the model's
-    dtype: DType = "auto"
-    device: Device = "auto"
-    load_format: LoadFormat = "auto"  # dummy: random weights
-    seed: int = 0
-    max_model_len: int | None = None  # None: the model's context
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    block_size: int | None = None  # None: 64 on CUDA, 16 on CPU
-    num_blocks: int | None = None  # None: from free memory
-    kv_cache_memory_mb: int | None = None  # CPU; None: 512
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    enforce_eager: bool = False  # no CUDA graphs
-    num_threads: int | None = None  # on the CPU; None: all cores, one for small models
-    max_prompt_bytes: int = 1 << 22
-    engine_start_timeout_s: float = 600.0
-    record: str = ""  # folder for recordings of every decision; empty: off
+    # model
+    model: str  # a folder, relative to the version folder of the entry, or a Hugging Face id
+    tokenizer: str = ""  # a folder; empty: the model's
+    dtype: DType = "auto"  # auto: bfloat16, or float16 like the files; a CPU or files without bfloat16: float32
+    device: Device = "auto"  # auto: cuda if torch sees a GPU
+    load_format: LoadFormat = "auto"  # dummy: random weights made on the device
+    seed: int = 0  # start of the random draws of requests that bring none
+    max_model_len: int | None = None  # tokens of prompt and output of one request; none: the model's context
+    num_threads: int | None = None  # CPU threads of the engine; none: all cores, one for small models
+    max_prompt_bytes: int = 1 << 22  # longest prompt; a longer one is refused before it is tokenised
+    engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
+    enforce_eager: bool = False  # run without CUDA graphs; on a CPU there are none anyway
+    async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
 
-    debug_invariants: bool = False  # check scheduler and cache in idle turns, O(blocks); for tests
+    # KV cache
+    block_size: int | None = None  # tokens of a block: 16, 32, 64 or 128; none: 64 on CUDA, 16 on a CPU
+    num_blocks: int | None = None  # blocks of the cache; none: as many as its memory holds
+    kv_cache_memory_mb: int | None = None  # MiB for the cache; none: 512 on a CPU, the rest of gpu_memory_utilization
+    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, activations, graphs and cache
+    enable_prefix_caching: bool = True  # requests reuse the blocks of prompts that begin alike
 
-    async_scheduling: bool | None = None  # launch a step before the last one's tokens are read; None: on CUDA
+    # size of a step
+    max_num_seqs: int = 256  # requests that run at once, at most
+    max_num_batched_tokens: int = 2048  # token budget of a step
 
-    # order of service
-    scheduling_policy: PolicyName = "priority"
-    ageing_s: float = 10.0  # waiting time that lifts a request one class, repeatedly, to HIGH at most
-    cache_aware_order: bool = True  # within a class, longest cached prefix first, until others waited `ageing_s`
-    tenants: str = ""  # JSON, see `tenants.parse_tenants`
-    predictor_prior_tokens: int = 128  # output length assumed at first
+    # records and checks
+    record: str = ""  # folder for a recording of every decision, for `tidewheel simulate`; empty: none
+    debug_invariants: bool = False  # check scheduler and cache whenever the engine is idle: O(blocks), for tests
+
+    # policies
+    scheduling_policy: PolicyName = "priority"  # which waiting request is served first
+    ageing_s: float = 10.0  # time after which a waiting request is lifted a class, again and again, to HIGH; seconds
+    cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
+    tenants: str = ""  # weights, limits and rights by tenant
+    predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
+    long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; none: the budget
 
     # admission
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int = 1 << 22
-    breaker_error_rate: float | None = None  # opens the breaker; None: never
-    breaker_queue_time_s: float | None = None  # opens the breaker; None: never
+    max_waiting_requests: int = 1024  # requests that have not started, at most
+    max_waiting_tokens: int = 1 << 22  # prompt tokens of these, at most
+    breaker_error_rate: float | None = None  # error rate above which the breaker opens; none: errors do not open it
+    breaker_queue_time_s: float | None = None  # wait above which the breaker opens; none: waiting does not open it
 
-    # when blocks run out
-    admit_by_growth: bool = True  # admit only if running requests are expected to find blocks
-    preemption_mode: PreemptionMode = "auto"  # auto: cheaper by the cost model
-    max_preemptions: int = 4  # per request, while there is another victim
-    swap_space: float = 0.0  # GiB of host memory
-    long_prefill_token_threshold: int | None = None  # prompt tokens per request and step; None: the budget
+    # preemption
+    admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
+    preemption_mode: PreemptionMode = "auto"  # how a victim comes back; auto: the cheaper way, by the cost model
+    max_preemptions: int = 4  # preemptions of one request, while another victim can be found
+    swap_space: float = 0.0  # GiB of host memory behind the KV cache
 
-    # when requests may join
-    scheduling_strategy: StrategyName = "continuous"
-    batch_size: int | None = None  # static; None: max_num_seqs
-    batch_timeout_ms: float = 50.0  # static: wait of an incomplete batch
-    batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: steers the window
-    hybrid_threshold: int = 8  # hybrid: fewer requests join at once
-    hybrid_backlog: int = 256  # hybrid: with more waiting, all join at once
+    # strategies
+    scheduling_strategy: StrategyName = "continuous"  # continuous: requests join in any step; the others form batches
+    batch_size: int | None = None  # static: requests of a batch; none: max_num_seqs
+    batch_timeout_ms: float = 50.0  # static: how long a batch that is not full waits
+    batch_target_latency_ms: float = 1000.0  # dynamic, hybrid: what the window is steered to
+    hybrid_threshold: int = 8  # hybrid: while fewer requests than this run and wait, they join at once
+    hybrid_backlog: int = 256  # hybrid: while more requests than this wait, they join at once
 
-    # control
-    target_tpot_ms: float | None = None  # held by changing the token budget; None: fixed budget
-    enable_seqs_governor: bool = False  # adapts running requests, 1 to max_num_seqs
-    governor_target_latency_ms: float | None = None  # per step; None: memory only
+    # controllers
+    target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
+    enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
+    governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone
 
     # sessions
-    session_ttl_s: float = 300.0  # unless the request sets one
-    max_session_ttl_s: float = 3600.0
-    max_sessions: int = 4096
-    session_max_blocks: int | None = None  # per session; None: the context
+    session_ttl_s: float = 300.0  # how long a session is kept if its request does not say
+    max_session_ttl_s: float = 3600.0  # longest time that a request may ask for
+    max_sessions: int = 4096  # sessions of all tenants; over it the tenant with most loses one
+    session_max_blocks: int | None = None  # blocks of one session; none: its context
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -167,7 +172,7 @@ class EngineConfig:
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
         for key, raw in settings.items():
-            if key in _FIXED:
+            if key in FIXED_SETTINGS:
                 _check_fixed(key, raw)
             elif key in hints:
                 values[key] = coerce_setting(key, raw, hints[key])
@@ -190,7 +195,7 @@ class EngineConfig:
 
 
 # vLLM settings with one possible value: (value, reason).
-_FIXED: dict[str, tuple[object, str]] = {
+FIXED_SETTINGS: dict[str, tuple[object, str]] = {
     "trust_remote_code": (False, "code from a model folder is never run"),
     "tensor_parallel_size": (1, "one device serves one engine"),
     "pipeline_parallel_size": (1, "one device serves one engine"),
@@ -203,13 +208,14 @@ _FIXED: dict[str, tuple[object, str]] = {
 
 
 def _check_fixed(key: str, raw: object) -> None:
-    expected, reason = _FIXED[key]
+    expected, reason = FIXED_SETTINGS[key]
     if coerce_setting(key, raw, type(expected)) != expected:
         raise ConfigError(f"{key} is {raw!r}: only {expected!r} is offered ({reason})")
 
 
 def setting_names() -> list[str]:
-    return [*(field.name for field in dataclasses.fields(EngineConfig)), *_FIXED]
+    """Return every key that `EngineConfig.from_settings` takes."""
+    return [*(field.name for field in dataclasses.fields(EngineConfig)), *FIXED_SETTINGS]
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:

@@ -1,5 +1,7 @@
 """Errors, one class per cause.
 
+The docstring of a class with a tag has two paragraphs: the cause, and what to do. `docs/errors.md` is made of them.
+
     TidewheelError
     ├── InvalidRequest      TW-INPUT         can never work
     │   └── PromptTooLarge  TW-TOO-LARGE     over a size limit, refused before any work
@@ -53,71 +55,129 @@ class TidewheelError(Exception):
 
 
 class InvalidRequest(TidewheelError):
+    """The request can never work: a field is missing, malformed, out of range, contradictory or unknown.
+
+    Change what the message names. The same request fails again.
+    """
+
     tag = "TW-INPUT"
     code = Code.INVALID_ARG
 
 
 class PromptTooLarge(InvalidRequest):
+    """The prompt is longer than `max_prompt_bytes`, the context, the KV cache or `max_waiting_tokens` allows.
+
+    Send a shorter prompt, or raise the limit that the message names.
+    """
+
     tag = "TW-TOO-LARGE"
 
 
 class Unsupported(TidewheelError):
+    """The request asks for a known feature that is not offered, such as beam search or structured output.
+
+    Leave the field out, or set it to a value that asks for nothing.
+    """
+
     tag = "TW-UNSUPPORTED"
     code = Code.UNSUPPORTED
 
 
 class NotFound(TidewheelError):
+    """`close_session` names a session that was never kept, has expired, was closed or was evicted.
+
+    Nothing has to be done: the session keeps no memory.
+    """
+
     tag = "TW-NOT-FOUND"
     code = Code.NOT_FOUND
 
 
 class Busy(TidewheelError):
+    """Too much to do: the waiting set or a queue is full, a tenant's rate is used up, or the breaker is open.
+
+    Nothing was computed. Send the request again after `retry_after_ms`, or to another server.
+    """
+
     tag = "TW-BUSY"
     code = Code.UNAVAILABLE
 
 
 class WaitingSetFull(Busy):
-    pass
+    """The waiting set is full. Room is made as soon as another request starts."""
 
 
 class Draining(TidewheelError):
+    """The server is shutting down and takes no new requests.
+
+    Nothing was computed, or the request was cut off at the end of the drain time. Send it to another server.
+    """
+
     tag = "TW-DRAINING"
     code = Code.UNAVAILABLE
 
 
 class DeadlineExceeded(TidewheelError):
+    """`deadline_ms` or Triton's `timeout` passed before the request started, or would pass before its first token.
+
+    Allow more time, ask for a higher class, or add capacity. A request that ran ends with `finish_reason` `deadline`.
+    """
+
     tag = "TW-DEADLINE"
     code = Code.UNAVAILABLE
 
 
 class Cancelled(TidewheelError):
+    """A response could not be sent, because the client was gone, or `LLM.generate` was interrupted.
+
+    Send the request again if its answer is still wanted.
+    """
+
     tag = "TW-CANCELLED"
     code = Code.CANCELLED
 
 
 class EngineDead(TidewheelError):
+    """The engine process ended, hung or is not back in time. The front end starts it again.
+
+    Send the request again after `retry_after_ms`. The engine's log says why it ended.
+    """
+
     tag = "TW-ENGINE-DEAD"
     code = Code.UNAVAILABLE
 
 
 class SlowReader(TidewheelError):
+    """The client did not read its stream. The tag is reserved: no part of this version sends it.
+
+    Read the stream faster, or ask for less.
+    """
+
     tag = "TW-SLOW-READER"
     code = Code.UNAVAILABLE
 
 
 class NumericError(TidewheelError):
+    """The model's logits were not finite (NaN or infinite) for this request. No other request is affected.
+
+    Check the weights and `dtype`: float16 overflows in some models, bfloat16 and float32 do not.
+    """
+
     tag = "TW-NUMERIC"
 
 
 class InternalError(TidewheelError):
-    pass
+    """A bug of the server, or the device ran out of memory for one step.
+
+    Do what the message says if it names a setting; otherwise report it with the server's log.
+    """
 
 
 class ConfigError(Exception):
     """A wrong setting. The message says in one line what to change."""
 
 
-_CLASSES: dict[str, type[TidewheelError]] = {
+BY_TAG: dict[str, type[TidewheelError]] = {
     cls.tag: cls
     for cls in (
         InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, Draining, DeadlineExceeded,
@@ -125,14 +185,14 @@ _CLASSES: dict[str, type[TidewheelError]] = {
     )
 }  # fmt: skip
 
-TAGS: frozenset[str] = frozenset(_CLASSES)
+TAGS: frozenset[str] = frozenset(BY_TAG)
 
 _TAGGED = re.compile(r"^\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)$", re.DOTALL)
 
 
 def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> TidewheelError:
-    """Return the error of a tag; `InternalError` if it is unknown."""
-    cls = _CLASSES.get(tag)
+    """Return the error of a tag; an unknown tag gives an `InternalError` that keeps the text."""
+    cls = BY_TAG.get(tag)
     if cls is None:
         return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)
     return cls(message, retry_after_ms=retry_after_ms)

@@ -19,7 +19,8 @@ from tidewheel.settings import coerce_setting, unknown_setting
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
 
-_TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+# Parameters that Triton's Python backend reads itself.
+TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 _MAX_SENDER_THREADS = 64
 
 
@@ -27,8 +28,8 @@ _MAX_SENDER_THREADS = 64
 class FrontendSettings:
     """Settings of each entry itself, also of twins."""
 
-    num_sender_threads: int = 4  # more gain nothing on two cores
-    REPORT_CUSTOM_METRICS: bool = True  # named as in Triton's vLLM backend
+    num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
+    REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
@@ -97,7 +98,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
 
 def _read(entry: ModelEntry) -> dict[str, object]:
     """Return settings of both places. Raise `ConfigError` for unknown keys and conflicts."""
-    settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in _TRITON_PARAMETERS}
+    settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in TRITON_PARAMETERS}
     for key, value in _read_model_json(entry.version_folder / MODEL_JSON).items():
         if key in settings and not _same(settings[key], value):
             raise ConfigError(

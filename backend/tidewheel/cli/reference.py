@@ -1,0 +1,155 @@
+"""Write the generated parts of the documentation from the code: ``python -m tidewheel.cli.reference docs``.
+
+A page marks such a part with ``<!-- generated: NAME -->`` and ``<!-- end -->``; the rest is written by hand. The
+meaning of a setting is the comment behind its field, and a comment on a line of its own heads the fields below it.
+Cause and remedy of an error are the two paragraphs of its docstring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tidewheel.adapter.settings import FrontendSettings
+from tidewheel.config import FIXED_SETTINGS, EngineConfig
+from tidewheel.errors import BY_TAG, ConfigError, TidewheelError
+from tidewheel.settings import JSON_SETTINGS
+
+_HEADING = re.compile(r"    # (?P<text>.+)")
+_FIELD = re.compile(r"    (?P<name>\w+): [^#]*# (?P<meaning>.+)")
+_PART = re.compile(r"(<!-- generated: (?P<name>[\w ]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_KINDS: Mapping[object, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
+
+# Headings in `EngineConfig` that are sections of scheduling.md too.
+_RULES = ("policies", "admission", "preemption", "strategies", "controllers", "sessions")
+
+
+class Setting(NamedTuple):
+    heading: str
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def read_settings(cls: type[Any]) -> list[Setting]:
+    """Return the fields of a dataclass of settings. Raise `ConfigError` for a field without a meaning."""
+    comments = _read_comments(inspect.getsource(cls))
+    hints = typing.get_type_hints(cls)
+    settings = []
+    for field in dataclasses.fields(cls):
+        if field.name not in comments:
+            raise ConfigError(f"{cls.__name__}.{field.name} has no meaning: write a comment behind it")
+        heading, meaning = comments[field.name]
+        kind = "JSON" if field.name in JSON_SETTINGS else _kind(hints[field.name])
+        settings.append(Setting(heading, field.name, kind, _default(field.default), meaning))
+    return settings
+
+
+def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
+    """Raise `ConfigError` unless the docstring of the class has two paragraphs."""
+    paragraphs = [" ".join(text.split()) for text in inspect.cleandoc(cls.__doc__ or "").split("\n\n")]
+    if len(paragraphs) != 2:
+        raise ConfigError(f"{cls.__name__} has {len(paragraphs)} paragraphs: write a cause and what to do")
+    return paragraphs[0], paragraphs[1]
+
+
+def render(page: str) -> str:
+    """Return the page with its generated parts made anew."""
+    return _PART.sub(lambda match: f"{match[1]}\n{PARTS[match['name']]()}\n{match[3]}", page)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tidewheel.cli.reference", description="Write generated documentation.")
+    parser.add_argument("folder", type=Path, help="of the pages: docs")
+    for path in sorted(parser.parse_args(argv).folder.glob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if (made := render(page)) != page:
+            path.write_text(made, encoding="utf-8")
+            print(path)
+    return 0
+
+
+def _read_comments(source: str) -> dict[str, tuple[str, str]]:
+    """Return heading and meaning by field, from the source of a class."""
+    heading, comments = "", {}
+    for line in textwrap.dedent(source).splitlines():
+        if match := _HEADING.fullmatch(line):
+            heading = match["text"]
+        elif match := _FIELD.fullmatch(line):
+            comments[match["name"]] = (heading, match["meaning"])
+    return comments
+
+
+def _kind(hint: object) -> str:
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) is Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    return _KINDS[hint]
+
+
+def _default(value: object) -> str:
+    if value is dataclasses.MISSING:
+        return "required"
+    return "none" if value is None else _shown(value)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "empty"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
+
+
+def _settings_table(settings: Iterable[Setting]) -> str:
+    rows = ((f"`{item.name}`", item.kind, item.default, item.meaning) for item in settings)
+    return _table(("setting", "type", "default", "meaning"), rows)
+
+
+def _engine_settings() -> str:
+    settings = read_settings(EngineConfig)
+    sections = []
+    for heading in dict.fromkeys(item.heading for item in settings):
+        rules = f"[Rules](scheduling.md#{heading})\n\n" if heading in _RULES else ""
+        table = _settings_table(item for item in settings if item.heading == heading)
+        sections.append(f"### {heading[0].upper()}{heading[1:]}\n\n{rules}{table}")
+    return "\n".join(sections)
+
+
+def _entry_settings() -> str:
+    return _settings_table(read_settings(FrontendSettings))
+
+
+def _fixed_settings() -> str:
+    rows = ((f"`{key}`", _shown(value), reason) for key, (value, reason) in FIXED_SETTINGS.items())
+    return _table(("setting", "value", "reason"), rows)
+
+
+def _errors() -> str:
+    rows = ((f"`{tag}`", f"`{cls.__name__}`", cls.code, *cause_and_remedy(cls)) for tag, cls in BY_TAG.items())
+    return _table(("tag", "class", "code", "cause", "what to do"), rows)
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "engine settings": _engine_settings,
+    "entry settings": _entry_settings,
+    "fixed settings": _fixed_settings,
+    "errors": _errors,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

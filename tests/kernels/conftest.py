@@ -48,6 +48,12 @@ def device() -> str:
     return "cuda" if ON_GPU else "cpu"
 
 
+def pytest_unconfigure() -> None:
+    """Drop what triton-lang's bindings print when the process ends: pages of leaked types, after the result."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # numpy, which interprets the kernels, warns where a GPU gives inf or NaN without a word.
     for item in items:

@@ -1,5 +1,3 @@
-"""Expected growth of running requests, and whether a newcomer leaves them the blocks for it."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -11,20 +9,20 @@ from tidewheel.scheduler.state import State
 
 FloatArray = npt.NDArray[np.float64]
 
-AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps from now at which the need is computed: 4 to 131,072
-CAUTION = 2.0  # standard deviations of the need that must be free beside its mean
+AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps ahead: 4 to 131,072
+CAUTION = 2.0  # standard deviations above the mean need
 
 
 class Growth:
-    """Need for cache slots in the steps to come, as mean and variance over the lengths that outputs may have.
+    """Future need for cache slots: mean and variance over possible output lengths.
 
-    A request that is alive t steps from now has grown by t tokens; one that has ended has given back its own slots.
-    With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds to the need at t
+    In t steps, a live request grows by t tokens and an ended one frees its own slots. With survival p(t), from
+    `OutputPredictor.survival`, and o own slots, each request adds
 
         mean        p · (t + o) - o
         variance    p · (1 - p) · (t + o)²
 
-    Past-Future scheduling (Gong et al., ASPLOS 2025) admits by the peak of predicted memory, too.
+    Past-Future scheduling (Gong et al., ASPLOS 2025) also admits by peak predicted memory.
     """
 
     def __init__(self, state: State) -> None:
@@ -38,7 +36,7 @@ class Growth:
         self._add(outputs, columns.max_num_tokens[rows] - columns.num_tokens[rows], columns.num_own_slots(rows))
 
     def leaves_room(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
-        """Return whether the request may enter, and count its need if so. Its followers ask for themselves."""
+        """Return whether the request may enter, and add its need if so. Followers ask separately."""
         kv = self._state.kv
         num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
         left = request.max_tokens - request.num_output_tokens
@@ -53,7 +51,7 @@ class Growth:
         return False
 
     def _add(self, outputs: FloatArray, lefts: npt.NDArray[np.int_], own: FloatArray) -> None:
-        """Count requests by length of output, `lefts` more tokens at most, and slots of their `own`."""
+        """Add requests by output length, most tokens left and own slots."""
         now = np.interp(outputs, self._lengths, self._survival).clip(1e-9)[:, None]
         alive = np.interp(outputs[:, None] + AHEAD, self._lengths, self._survival) / now
         alive *= lefts[:, None] > AHEAD

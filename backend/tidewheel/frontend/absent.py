@@ -1,4 +1,4 @@
-"""Known parameters that are not offered. Each is refused by name unless its value requests nothing."""
+"""Known parameters that are not offered: refused by name unless they request nothing."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _shortened.maxlist = _shortened.maxtuple = _shortened.maxdict = 8
 
 
 def show(value: object) -> str:
-    """Return a value shortened for an error message."""
+    """Shorten a value for an error message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _INTEGER_LIMIT:
         return f"an integer of {value.bit_length()} bits"
     return _shortened.repr(value)

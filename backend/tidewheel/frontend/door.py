@@ -73,7 +73,7 @@ class Door:
         """Block until one more request may be submitted."""
 
     def hear(self, room: Room | None) -> None:
-        """Take a report of the engine. None: it is gone, and the next has an empty waiting set."""
+        """Take a report. None: the engine is gone, and the next has an empty waiting set."""
         with self._changed:
             if room is not None:
                 self._room = room
@@ -132,8 +132,8 @@ class RefusingDoor(Door):
 class HoldingDoor(Door):
     """Door that refuses nothing and holds back the server's queue while the waiting set is full.
 
-    Requests count from submission. A request that the engine refuses, because another front end was faster, is held,
-    and no more enter until it fits.
+    Requests count from submission. If the engine refuses one, because another front end was faster, it is held and no
+    more enter until it fits.
     """
 
     _is_closed = False

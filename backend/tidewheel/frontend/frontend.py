@@ -5,7 +5,7 @@
                                     └── no room for it ──┤
              watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
 
-Every submitted request ends its sink exactly once. Every queue is bounded.
+Every submitted request ends its sink exactly once. All waiting is bounded.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Frontend:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End the request, or give the engine a short time if it knows the request."""
+        """End the request, or give the engine a short time if it knows it."""
         if request.is_heard:
             request.is_heard = False
             self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
@@ -230,7 +230,6 @@ class Frontend:
             self._turns.put(request)
 
     def _answer(self, request: LiveRequest) -> Response | TidewheelError | None:
-        """Return the response of this turn, if any."""
         deltas, ending = request.take()
         outputs = request.outputs
         if outputs is not None:
@@ -270,7 +269,7 @@ class Frontend:
             request.sink.fail(error)
 
     def _close(self, request: LiveRequest) -> None:
-        """Forget a request before its last response, and cancel it at the engine if needed."""
+        """Forget a request before its last response; cancel it at the engine if needed."""
         if request.close():
             self._engine.cancel([request.key])
         with self._lock:
@@ -280,7 +279,7 @@ class Frontend:
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:
-    """Measure from the last delta of the sequence, or from arrival to the first token."""
+    """Measure from the sequence's last delta, or from arrival to the first token."""
     is_first = not request.has_begun
     since_ns = request.arrival_ns if is_first else request.last_token_ns.get(delta.index, 0)
     request.last_token_ns[delta.index] = now_ns

@@ -41,7 +41,7 @@ class LiveRequest:
         self.urgency = urgency or Urgency()
         self.is_heard = False  # the engine watches its deadline
         self.was_accepted = False  # has tokens, or an end that is no refusal
-        self.last_token_ns: dict[int, int] = {}  # by sequence; written only by the engine's listener thread
+        self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread
         self.outputs: Outputs | None = None  # set by `begin`; used only in turns
         self.message: AddRequest | CloseSession | None = None  # for the engine
         self._lock = threading.RLock()
@@ -73,7 +73,7 @@ class LiveRequest:
             self._needs_every_delta = self.asked.stream or prepared.has_stop_strings
 
     def begun(self) -> bool:
-        """Note that the message was sent. Return False if the request has ended and the engine must be told."""
+        """Note that the message was sent. Return False if the engine must be told of an end."""
         with self._lock:
             self._is_at_engine = True
             return self._ending is None or self._num_open == 0
@@ -85,7 +85,7 @@ class LiveRequest:
             return self._ending is None
 
     def post(self, delta: Delta) -> bool:
-        """Add news. Return whether the caller must queue a turn."""
+        """Add news. Return whether to queue a turn."""
         with self._lock:
             self.was_accepted = self.was_accepted or delta.stats is not None or bool(delta.token_ids)
             ending = self._count_end(delta) if delta.finish_reason else None
@@ -107,7 +107,7 @@ class LiveRequest:
             return must_tell
 
     def claim_turn(self) -> bool:
-        """Return whether the caller must queue a turn."""
+        """Return whether to queue a turn."""
         with self._lock:
             if self._has_turn or self._is_answered:
                 return False
@@ -115,13 +115,13 @@ class LiveRequest:
             return True
 
     def take(self) -> tuple[list[Delta], Ending | None]:
-        """Begin a turn: return new deltas and the ending, if any."""
+        """Begin a turn: return new deltas and any ending."""
         with self._lock:
             deltas, self._deltas = self._deltas, []
             return deltas, self._ending
 
     def close(self) -> bool:
-        """Mark as answered before the last response. Return True if the engine must be told."""
+        """Mark as answered. Return True if the engine must be told."""
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
@@ -135,7 +135,7 @@ class LiveRequest:
             return self._has_turn
 
     def _count_end(self, delta: Delta) -> Ending | None:
-        """Count the end of one sequence or all; return the ending of the request, if it has one."""
+        """Count an end of one sequence or all; return the request's ending, if any."""
         info = delta.error
         error = None if info is None else from_wire(info.tag, info.message, info.retry_after_ms)
         if delta.index == WHOLE_REQUEST:

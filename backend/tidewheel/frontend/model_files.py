@@ -1,4 +1,4 @@
-"""JSON files of a model's folder, which may be malformed, and their defaults."""
+"""JSON files of a model's folder, which may be malformed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def _eos_token_ids(path: Path) -> list[int]:
-    """Read a token id or a list of them; empty if absent."""
+    """Read one token id or a list; empty if absent."""
     value = read_object(path).get("eos_token_id")
     ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:

@@ -135,7 +135,6 @@ class Outputs:
         return [delta.index for delta in deltas if delta.index != WHOLE_REQUEST and self._push(delta)]
 
     def end(self, finish_reason: str) -> None:
-        """End all open sequences."""
         for stream in self._opened():
             stream.end(finish_reason)
 

@@ -1,4 +1,4 @@
-"""Sampling parameters and options of a request, from all carriers and spellings."""
+"""Sampling parameters and options from all carriers and spellings."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Return whether an absent feature is not requested. Raise if it is, or if the key is unknown."""
+    """Return whether an absent feature is not requested; raise if requested or unknown."""
     if key in _COERCIONS or key in _ALIASES:
         return False
     feature = ABSENT.get(key)

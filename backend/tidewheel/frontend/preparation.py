@@ -1,5 +1,3 @@
-"""From client input to a checked engine message and its outputs."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -74,7 +74,6 @@ class PromptQueue:
             self._num_long -= _is_long(request)
 
     def close(self) -> None:
-        """Drop all waiting requests."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

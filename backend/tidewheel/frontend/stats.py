@@ -42,7 +42,7 @@ REJECTION_TAGS = frozenset(
 class LatencyHistogram:
     bounds: tuple[float, ...]  # upper, in seconds
     counts: list[int] = field(default_factory=list)  # [len(bounds) + 1], not cumulative; last: above all bounds
-    total: float = 0.0  # sum of values
+    total: float = 0.0
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)

@@ -88,7 +88,7 @@ class Detokenizer:
 class StopStrings:
     """Stop strings of one request.
 
-    They are sorted, a prefix before its extensions, so one binary search finds whether a text begins any. Following a
+    They are sorted, a prefix before its extensions: one binary search finds whether a text begins any. Following a
     text takes two searches per character on average.
     """
 
@@ -125,7 +125,7 @@ class StopChecker:
         self.is_hit = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Return the text that is certain to be output; nothing after a hit.
+        """Return text that is certain to be output; nothing after a hit.
 
         Without `may_stop`, stop strings that end in `text` do not count.
         """

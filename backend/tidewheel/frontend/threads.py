@@ -1,5 +1,3 @@
-"""Threads of the front end."""
-
 from __future__ import annotations
 
 import heapq
@@ -51,7 +49,7 @@ class Watcher:
     """Watcher that calls `cancel` when a client is gone and `expire` at deadlines.
 
     Triton does not tell Python backends that a client is gone. Each question is a round trip of about 100 µs, so one
-    thread asks for one request at a time, within a bounded share of its time.
+    thread asks one by one, within a bounded share of its time.
     """
 
     def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:

@@ -63,7 +63,7 @@ class Tokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that a token adds, with the leading space that decoders drop from a first token."""
+        """Return the text that a token adds, with the space that decoders drop from a first token."""
         text = self._token_texts.get(token_id)
         if text is None:
             alone = self.decode((token_id,), skip_special_tokens=False)

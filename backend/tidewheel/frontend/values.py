@@ -34,7 +34,7 @@ class GenerateRequest:
     stream: bool = False
     echo: bool = False  # return the prompt before the text (not when streaming)
     arrival_ns: int = 0  # monotonic
-    timeout_us: int = 0  # deadline of Triton's request field; 0: none
+    timeout_us: int = 0  # Triton's deadline; 0: none
 
     @property
     def prompt_bytes(self) -> int:
@@ -51,7 +51,7 @@ class Generation(NamedTuple):
     options: RequestOptions
     prompt_name: str = "input_ids"  # field of the prompt, for errors
     prompt_text: str | None = None  # None: given as token ids
-    echo: bool = False  # return the prompt before the text
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Chunk:
     text: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids, if requested
-    token_texts: Mapping[int, str] = field(default_factory=dict)  # texts of all ids in `logprobs` and `token_ids`
+    token_texts: Mapping[int, str] = field(default_factory=dict)  # texts of ids in `logprobs` and `token_ids`
     cumulative_logprob: float | None = None  # over all output, if requested
     num_input_tokens: int = 0
     finish_reason: str | None = None  # in every response after the end
@@ -72,7 +72,6 @@ Response = Sequence[Chunk]  # one chunk per sequence, by index
 
 
 def is_last(response: Response) -> bool:
-    """Return whether all sequences have ended."""
     return all(chunk.finish_reason is not None for chunk in response)
 
 

@@ -73,7 +73,7 @@ class PrefixFinder:
             return 0, -1
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
-        row, run = next(groupby(rows), (None, ()))  # runs in C, like `BlockPool.lookup_prefix`
+        row, run = next(groupby(rows), (None, ()))  # runs in C
         return (0, -1) if row is None else (len(list(run)), row)
 
     def announce(self, row: int, request: Request, hit: PrefixHit) -> None:

@@ -1,1 +1,1 @@
-"""Admission, order of service, token budget and preemption, without torch and without a clock."""
+"""Admission, order of service, token budget and preemption. No torch, no clock."""

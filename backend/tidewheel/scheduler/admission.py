@@ -90,7 +90,7 @@ class Admission:
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
         """Estimate the milliseconds until half of the waiting set has started.
 
-        The oldest wait counts as the interval between starts if it is longer.
+        If nothing has started for longer than usual, that time counts as the interval between starts.
         """
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS

@@ -14,8 +14,8 @@ MIN_ENDS = 20  # ended requests before errors open the breaker
 MIN_STARTS = 5  # started requests before queue times do
 WINDOW = 50  # observations per mean, roughly
 
-_MAX_LEVEL = 3  # all but CRITICAL
-_WORSE = 2.0  # excess per additional class shed at once
+_MAX_LEVEL = 3
+_WORSE = 2.0
 
 
 class BreakerState(enum.Enum):
@@ -28,12 +28,12 @@ class BreakerState(enum.Enum):
 class Signal:
     """Mean of recent observations.
 
-    Observations fade by count, not by time, so slow traffic that only fails counts too.
+    They fade by count, not by time: slow traffic that only fails counts too.
     """
 
     name: str
     unit: str
-    limit: float | None  # None: no limit
+    limit: float | None
     mean: float = 0.0
     count: int = 0
 
@@ -42,7 +42,7 @@ class Signal:
         self.mean += (value - self.mean) / min(self.count, WINDOW)
 
     def excess(self, min_count: int) -> float:
-        """Return mean / limit, or 0 without a limit or with too few observations."""
+        """Return mean / limit; 0 without a limit or enough observations."""
         return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
 
@@ -72,7 +72,7 @@ class Breaker:
         self._reason = ""
 
     def check(self, service_class: Priority, now: float) -> None:
-        """Raise `Busy` if the class is shed. Call this check last, because an admitted probe counts."""
+        """Raise `Busy` if the class is shed. Call last, because an admitted probe counts."""
         self._advance(now)
         best_shed = _best_shed(self.level)
         if service_class < best_shed:
@@ -87,13 +87,13 @@ class Breaker:
         )
 
     def observe_end(self, failed: bool, now: float) -> None:
-        """Record an ended request; `failed` if by a server error."""
+        """Record an end; `failed` if by a server error."""
         if self._errors.limit is not None:
             self._errors.observe(float(failed))
             self._advance(now)
 
     def observe_queue_time(self, seconds: float, service_class: Priority, now: float) -> None:
-        """Record the time from arrival to start, or to now if still waiting."""
+        """Record the time from arrival to start, or to now if waiting."""
         if self._queue_times[0].limit is not None:
             for signal in self._queue_times[: _best_shed(service_class)]:
                 signal.observe(seconds)
@@ -144,5 +144,5 @@ class Breaker:
 
 
 def _best_shed(level: int) -> int:
-    """Return the best shed class; LOW + 1 at level 0."""
+    """Return the best shed class; LOW + 1: none."""
     return Priority.LOW + 1 - level

@@ -18,7 +18,7 @@ _DEAD_BAND = 0.03  # around the aim
 _MAX_CHANGE = 0.25  # of the logarithm, per step
 _LIMITED = 0.9  # of the budget: emptier steps never raise it
 _LATENCY_LOW = 0.9  # of the target
-_MEMORY_S = 30.0  # time constant of the peak use per request
+_MEMORY_S = 30.0  # time constant of peak use per request
 _NO_USE = 1e-6  # avoids division by zero
 _MOST_LOWERED = 0.75  # of the running requests, per decision
 _SMOOTHING = 0.2  # weight of the newest step
@@ -40,15 +40,13 @@ class Knobs(NamedTuple):
 
 
 class Controller(Protocol):
-    """Observer of all steps that sets one knob."""
-
     def observe(self, step: AppliedStep) -> None: ...
 
     def set(self, knobs: Knobs) -> Knobs: ...
 
 
 class TpotController:
-    """Controller of the token budget: decoding steps take `target_s`, which is then their TPOT.
+    """Controller of the token budget: decoding steps take `target_s`, their TPOT.
 
     Clamped integral control:  ln B ← ln B + gain · ln(0.97 · target / step time)
 
@@ -90,7 +88,7 @@ class SeqsGovernor:
     A loaded device is always busy: without "limit reached", a lowered limit would stay low.
 
     Requests leave only when they end, so lowering while KV use is high would overshoot. Instead the limit falls, by
-    at most a quarter, to the number of requests that use 85 % of the blocks and meet the target. It rises by 1/32 of
+    at most a quarter, to as many requests as use 85 % of the blocks and meet the target. It rises by 1/32 of
     `max_num_seqs`, to at most 85 % at the peak blocks per request of the last half minute: young requests still grow.
     """
 
@@ -98,7 +96,7 @@ class SeqsGovernor:
         self.max_num_seqs = max_num_seqs
         self.target_s = target_latency_s
         self._most = max_num_seqs
-        self._latency: float | None = None  # smoothed step time
+        self._latency: float | None = None
         self._usage_each = 0.0  # peak share of the blocks, fading
         self._decided_at = -math.inf
 

@@ -16,7 +16,7 @@ RowArray = npt.NDArray[np.intp]  # indexes several times faster than int32
 
 NEVER = -np.inf
 NO_STOP = -1  # padding
-NUM_RECENT = 128  # tokens of a row before they are written back
+NUM_RECENT = 128  # tokens of a row before write-back
 
 
 class Gaps(NamedTuple):
@@ -32,8 +32,8 @@ class TenantIds:
 
     def __init__(self, num_rows: int) -> None:
         self.ids: dict[str, int] = {}
-        self.names = [""] * num_rows  # by id
-        self._num_rows = [0] * num_rows  # by id
+        self.names = [""] * num_rows
+        self._num_rows = [0] * num_rows
         self._free = list(range(num_rows))
 
     def acquire(self, tenant: str) -> int:
@@ -53,7 +53,7 @@ class TenantIds:
 
 
 class Columns:
-    """Running requests as a struct of arrays: a step needs no loop over attributes.
+    """Running requests as a struct of arrays, so that a step loops over no attributes.
 
     *In flight* means scheduled and not applied. In every row
 
@@ -86,10 +86,10 @@ class Columns:
         self.num_preemptions = _int32(num_rows)
         self.num_entered_tokens = _int32(num_rows)  # at entry
         self.num_shared_slots = _int32(num_rows)  # at entry
-        self.tenant_ids = _int32(num_rows)  # ids in `tenants`
+        self.tenant_ids = _int32(num_rows)
         self.tenants = TenantIds(num_rows)
         self.num_recent = _int32(num_rows)
-        self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)  # not yet in the request
+        self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)
         self._requests = np.full(num_rows, None, dtype=object)
         self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # memo of `requests`
         self._last_requests: list[Request] = []
@@ -104,7 +104,7 @@ class Columns:
         return cast(Request, self._requests[row])
 
     def requests(self, rows: RowArray) -> list[Request]:
-        """Return the requests of the rows. The next call may return the same list."""
+        """Return the requests of the rows, in a list that must not change."""
         if not (len(rows) == len(self._last_rows) and np.array_equal(rows, self._last_rows)):
             self._last_rows = rows
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
@@ -153,7 +153,7 @@ class Columns:
         return row
 
     def write_back(self, row: int) -> Request:
-        """Write recent tokens to the request and return it."""
+        """Write recent tokens back to the request."""
         request = self.request(row)
         count = int(self.num_recent[row])
         if count:
@@ -168,7 +168,7 @@ class Columns:
                 self.write_back(row)
 
     def leave(self, row: int) -> None:
-        """Free the row and write its figures back. The new epoch invalidates results in flight."""
+        """Free the row and write it back. The new epoch invalidates results in flight."""
         request = self.write_back(row)
         request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
@@ -184,7 +184,6 @@ class Columns:
         self.tenants.release(request.tenant)
 
     def take_left_rows(self) -> Int32Array:
-        """Return and clear the freed rows."""
         left = np.array(self._left_rows, dtype=np.int32)
         self._left_rows.clear()
         return left

@@ -13,8 +13,6 @@ from tidewheel.scheduler.state import State
 
 
 class InFlight(NamedTuple):
-    """Scheduled batch, not yet applied."""
-
     step_id: int
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] at scheduling
@@ -58,7 +56,6 @@ def commit_step(
 
 
 def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: float) -> list[Request]:
-    """End requests with non-finite logits, without keeping their cache."""
     failed = []
     for index in (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0].tolist():
         row = int(step.rows[index])
@@ -111,7 +108,6 @@ def _find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[
 
 
 def _select(logprobs: dict[int, TopLogprobs] | None, sampling: BoolArray) -> dict[int, TopLogprobs] | None:
-    """Index the log-probabilities by sampling row."""
     if not logprobs:
         return None
     sources = sampling.nonzero()[0].tolist()

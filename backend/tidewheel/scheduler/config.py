@@ -18,14 +18,14 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Settings of the scheduler. Raises `ConfigError` with setting and value."""
+    """Scheduler settings. Raises `ConfigError` with name and value."""
 
     max_num_seqs: int
     max_num_batched_tokens: int  # token budget per step
     max_model_len: int
     max_waiting_requests: int
     max_waiting_tokens: int
-    max_inflight_steps: int = 1  # not yet applied batches: 1, or 2 to overlap host and device
+    max_inflight_steps: int = 1  # 1, or 2 to overlap host and device
     watermark: float = 0.01  # share of the blocks that an admission leaves free
 
     policy: str = "priority"
@@ -38,16 +38,16 @@ class SchedulerConfig:
     breaker_error_rate: float | None = None
     breaker_queue_time_s: float | None = None
 
-    admit_by_growth: bool = True  # admit only if running requests are expected to find room
+    admit_by_growth: bool = True  # admit only if running requests probably find room
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_preemptions: int = 4  # per request, while there are other victims
-    swap_seconds_per_block: float | None = None  # per copy to or from the host tier; None: no tier
-    long_prefill_token_threshold: int | None = None  # prompt tokens of one request in a step; None: the budget
+    swap_seconds_per_block: float | None = None  # per copy to or from host; None: no host tier
+    long_prefill_token_threshold: int | None = None  # prompt tokens per request and step; None: the budget
 
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
     target_tpot_s: float | None = None  # adapts the token budget; None: fixed
-    enable_seqs_governor: bool = False  # adapts running requests, from 1 to max_num_seqs
+    enable_seqs_governor: bool = False  # adapts running requests, up to max_num_seqs
     governor_target_latency_s: float | None = None  # limit of the step time; None: memory only
 
     def __post_init__(self) -> None:

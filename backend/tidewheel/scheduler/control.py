@@ -41,7 +41,7 @@ class Control:
         )
 
     def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
-        """Learn from an applied batch. The device starts a second batch in flight when the first ends."""
+        """Learn from an applied batch. A second one in flight starts when the first ends."""
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
         self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)

@@ -50,7 +50,6 @@ def num_tokens_ahead(state: State, service_class: Priority) -> int:
 
 
 def expire(state: State, now: float) -> list[Request]:
-    """End and return requests past their deadline."""
     expired = []
     for _, _, request in state.deadlines.pop_due(now):
         reason = FinishReason.DEADLINE

@@ -18,7 +18,7 @@ from tidewheel.stats import WaitingRoom
 
 
 class Entrance:
-    """Checks of new requests: limits, deadlines, tenant rates, breaker. Learns from starts and ends."""
+    """Admission checks, which learn from starts and ends."""
 
     def __init__(self, config: SchedulerConfig, state: State, estimate: ServiceEstimate) -> None:
         self._config = config
@@ -35,8 +35,8 @@ class Entrance:
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Queue all requests, which share prompt and limits, or raise; return the evicted ones.
 
-        Their class is lowered to the best of the tenant. `InvalidRequest` comes before `Busy`, so that no client
-        retries the impossible.
+        The tenant's limits lower their class. `InvalidRequest` precedes `Busy`, so that no client retries the
+        impossible.
         """
         tenant, count = requests[0].tenant, len(requests)
         self._tenant_counts.observe_arrival(tenant, count)
@@ -49,7 +49,6 @@ class Entrance:
             raise
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
-        """Count requests by tenant that a front end refused."""
         for tenant, count in refused.items():
             self._tenant_counts.observe_arrival(tenant, count)
             self._tenant_counts.observe_refusal(tenant, count)
@@ -89,7 +88,7 @@ class Entrance:
     def observe_ends(self, requests: list[Request], now: float) -> None:
         """Settle ended requests.
 
-        Only STOP and LENGTH teach output lengths. Refusals and cancels say nothing about engine health.
+        Only STOP and LENGTH teach lengths. Refusals and cancels say nothing about engine health.
         """
         for request in requests:
             self._tenants.settle(request, now)
@@ -140,7 +139,6 @@ class Entrance:
                 self.breaker.observe_queue_time(seconds, oldest.priority, now)
 
     def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
-        """End and return a waiting request and its followers."""
         state = self._state
         error = self._admission.eviction(victim, service_class, state.waiting, now)
         members = [*victim.followers, victim]

@@ -29,7 +29,7 @@ class EventHeap:
 
     @property
     def next_time(self) -> float:
-        """Time of the first event, live or dead; infinity without one."""
+        """Time of the first event, live or dead; else infinity."""
         return self._heap[0].time if self._heap else math.inf
 
     def push(self, time: float, request: Request, num_unfinished: int) -> None:

@@ -11,7 +11,7 @@ _MIN_STALE = 64  # stale heap entries before a rebuild
 
 
 class VirtualCounters:
-    """Weighted Virtual Token Counter: the tenant with the least service goes first.
+    """Weighted Virtual Token Counter: the least served tenant goes first.
 
     Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A tenant with waiting requests is *active*.
     Service costs
@@ -23,7 +23,7 @@ class VirtualCounters:
     and of all outputs of running requests.
 
     Calls cost O(log tenants) amortised: counters only grow, so heap entries are updated at the top. Beyond
-    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten. At the floor that loses nothing.
+    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten; at the floor that loses nothing.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
@@ -36,7 +36,6 @@ class VirtualCounters:
         self._last = ""  # last active tenant
 
     def activate(self, tenant: str) -> None:
-        """Note that the tenant has waiting requests. Idempotent."""
         if tenant in self._active:
             return
         self._refresh()
@@ -49,7 +48,6 @@ class VirtualCounters:
             heapq.heapify(self._heap)
 
     def deactivate(self, tenant: str) -> None:
-        """Note that the tenant has none. Idempotent."""
         if self._active.pop(tenant, None) is None:
             return
         if not self._active:

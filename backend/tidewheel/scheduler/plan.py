@@ -50,7 +50,7 @@ class StepPlan:
         self.started: list[Request] = []  # for the first time
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
         self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decode rows that need a block
-        self.num_sitting_out = 0  # rows that need a block and get none
+        self.num_sitting_out = 0  # decode rows that get none
         self.is_scarce = False  # only CRITICAL requests enter
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
@@ -69,7 +69,6 @@ class StepPlan:
         return not len(self.decode_rows) and not self._chunks
 
     def set_decodes(self, rows: RowArray, starts: Int32Array, growing_rows: RowArray) -> None:
-        """Schedule one token per row. Growing rows need a block first."""
         self.decode_rows, self._decode_starts = rows, starts
         self.growing_rows = growing_rows
         self.token_budget -= len(rows)
@@ -104,7 +103,7 @@ class StepPlan:
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
-        """Schedule what one request may have, or half of a budget that would cut it."""
+        """Schedule what one request may have, or half of a budget that cuts it."""
         num_tokens = min(end - start, self.limits.max_chunk_tokens)
         if end - start > self.token_budget <= self.limits.max_chunk_tokens:
             num_tokens = (self.token_budget + 1) // 2
@@ -113,7 +112,7 @@ class StepPlan:
         self.token_budget -= num_tokens
 
     def give_back(self) -> None:
-        """Return unused budget, also that of rows that left, to the last cut prompt."""
+        """Return unused budget to the last cut prompt."""
         if self._cut is not None:
             position, num_missing, _ = self._cut
             chunk = self._chunks[position]

@@ -28,7 +28,7 @@ class Policy(NamedTuple):
     key: Callable[[Request], OrderKey]
     level_parts: int = 1  # leading parts of the key that are the level
     by_class: bool = True  # classes count, for victims too; CRITICAL preempts
-    by_tenant: bool = False  # tenants take turns; the key orders the requests of one
+    by_tenant: bool = False  # tenants take turns
     by_arrival: bool = False  # within a class; cached prefixes may go ahead
     by_cache: bool = False  # the key needs `num_cached_tokens` at arrival
 
@@ -57,8 +57,8 @@ def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached
         compute    prompt - cached + output
         memory     prompt · output + output² / 2        tokens held, summed over decode steps
 
-    BlendServe (Zhao et al., 2024, arXiv:2411.16102) divides compute by memory, here counted in steps: FLOPs and bytes
-    per token are equal for all requests. `num_output_tokens` is predicted, at least 1.
+    BlendServe (Zhao et al., 2024, arXiv:2411.16102) divides compute by memory. FLOPs and bytes per token are equal
+    for all requests, so the ratio needs neither. `num_output_tokens` is predicted, at least 1.
     """
     output = max(num_output_tokens, 1.0)
     compute = num_prompt_tokens - num_cached_tokens + output
@@ -89,11 +89,10 @@ def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Ra
 
 
 def level_of(policy: Policy, request: Request) -> Rank:
-    """Return the part of the rank that decides on sharing budget."""
     return request.rank[: policy.level_parts]
 
 
 def shared_level(policy: Policy, request: Request) -> Rank:
-    """Return the largest level that shares this request's budget: an aged request still shares with its old class."""
+    """Return the largest level that shares this request's budget. An aged request shares with its old class."""
     level = level_of(policy, request)
     return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

@@ -11,12 +11,12 @@ import numpy.typing as npt
 QUANTILE = 0.5  # least mean absolute error
 MAX_CELLS = 2048
 MIN_SEEN = 8.0  # outputs before a cell counts
-NUM_KNOWN = 200  # ended outputs after which running ones do not count
+NUM_KNOWN = 200  # ended outputs after which running ones are ignored
 
 _FORGET = 0.99  # per output: about the last 100 count
 _BINS_PER_OCTAVE = 4
 _NUM_BINS = 21 * _BINS_PER_OCTAVE  # up to 2^21 tokens
-_MAX_SCALE = 1e12  # before rescaling
+_MAX_SCALE = 1e12
 _ERROR_SMOOTHING = 0.01
 
 _EDGES: list[float] = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]  # bin i: [edge i, i + 1)
@@ -46,7 +46,6 @@ class Histogram:
 
     @property
     def weights(self) -> _Floats:
-        """Faded outputs per bin."""
         return np.array(self._weights) / self._scale
 
     def add(self, length: int) -> None:
@@ -71,8 +70,8 @@ class Histogram:
 class OutputPredictor:
     """Median output length by tenant and prompt length, within a factor of two.
 
-    Cells with fewer than `MIN_SEEN` outputs give way to the tenant, then to the prompt length, to all requests, and
-    to the prior. Outputs cut at `max_tokens` count as they are.
+    Cells with fewer than `MIN_SEEN` outputs give way to the tenant, the prompt length, all requests, then the prior.
+    Outputs cut at `max_tokens` count as they are.
 
     Memory is bounded for any tenant names: `MAX_CELLS` cells of 84 bins, least recently used dropped first.
     """
@@ -115,7 +114,6 @@ class OutputPredictor:
         return _LENGTHS, np.append(1.0, np.cumprod(1.0 - hazard))
 
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
-        """Learn from a request that ended by itself."""
         for bucket in (num_prompt_tokens.bit_length(), None):
             cell = self._cells.pop((tenant, bucket), None) or Histogram()
             if len(self._cells) >= MAX_CELLS:

@@ -11,7 +11,7 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 
-MAX_DISPLACED = 16  # waiting requests that an arrival may displace
+MAX_DISPLACED = 16  # per arrival
 MAX_LANES = 16  # tenants tried after the next one
 WINDOW = 64  # requests compared by cached prefix
 
@@ -19,8 +19,7 @@ WINDOW = 64  # requests compared by cached prefix
 class SortedQueue:
     """Requests in a list sorted by unique key.
 
-    A change is a binary search and one `memmove` of pointers. For thousands of entries that beats a heap with lazy
-    deletion.
+    A change is a binary search and one `memmove`: for thousands of entries cheaper than a heap with lazy deletion.
     """
 
     def __init__(self) -> None:
@@ -119,7 +118,6 @@ class WaitingSet:
             self.count(request, 1 + len(request.followers))
 
     def remove(self, request: Request) -> None:
-        """Remove a request, with its followers if new."""
         name = self._lane_of(request)
         lane = self._lanes[name]
         self._take(lane, request)
@@ -131,7 +129,6 @@ class WaitingSet:
                 self._counters.deactivate(name)
 
     def count(self, request: Request, change: int) -> None:
-        """Change the number of requests in an entry."""
         self.num_new += change
         self._new_tokens[request.service_class] += change * request.num_tokens
         if self._counters is None:
@@ -167,15 +164,15 @@ class WaitingSet:
                 yield from lane.returning
 
     def key(self, request: Request) -> Rank:
-        """Return a key that compares running and waiting requests at this moment."""
+        """Return a key that compares running and waiting requests now."""
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
         """Yield entries in the order in which `count` newcomers displace them, at most `MAX_DISPLACED`.
 
         Only lower classes are displaced, lowest and newest first. If tenants take turns, the tenant with most waiting
-        over its weight gives way first, in any class, while it has more than the newcomer's tenant would. Then lower
-        classes of the newcomer's tenant do.
+        over its weight gives way first, in any class, while it has more than the newcomer's tenant would. Then the
+        newcomer's tenant gives lower classes.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)
@@ -213,7 +210,7 @@ class WaitingSet:
         return "" if self._counters is None else request.tenant
 
     def _next_lanes(self, *, with_new: bool) -> Iterator[Lane]:
-        """Yield lanes in order of service. The first is cheap."""
+        """Yield lanes in order of service."""
         if self._counters is None or not self._lanes:
             yield from self._lanes.values()
             return

@@ -24,21 +24,19 @@ from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.victims import make_room_to_grow, victims_for
 
-MAX_DIGESTS = 1024  # block digests per step, to compare cached prefixes
-MAX_SKIPPED = 16  # requests per step passed over for a prefix
+MAX_DIGESTS = 1024  # per step, to compare cached prefixes
+MAX_SKIPPED = 16  # per step
 
 
 class Entry(enum.Enum):
-    """Outcome of a request's turn."""
-
     ENTERED = enum.auto()
     SKIPPED = enum.auto()  # waits for a prefix; others may enter
-    MOVED = enum.auto()  # has a new place in the order
+    MOVED = enum.auto()  # reordered
     BLOCKED = enum.auto()  # nothing enters behind it
 
 
 def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
-    """Plan decodes first, so that long prompts never delay them, then running and waiting prompts in order."""
+    """Plan decodes first, so that long prompts never delay them, then prompts in order."""
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts, now)
@@ -94,8 +92,6 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
 
 
 class _Admission:
-    """Entry of waiting requests, in order."""
-
     def __init__(self, state: State, plan: StepPlan, now: float) -> None:
         self._state = state
         self._plan = plan
@@ -103,9 +99,9 @@ class _Admission:
         self._is_open = True
         self._by_cache = state.is_cache_aware
         self._growth: Growth | None = None  # made on demand
-        self._skipped: set[str] = set()  # request ids
+        self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
-        self._cached: dict[str, int] = {}  # by request id
+        self._cached: dict[str, int] = {}
 
     def run(self, before: Rank | None = None) -> None:
         """Admit requests that precede this key, until one cannot enter."""
@@ -142,7 +138,7 @@ class _Admission:
         return count
 
     def _try(self, request: Request) -> Entry:
-        """Admit the request if possible, with blocks for all its tokens, so that no prompt runs out."""
+        """Admit the request if possible, with blocks for all its tokens: no prompt under way runs out."""
         state, plan = self._state, self._plan
         if not self._has_turn(request):
             return Entry.BLOCKED
@@ -160,7 +156,7 @@ class _Admission:
         return Entry.ENTERED if self._enter(request, hit) else Entry.BLOCKED
 
     def _has_turn(self, request: Request) -> bool:
-        """Return whether the request may have tokens in this step."""
+        """Return whether the step has tokens for the request."""
         plan = self._plan
         if not plan.may_share(level_of(self._state.policy, request)):
             return False

@@ -1,11 +1,11 @@
 """Continuous batching without prefill and decode phases.
 
 Each step spends a token budget on the gaps between tokens and computed tokens. Chunked prefill, prefix hits, return
-after preemption and mixed batches follow from that rule.
+after preemption and mixed batches follow.
 
-`schedule` reserves and `apply` commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next
-batch is scheduled before the sampled tokens are known. Ends by length are known ahead. Other ends show in `apply`,
-and the extra token is dropped.
+`schedule` reserves and `apply` commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next is
+scheduled before the sampled tokens are known. Ends by length are known ahead. Other ends show in `apply`, which drops
+the extra token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scheduler:
         self._state = State(kv, config, self._control.preemption_cost)
         self._entrance = Entrance(config, self._state, self._control.estimate)
         self._in_flight: deque[InFlight] = deque()
-        self._now = 0.0  # of the newest call
+        self._now = 0.0
 
     @property
     def has_unfinished(self) -> bool:
@@ -78,7 +78,7 @@ class Scheduler:
         return evicted
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
-        """End a request in any state, and deliver no more tokens; None if unknown or finished."""
+        """End a request in any state, without further tokens; None if unknown or finished."""
         request = self._state.requests.get(request_id)
         if request is not None:
             self._state.end(request, reason, self._now)
@@ -88,7 +88,7 @@ class Scheduler:
     def expire(self, now: float) -> list[Request]:
         """End requests past their deadline, and expire sessions.
 
-        Requests that never started get an error, others `FinishReason.DEADLINE` and their output so far.
+        Requests that never started get an error, others `FinishReason.DEADLINE` and their output.
         """
         self._now = now
         self._state.kv.expire_sessions(now)
@@ -101,7 +101,7 @@ class Scheduler:
         self._state.kv.close_session(tenant, session_id)
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
-        """End all requests with the error and forget batches in flight."""
+        """End all requests with the error; forget batches in flight."""
         state = self._state
         self._in_flight.clear()
         state.last_applied = state.stats.num_steps - 1
@@ -188,7 +188,7 @@ class Scheduler:
         return self._entrance.room(now)
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` if anything is broken. O(blocks + requests): for tests and idle moments."""
+        """Raise `InternalError` if anything is broken. O(blocks + requests)."""
         state = self._state
         state.check_invariants()
         require(len(self._in_flight) <= self._config.max_inflight_steps, "too many batches in flight")

@@ -24,7 +24,7 @@ def dropped(service_class: Priority) -> Priority:
 
 
 def reclassify_due(state: State, now: float) -> None:
-    """Apply due lifts and drops. Followers move with their leader while they wait for it."""
+    """Apply due lifts and drops. Followers move with a leader they wait for."""
     for time, _, request in state.lifts.pop_due(now):
         if request.row >= 0 and not state.columns.is_prefilling(request.row):
             request.lift_time = None
@@ -41,7 +41,7 @@ def reclassify_due(state: State, now: float) -> None:
 
 
 def is_over_quota(state: State, request: Request) -> bool:
-    """Return whether the request takes its tenant over its quota, sessions included."""
+    """Return whether the request takes its tenant over quota, sessions included."""
     limit = state.config.limits_of(request.tenant).max_blocks
     if limit is None or request.was_over_quota:
         return False
@@ -49,7 +49,7 @@ def is_over_quota(state: State, request: Request) -> bool:
 
 
 def drop_over_quota(state: State, request: Request, now: float) -> bool:
-    """Drop a waiting request and its followers a class if over quota; return whether it moved."""
+    """Drop a request and followers a class if over quota; return whether it moved."""
     if not is_over_quota(state, request):
         return False
     for member in (request, *request.followers):

@@ -15,7 +15,7 @@ from tidewheel.scheduler.step_time import PreemptionCost
 
 
 class State:
-    """Waiting set, running set and block tables, which change together, only here.
+    """Waiting set, running set and block tables, changed together and only here.
 
         wait          → WAITING
         enter         WAITING, PREEMPTED → RUNNING
@@ -39,7 +39,7 @@ class State:
         self.columns = Columns(config.num_rows)
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats  # shared with the cache
-        self.last_applied = -1  # newest step not in flight
+        self.last_applied = -1
         self.deadlines = EventHeap(_is_unfinished)
         self.soft_deadlines = EventHeap(_is_unfinished)
         self.lifts = EventHeap(_is_due_to_be_lifted)
@@ -53,7 +53,6 @@ class State:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
         return len(self.requests) - self.columns.num_running
 
     @property
@@ -61,11 +60,11 @@ class State:
         return not self.requests
 
     def num_blocks_of(self, tenant: str) -> int:
-        """Count blocks of running requests and sessions; a shared block counts for each."""
+        """Count blocks of running requests and sessions; shared ones count for each."""
         return self.columns.num_slots_of(tenant) // self.kv.block_size + self.kv.session_blocks(tenant)
 
     def wait(self, group: list[Request]) -> None:
-        """Queue a leader and followers as one entry."""
+        """Queue a group as one entry."""
         leader = group[0]
         leader.followers = group[1:]
         for request in group:
@@ -89,7 +88,7 @@ class State:
             follower.service_class = service_class
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Find tokens in the cache or in the row of the leader."""
+        """Find tokens in the cache or in the leader's row."""
         hit = self.kv.find_prefix(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:
@@ -100,7 +99,6 @@ class State:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def set_overdue(self, request: Request) -> None:
-        """Serve the request by arrival from now on."""
         request.lift_time = None
         self._place(request, request.service_class, is_overdue=True)
 
@@ -206,7 +204,6 @@ class State:
         )
 
     def _leave(self, row: int, *, keep_cached: bool = True) -> None:
-        """Give back row and blocks. Blocks are held while in flight."""
         columns = self.columns
         request = columns.write_back(row)
         self._leaders.pop(request.request_id, None)
@@ -238,7 +235,6 @@ class State:
         return request.service_class if self.policy.by_class else 0
 
     def service_key(self, row: int) -> Rank:
-        """Return the row's place among running and waiting requests."""
         return self.waiting.key(self.columns.request(row))
 
     def _schedule_lift(self, request: Request, *, since: float) -> None:

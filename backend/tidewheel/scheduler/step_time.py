@@ -10,7 +10,6 @@ _MAX_FACTOR = 2.0  # of the expected time: pauses predict nothing
 
 
 def _fade(now: float, last: float) -> float:
-    """Return the present weight of evidence."""
     return math.exp(-max(now - last, 0.0) / _TIME_CONSTANT_S)
 
 
@@ -24,7 +23,7 @@ class StepTime:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._last = 0.0  # end of the last step, seconds
+        self._last = 0.0  # end of the last step
         self._weight = 0.0
         self._mean_tokens = 0.0
         self._mean_seconds = 0.0
@@ -33,7 +32,7 @@ class StepTime:
 
     @property
     def seconds_per_token(self) -> float:
-        """Slope; 0 until enough steps with different chunks are seen."""
+        """Slope; 0 until enough different chunks are seen."""
         is_known = self._num_steps >= _MIN_STEPS and self._var > self._weight
         return max(self._cov / self._var, 0.0) if is_known else 0.0
 
@@ -59,12 +58,12 @@ class StepTime:
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
 
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Predict the time of a step: 0 before any step, the mean without a slope."""
+        """Predict step seconds: 0 before any step, the mean without a slope."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
 
 class ServiceEstimate:
-    """Waiting and prefill times, from step times and the pace of starting prompt tokens.
+    """Waiting and prefill times, from step times and the pace of starts.
 
     The pace is measured only while requests wait: an idle engine is not slow. Evidence ages by the clock. Without
     fresh evidence, both times are 0.
@@ -74,12 +73,11 @@ class ServiceEstimate:
         self._step_time = step_time
         self._budget = max_num_batched_tokens
         self._last: float | None = None  # end of the last step, if requests still waited
-        self._seen_at = 0.0  # last update
+        self._seen_at = 0.0
         self._tokens = 0.0  # started under backlog, faded
         self._seconds = 0.0  # of backlog, faded
 
     def observe_step(self, now: float, num_started_tokens: int, num_waiting: int) -> None:
-        """Learn from prompt tokens started and requests left waiting."""
         elapsed = 0.0 if self._last is None else max(now - self._last, 0.0)
         self._last = now if num_waiting else None
         if elapsed > 0.0:
@@ -112,7 +110,7 @@ class ServiceEstimate:
 
 
 class PreemptionCost:
-    """Choice between recomputing and swapping a preempted request, by device time.
+    """Choice between recompute and swap of a preempted request, by device time.
 
         recompute    computed tokens · seconds per chunk token        learned by `StepTime`
         swap         2 · blocks · seconds per block                   out and in

@@ -1,5 +1,3 @@
-"""Strategies of joining, on one engine, so that they compare."""
-
 from __future__ import annotations
 
 import math
@@ -16,9 +14,9 @@ TOLERANCE = 1.2  # latency / target above which the window shrinks
 
 _SMOOTHING = 0.1  # weight of the newest batch
 _GROWTH = 1.2
-_FIRST_STEP = 1.25  # of the first change
+_FIRST_STEP = 1.25
 _MIN_STEP = 1.02
-_MAX_GAP_S = 1.0  # between batches: idle time says nothing about load
+_MAX_GAP_S = 1.0  # idle time says nothing about load
 
 
 class JoinView(NamedTuple):
@@ -39,17 +37,16 @@ class StrategyConfig:
 
 
 class Strategy:
-    """Batches of new requests. Preempted requests return without asking.
+    """Batches of new requests; preempted ones return without asking.
 
-    A batch joins over several steps if necessary, before the next one forms.
+    A batch may join over several steps before the next one forms.
     """
 
     def __init__(self, config: StrategyConfig) -> None:
         self._config = config
-        self._num_left = 0  # of the batch, not joined yet
+        self._num_left = 0  # not joined yet
 
     def max_joins(self, now: float, view: JoinView) -> int:
-        """Return how many requests may join this step."""
         self._num_left = min(self._num_left, view.num_waiting)
         if not self._num_left and view.num_waiting:
             self._num_left = self._form(now, view)
@@ -59,7 +56,7 @@ class Strategy:
         self._num_left = max(self._num_left - num_joined, 0)
 
     def observe_batch(self, latency_s: float) -> None:
-        """Learn the time from the oldest arrival to the applied step."""
+        """Learn the time from oldest arrival to applied step."""
 
     def _form(self, now: float, view: JoinView) -> int:
         """Return the size of the batch to form, or 0. Called while requests wait."""
@@ -86,9 +83,8 @@ class Window:
     """Collection time of dynamic batches.
 
     Every `BATCHES_PER_REVIEW` batches it shrinks if smoothed latency exceeds `TOLERANCE` times the target, else
-    grows, at first by a factor of 1.25. The logarithm is halved when the direction turns, down to 2 %, else grows by
-    a fifth, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993). So the window settles instead of swinging by a
-    quarter.
+    grows, at first by a factor of 1.25. The logarithm of the factor is halved when the direction turns, down to 2 %,
+    else grows by a fifth, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993). So the window settles.
     """
 
     def __init__(self, target_latency_s: float) -> None:
@@ -138,9 +134,9 @@ class Hybrid(Dynamic):
 
 
 class Predictive(Strategy):
-    """Batches of as many as are expected in `FIRST_WINDOW_S`, or when the oldest has waited `MAX_WINDOW_S`.
+    """Batches of the number expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`.
 
-    The rate is smoothed requests over smoothed seconds between batches.
+    The expected rate is smoothed requests over smoothed seconds between batches.
     """
 
     def __init__(self, config: StrategyConfig) -> None:

@@ -1,5 +1,3 @@
-"""Tenant rates: token buckets, reserved at admission, settled at the end."""
-
 from __future__ import annotations
 
 import math
@@ -18,10 +16,10 @@ _REQUESTS = "requests_per_s"
 
 
 class TokenBucket:
-    """Bucket of `burst`, full at first, that fills at `rate` per second (RFC 2697, but with debt).
+    """Bucket of `burst`, full at first, filled at `rate` per second (RFC 2697, but with debt).
 
-    In time t it passes at most ``rate · t + burst``. A larger cost passes only a full bucket and leaves a debt; the
-    bound is then ``rate · t`` plus the largest cost.
+    In time t it passes at most ``rate · t + burst``. A larger cost needs a full bucket and leaves a debt; the bound
+    is then ``rate · t`` plus the largest cost.
     """
 
     __slots__ = ("_filled_at", "_level", "burst", "rate")
@@ -49,7 +47,7 @@ _Buckets = dict[str, TokenBucket]  # by limit
 
 
 class TenantTable:
-    """Buckets by tenant. Calls are O(1).
+    """Token buckets by tenant, reserved at admission and settled at the end. Calls are O(1).
 
     Tenants with an entry keep theirs. Others share those of `*` or, if it gives each its own, are bounded: full
     buckets are forgotten (new ones are full too), and beyond `MAX_BUCKETS` the least recently used.

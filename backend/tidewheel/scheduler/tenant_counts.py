@@ -8,7 +8,7 @@ from tidewheel.request import Request
 from tidewheel.stats import TenantFigures
 from tidewheel.tenants import EVERYBODY
 
-MAX_LABELS = 64  # of tenants
+MAX_LABELS = 64
 OTHERS = "other"
 _LABEL_CHARS = 64
 

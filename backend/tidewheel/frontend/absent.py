@@ -9,7 +9,7 @@ _OFF: tuple[object, ...] = ("", False, [])
 
 class AbsentFeature(NamedTuple):
     reason: str
-    neutral: tuple[object, ...] = _OFF  # values that request nothing, besides null
+    neutral: tuple[object, ...] = _OFF  # request nothing, besides null
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)

@@ -126,7 +126,7 @@ def _default_of(value: object, path: Path) -> str | None:
 
 
 class _Generation(Extension):
-    """Passes `{% generation %}…{% endgeneration %}`, which marks the assistant's part for training."""
+    """Extension that passes `{% generation %}…{% endgeneration %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 

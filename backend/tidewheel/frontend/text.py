@@ -22,9 +22,9 @@ _MAX_HELD = 32  # tokens without a whole character at the end
 class Detokenizer:
     """Text of one sequence after its prompt.
 
-    Each call decodes a short window: new tokens after the last emitted ones, because the space before a token may
-    depend on its predecessor. Incomplete characters are held back. The results of `push` and `flush` join to the full
-    text. (With byte-fallback vocabularies, emitted text stays even if later bytes change how its run decodes.)
+    Each call decodes a short window: the last emitted and the new tokens, because the space before a token may depend
+    on its predecessor. Incomplete characters are held back. The results of `push` and `flush` join to the full text.
+    (With byte-fallback vocabularies, emitted text stays even if later bytes change how its run decodes.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: _Ids = (), *, skip_special_tokens: bool = True) -> None:

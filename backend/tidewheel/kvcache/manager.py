@@ -65,7 +65,7 @@ class KVCacheManager:
         return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
 
     def update_stats(self) -> EngineStats:
-        """Update the figures of the cache in `stats` and return it."""
+        """Update and return the cache's figures."""
         stats = self.stats
         stats.num_free_blocks = self.num_free_blocks
         stats.num_cached_blocks = self._pool.num_cached

@@ -76,7 +76,7 @@ class Tally:
 
 @dataclass(eq=False, slots=True)
 class _TenantSessions:
-    """Least recently used first."""
+    """Sessions of one tenant, least recently used first."""
 
     sessions: OrderedDict[SessionName, Session] = field(default_factory=OrderedDict)
     resident: OrderedDict[SessionName, Session] = field(default_factory=OrderedDict)  # with blocks

@@ -13,7 +13,7 @@ BUSY_LOW = 0.85
 GOVERNOR_PERIOD_S = 0.5
 
 _GAIN = 0.2  # share of the error corrected per step
-_AIM = 0.97  # of the target, where the dead band ends
+_AIM = 0.97  # of the target; the dead band ends at the target
 _DEAD_BAND = 0.03  # around the aim
 _MAX_CHANGE = 0.25  # of the logarithm, per step
 _LIMITED = 0.9  # of the budget: emptier steps never raise it

@@ -19,7 +19,7 @@ class Event(NamedTuple):
 class EventHeap:
     """Timed events: deadlines and changes of class.
 
-    Dead events stay until due or until they are the larger half. So removal is free and size O(unfinished requests).
+    Dead events stay until due or until they are the larger half. Removal is free, and size is O(unfinished requests).
     """
 
     def __init__(self, is_live: Callable[[Event], bool]) -> None:

@@ -7,7 +7,7 @@ INPUT_WEIGHT = 1.0  # per prompt token
 OUTPUT_WEIGHT = 2.0  # per output token
 MAX_IDLE_TENANTS = 4096  # remembered
 
-_MIN_STALE = 64  # stale heap entries before a rebuild
+_MIN_STALE = 64  # before a rebuild
 
 
 class VirtualCounters:

@@ -50,7 +50,7 @@ class SortedQueue:
 
 
 class Lane(NamedTuple):
-    """Waiting requests of one tenant, or of all."""
+    """Waiting requests of one tenant or all."""
 
     new: SortedQueue  # never started
     returning: SortedQueue  # preempted, or its leader has started

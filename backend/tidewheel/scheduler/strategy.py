@@ -64,14 +64,14 @@ class Strategy:
 
 
 class Continuous(Strategy):
-    """No batches: requests join in any step."""
+    """Strategy without batches: requests join in any step."""
 
     def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
         return view.num_waiting
 
 
 class Static(Strategy):
-    """Batches when the last has ended, and `batch_size` wait or the oldest for `batch_timeout_s`."""
+    """Batches formed when the last has ended, and `batch_size` wait or the oldest for `batch_timeout_s`."""
 
     def _form(self, now: float, view: JoinView) -> int:
         size = min(self._config.batch_size, view.max_num_seqs)
@@ -108,7 +108,7 @@ class Window:
 
 
 class Dynamic(Strategy):
-    """Batches when the oldest has waited for the window, or all free places can be filled."""
+    """Batches formed when the oldest has waited for the window, or all free places can be filled."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)

@@ -20,7 +20,7 @@ NUM_RECENT = 128  # tokens of a row before write-back
 
 
 class Gaps(NamedTuple):
-    """Rows with tokens to compute, without rows that end in flight."""
+    """Rows with tokens to compute, except rows that end in flight."""
 
     decode_rows: RowArray  # one token missing
     decode_starts: Int32Array  # its position
@@ -28,7 +28,7 @@ class Gaps(NamedTuple):
 
 
 class TenantIds:
-    """Dense ids of tenants with running rows, for vectorized sums."""
+    """Dense ids of running tenants, for vectorized sums."""
 
     def __init__(self, num_rows: int) -> None:
         self.ids: dict[str, int] = {}

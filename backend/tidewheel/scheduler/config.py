@@ -38,7 +38,7 @@ class SchedulerConfig:
     breaker_error_rate: float | None = None
     breaker_queue_time_s: float | None = None
 
-    admit_by_growth: bool = True  # admit only if running requests probably find room
+    admit_by_growth: bool = True  # admit only if running requests probably find room to grow
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     max_preemptions: int = 4  # per request, while there are other victims
     swap_seconds_per_block: float | None = None  # per copy to or from host; None: no host tier

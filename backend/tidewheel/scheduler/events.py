@@ -33,7 +33,7 @@ class EventHeap:
         return self._heap[0].time if self._heap else math.inf
 
     def push(self, time: float, request: Request, num_unfinished: int) -> None:
-        """Add an event. Each of `num_unfinished` requests may have one live event."""
+        """Add an event. `num_unfinished` requests may have one live event each."""
         if len(self._heap) >= 2 * num_unfinished + _SLACK:
             self._heap = [event for event in self._heap if self._is_live(event)]
             heapq.heapify(self._heap)

@@ -1,3 +1,5 @@
+"""Request as scheduler and engine see it: token ids in, token ids out."""
+
 from __future__ import annotations
 
 import enum
@@ -11,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Priority(enum.IntEnum):
-    """QoS classes, best first. On the wire 0 means NORMAL."""
+    """QoS classes, best first. On the wire 0 means NORMAL, because 0 is Triton's default."""
 
     CRITICAL = 1
     HIGH = 2
@@ -20,12 +22,12 @@ class Priority(enum.IntEnum):
 
     @classmethod
     def from_wire(cls, value: int) -> Priority:
-        """Return the class of 0…4. Raise ValueError otherwise."""
+        """Return the class. Raise `ValueError` for values outside 0…4."""
         return cls.NORMAL if value == 0 else cls(value)
 
 
 class RequestState(enum.Enum):
-    """WAITING → RUNNING → FINISHED; RUNNING ⇄ PREEMPTED; any → FINISHED by a cancel or error."""
+    """WAITING → RUNNING → FINISHED; RUNNING ⇄ PREEMPTED; any → FINISHED by cancel or error."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -35,7 +37,7 @@ class RequestState(enum.Enum):
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # end-of-sequence or stop token, or stop string
-    LENGTH = "length"  # max_tokens or full context
+    LENGTH = "length"  # max_tokens reached, or the context is full
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
@@ -44,8 +46,8 @@ class FinishReason(enum.StrEnum):
 class Request:
     """Identity, limits and progress of one request, owned by the scheduler once added.
 
-    While it runs, its counters and newest tokens live in the scheduler's columns at `row`. They are written back when
-    it leaves.
+    While a request runs, its counters and newest tokens live in the scheduler's columns at `row`. They are written
+    back when it leaves the row.
     """
 
     __slots__ = (
@@ -83,37 +85,37 @@ class Request:
         self.prompt_token_ids = prompt_token_ids  # int32 [num_prompt_tokens], read only
         self.sampling = sampling
         self.max_tokens = max_tokens  # prompt + max_tokens fits max_model_len
-        self.arrival_time = arrival_time  # seconds, caller's monotonic clock
+        self.arrival_time = arrival_time  # seconds, monotonic clock of the caller
         self.seed = seed
-        self.priority = priority  # requested; after admission, granted
-        self.stop_token_ids = stop_token_ids  # its own, and end-of-sequence ids unless ignore_eos
+        self.priority = priority  # requested class, lowered to the granted one at admission
+        self.stop_token_ids = stop_token_ids  # end-of-sequence ids unless ignore_eos, and those of the client
         self.bad_words_ids = bad_words_ids
-        self.logit_bias = logit_bias  # replaces that of `sampling`, unless None
+        self.logit_bias = logit_bias  # replaces that of `sampling`; None: no replacement
         self.cache_salt = cache_salt
         self.tenant = tenant
-        self.deadline = deadline  # same clock; ends it in any case; None: never
-        self.soft_deadline = soft_deadline  # same clock; drops it one class
-        self.session_id = session_id  # per tenant; blocks stay `session_ttl` seconds
+        self.deadline = deadline  # seconds, same clock: the request ends then in any state; None: never
+        self.soft_deadline = soft_deadline  # drops the request one class
+        self.session_id = session_id  # unique per tenant; blocks are kept for `session_ttl` seconds after the end
         self.session_ttl = session_ttl
-        self.leader = leader  # first of `n` requests; the others fork its prompt blocks
+        self.leader = leader  # first of `n` requests with one prompt; the others fork its prompt blocks
 
-        self.service_class = priority  # `priority`, lifted by age or dropped
+        self.service_class = priority  # current class: `priority`, lifted by age or dropped
         self.predicted_output_tokens = float(max_tokens)
-        self.reserved_tokens = 0  # taken from its tenant's rate, settled at its end
+        self.reserved_tokens = 0  # taken from the tenant's rate; settled at the end
         self.state = RequestState.WAITING
-        self.sequence = -1  # arrival number; breaks ties
-        self.rank: tuple[float, ...] = ()  # in the policy's order
-        self.lift_time: float | None = None  # when age lifts it next
-        self.was_over_quota = False  # and has dropped a class for it
-        self.followers: list[Request] = []  # wait for this leader's prompt to be computed
+        self.sequence = -1  # arrival number, breaks ties
+        self.rank: tuple[float, ...] = ()  # place in the order of the policy
+        self.lift_time: float | None = None  # when ageing lifts the class
+        self.was_over_quota = False  # dropped one class for the quota of its tenant
+        self.followers: list[Request] = []  # requests that wait until this leader has computed the prompt
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None
-        self.error: TidewheelError | None = None  # with FinishReason.ERROR
+        self.stop_reason: int | None = None  # stop token that ended the request
+        self.error: TidewheelError | None = None  # set with FinishReason.ERROR
         self.output_token_ids: list[int] = []
         self.row = -1
-        self.block_hashes: list[bytes] = []  # chained, of full blocks
+        self.block_hashes: list[bytes] = []  # chained digests of full blocks, extended as the request grows
         self.num_preemptions = 0
-        self.num_cached_tokens = 0  # of the prompt, at first admission
+        self.num_cached_tokens = 0  # prompt tokens cached at first admission
         self.num_reused_blocks = 0
         self.num_new_blocks = 0
         self.first_scheduled_time: float | None = None
@@ -122,12 +124,12 @@ class Request:
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """Sampling with biases, built per row, so that a refused request never pays for it."""
+        """Sampling parameters with biases, built per row so that refused requests cost nothing."""
         return self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
 
     @property
     def has_begun(self) -> bool:
-        """Return whether it or its leader has had a row. From then on it is never evicted."""
+        """True once the request or its leader has had a row; it is never evicted afterwards."""
         leads = self.leader is not None and self.leader.first_scheduled_time is not None
         return leads or self.first_scheduled_time is not None
 
@@ -145,6 +147,7 @@ class Request:
 
     @property
     def max_num_tokens(self) -> int:
+        """Most tokens, prompt and output."""
         return len(self.prompt_token_ids) + self.max_tokens
 
     @property

@@ -1,4 +1,4 @@
-"""Engine figures for front ends and metrics."""
+"""Figures of the engine: counted by cache and scheduler, sent to front ends, published as metrics."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ def _zeros() -> list[int]:
 
 
 class TenantFigures(msgspec.Struct):
-    """Sums over one tenant's requests. Each of `n` sequences counts."""
+    """Sums over the requests of one tenant since the start. Each of `n` sequences counts."""
 
     num_requests: int = 0
     num_rejected: int = 0
     num_started: int = 0
     queue_seconds: float = 0.0  # from arrival to start
-    num_prompt_tokens: int = 0  # of ended requests that started
+    num_prompt_tokens: int = 0  # of started requests that ended
     num_output_tokens: int = 0
 
 
 class EngineStats(msgspec.Struct):
-    """Sums since the start, and current values, of one engine.
+    """Figures of one engine: sums since its start, or current values.
 
-    Only snapshots have correct current values. Lists have one element per requested class, CRITICAL … LOW.
+    The engine counts in one struct. Only snapshots have correct current values. Lists have one element per requested
+    class, CRITICAL … LOW.
     """
 
     num_running: int = 0
@@ -36,45 +37,46 @@ class EngineStats(msgspec.Struct):
     num_cached_blocks: int = 0  # evictable, with content
     num_steps: int = 0
     num_scheduled_tokens: int = 0
-    num_prefix_queries: int = 0  # prompt tokens
-    num_prefix_hits: int = 0  # prompt tokens
+    num_prefix_queries: int = 0  # prompt tokens looked up
+    num_prefix_hits: int = 0  # prompt tokens found
     num_preemptions: int = 0
-    step_seconds: float = 0.0
-    busy_fraction: float = 0.0  # step time over wall time, since the last snapshot
+    step_seconds: float = 0.0  # sum
+    busy_fraction: float = 0.0  # step time / wall time since the last snapshot
     waiting_by_class: list[int] = msgspec.field(default_factory=_zeros)
-    num_swap_preemptions: int = 0  # kept computed blocks in the host tier
-    num_evicted: int = 0  # lost their waiting place to another request
+    num_swap_preemptions: int = 0  # to the host tier
+    num_evicted: int = 0  # waiting requests displaced by others
     num_expired: int = 0  # deadline passed
     num_hopeless: int = 0  # deadline could not be met
-    num_rate_limited: int = 0
-    num_aged: int = 0  # lifts
+    num_rate_limited: int = 0  # tenant over its rates
+    num_aged: int = 0  # lifts by one class
     num_downgraded_quota: int = 0
     num_downgraded_deadline: int = 0
     started_by_class: list[int] = msgspec.field(default_factory=_zeros)
     evicted_by_class: list[int] = msgspec.field(default_factory=_zeros)
-    max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)  # seconds until start
-    num_shed_by_class: list[int] = msgspec.field(default_factory=_zeros)  # by the breaker
+    max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)  # seconds from arrival to start
+    num_shed_by_class: list[int] = msgspec.field(default_factory=_zeros)  # refused by the breaker
     breaker_state: str = "closed"  # or open, half_open
     token_budget: int = 0  # current, per step
     max_num_seqs: int = 0  # current
-    num_predictions: int = 0  # of output lengths of ended requests
-    prediction_error: float = 0.0  # smoothed mean absolute, in tokens
+    num_predictions: int = 0  # ended requests with a predicted length
+    prediction_error: float = 0.0  # mean absolute, smoothed, tokens
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0  # empty or evictable
     num_swapped_out: int = 0  # blocks
     num_swapped_in: int = 0  # blocks
     num_sessions: int = 0
     num_session_blocks: int = 0  # held only by sessions
-    num_hit_queries: int = 0  # tokens of rows that entered, also after a preemption
-    num_device_hits: int = 0  # tokens in the pool: shared blocks or copied parts
-    num_host_hits: int = 0  # tokens from the host tier
-    num_session_hits: int = 0  # tokens of the request's session, in either tier
-    num_used_slots: int = 0  # computed tokens of running rows
-    num_taken_slots: int = 0  # in their blocks; fragmentation is 1 - used / taken
-    num_wasted_slots: int = 0  # behind a row's last token
-    tenants: dict[str, TenantFigures] = {}  # by label, a bounded number
+    num_hit_queries: int = 0  # tokens of rows at each entry, also after preemption
+    num_device_hits: int = 0  # hits in the pool, shared or copied
+    num_host_hits: int = 0  # hits in the host tier
+    num_session_hits: int = 0  # hits in either, from the request's session
+    num_used_slots: int = 0  # slots of running rows with a computed token
+    num_taken_slots: int = 0  # slots in their blocks; fragmentation is 1 - used / taken
+    num_wasted_slots: int = 0  # taken slots after the last token
+    tenants: dict[str, TenantFigures] = {}  # by label, bounded
 
     def snapshot(self) -> EngineStats:
+        """Return an independent copy."""
         stats = copy(self)
         stats.waiting_by_class = self.waiting_by_class.copy()
         stats.started_by_class = self.started_by_class.copy()
@@ -86,11 +88,11 @@ class EngineStats(msgspec.Struct):
 
 
 class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Bounds and usage of the waiting set. With it front ends refuse without asking."""
+    """Limits and fill of the waiting set, so that front ends can refuse requests themselves."""
 
-    num_requests: int  # new
+    num_requests: int  # never started
     max_requests: int
     num_tokens: int  # of their prompts
     max_tokens: int
-    lowest_class: int  # only better classes may take a place; over LOW: any
+    lowest_class: int  # first class that displaces no waiting request; over LOW: any class may
     retry_after_ms: int

@@ -1,1 +1,1 @@
-"""Text in, text out: tokenise, detokenise, stop strings, chat template, coalescing. Imports without torch."""
+"""Text in, text out: tokenisation, stop strings, chat templates and delivery. Imports without torch."""

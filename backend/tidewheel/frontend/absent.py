@@ -1,4 +1,4 @@
-"""Known parameters that are not offered. Each is refused by name, unless its value asks for nothing."""
+"""Known parameters that are not offered: refused by name unless they request nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OFF: tuple[object, ...] = ("", False, [])
 
 class AbsentFeature(NamedTuple):
     reason: str
-    neutral: tuple[object, ...] = _OFF  # values that ask for nothing, beside null
+    neutral: tuple[object, ...] = _OFF  # request nothing, besides null
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)

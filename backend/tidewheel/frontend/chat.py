@@ -1,7 +1,6 @@
-"""Chat messages of a client to a prompt, by the template of the model's folder.
+"""Chat prompts, by the template in the model's folder.
 
-The template is compiled once when the model is loaded and runs in Jinja's immutable sandbox. The environment is the
-one that Hugging Face templates are written for.
+The template runs in Jinja's immutable sandbox, in the environment for which Hugging Face templates are written.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ ChatMessage = dict[str, str]
 
 
 def parse_messages(data: str | bytes) -> list[ChatMessage]:
-    """Read `[{"role": …, "content": text or [{"type": "text", "text": …}, …]}, …]`; newlines join parts.
+    """Parse `[{"role": …, "content": text or [{"type": "text", "text": …}, …]}, …]`; newlines join parts.
 
-    Raise `InvalidRequest` naming the message and what is wrong with it.
+    Raise `InvalidRequest` or `Unsupported` naming the message and its fault.
     """
     messages = parse_json(data, "messages")
     if not isinstance(messages, list) or not messages:
@@ -76,7 +75,7 @@ def _part(name: str, part: object) -> str:
 
 
 class ChatTemplate:
-    """A compiled template. Thread-safe. Templates refer to `named_tokens`, such as `bos_token`."""
+    """Compiled template, thread-safe. Templates use `named_tokens` such as `bos_token`."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         try:
@@ -87,22 +86,22 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return None when the folder has no template. Raise `ConfigError` for one that does not compile."""
+        """Return None without a template. Raise `ConfigError` if it does not compile."""
         source = _find(folder)
         return None if source is None else cls(source, named_tokens)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the prompt up to the assistant's turn. Raise `InvalidRequest` for what the template refuses."""
+        """Return the prompt up to the assistant's turn. Raise `InvalidRequest` if the template refuses."""
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named_tokens
             )
-        except Exception as error:  # a template may raise anything, and these messages are the cause
+        except Exception as error:  # templates may raise anything
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
 
 
 def _find(folder: Path) -> str | None:
-    """Look in `chat_template.jinja`, then `chat_template.json`, then `tokenizer_config.json`."""
+    """Read `chat_template.jinja`, else `chat_template.json`, else `tokenizer_config.json`."""
     source = read_text(folder / "chat_template.jinja")
     if source is not None:
         return source
@@ -114,7 +113,7 @@ def _find(folder: Path) -> str | None:
 
 
 def _default_of(value: object, path: Path) -> str | None:
-    """Return the template, or the one named "default" in a list of named ones."""
+    """Return the template, or the "default" one of a list."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -127,7 +126,7 @@ def _default_of(value: object, path: Path) -> str | None:
 
 
 class _Generation(Extension):
-    """Keep the content of `{% generation %}…{% endgeneration %}`, which marks the assistant's part for training."""
+    """Extension that passes `{% generation %}…{% endgeneration %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -147,7 +146,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Escape nothing for HTML, unlike Jinja's own filter."""
+    """Do not escape for HTML, unlike Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,7 +1,7 @@
-"""Values of clients: their JSON, and coercion to the type of a parameter, because clients send numbers as strings.
+"""JSON of clients, and coercion to parameter types, because clients send numbers as strings.
 
-Each function takes the parameter's name, and any value of JSON or of a tensor. It raises `InvalidRequest` for a value
-of another type. `SamplingParams` checks ranges later.
+Functions take a parameter name and a value from JSON or a tensor, and raise `InvalidRequest` for a wrong type.
+`SamplingParams` checks ranges later.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tidewheel.errors import InvalidRequest
 
 Coercion = Callable[[str, object], object]
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")  # nothing in use is longer than 2**64 - 1
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}")  # longest in use: 2**64 - 1
 _INTEGER_LIMIT = 10**20
 _NUMBER = re.compile(r"[+-]?(nan|inf(inity)?|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?)", re.ASCII | re.IGNORECASE)
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
@@ -27,16 +27,16 @@ _shortened.maxlist = _shortened.maxtuple = _shortened.maxdict = 8
 
 
 def show(value: object) -> str:
-    """Return a value for an error message, cut to a readable length."""
+    """Shorten a value for an error message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _INTEGER_LIMIT:
         return f"an integer of {value.bit_length()} bits"
     return _shortened.repr(value)
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Parse a client's JSON. Raise `InvalidRequest` naming the field it came in, also for a key given twice.
+    """Parse JSON. Raise `InvalidRequest` naming its field, also for duplicate keys.
 
-    NaN and Infinity become floats, so that the check of their own field can name it.
+    NaN and Infinity become floats, so that the check of their own field names them.
     """
     try:
         return json.loads(to_text(name, text), object_pairs_hook=lambda pairs: _unique(pairs, name))
@@ -44,7 +44,7 @@ def parse_json(text: str | bytes, name: str) -> object:
         raise InvalidRequest(f"{name} is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         raise InvalidRequest(f"{name} is not JSON that can be read: it is nested too deep") from None
-    except ValueError:  # the interpreter's limit on the digits of an integer
+    except ValueError:  # limit of the interpreter on digits
         raise InvalidRequest(f"{name} holds an integer with thousands of digits") from None
 
 
@@ -85,25 +85,24 @@ def to_text(name: str, value: object) -> str:
         raise InvalidRequest(f"{name} is {show(value)}: it must be text")
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError as error:  # JSON can spell a lone surrogate, and no tokenizer takes one
+    except UnicodeEncodeError as error:  # JSON allows lone surrogates, tokenizers do not
         raise InvalidRequest(f"{name} is not valid Unicode: a lone surrogate at character {error.start}") from None
     return value
 
 
 def to_texts(name: str, value: object) -> tuple[str, ...]:
-    """Read a text or a list of them. Empty ones are dropped: clients send `[""]` for none."""
+    """Read a text or a list. Drop empty texts: clients send `[""]` for none."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(text for item in items if (text := to_text(name, item)))
 
 
 def to_ints(name: str, value: object) -> tuple[int, ...]:
-    """Read an integer or a list of them."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(to_int(name, item) for item in items)
 
 
 def to_bias(name: str, value: object) -> dict[int, float]:
-    """Read an object of token id to bias. JSON spells the ids as text."""
+    """Read an object of token id to bias. JSON keys are text."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} is {show(value)}: it must be an object of token id to bias")
     bias: dict[int, float] = {}

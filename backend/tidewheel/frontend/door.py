@@ -1,8 +1,8 @@
-"""The front end's copy of the bound on the engine's waiting set, and two ways to act on it.
+"""Front-end copy of the bound on the engine's waiting set.
 
-The engine reports in `Room` how full its waiting set is and which requests it has received. A door adds the requests
-sent since, so that a full set shows before the engine's step ends. Front ends of one engine do not know each other's
-newest requests, so the engine decides about every request.
+The engine reports in `Room` how full its waiting set is and which requests it received. A door adds requests sent
+since, so that it sees a full set before the engine's step ends. Front ends do not see each other's newest requests,
+so the engine decides.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tidewheel.request import Priority
 
 
 class _Claim(NamedTuple):
-    """Waiting places that a request takes."""
+    """Waiting places of a request."""
 
     num_requests: int
     num_tokens: int
-    priority: int = 0  # 0: not known
+    priority: int = 0  # 0: unknown
 
     @classmethod
     def of(cls, message: AddRequest) -> _Claim:
@@ -33,22 +33,22 @@ _NOTHING = _Claim(0, 0)
 
 
 class Door:
-    """A counter of claims. Any thread may call. Each call takes constant time per request that it names."""
+    """Counter of claims, thread-safe, O(1) per request."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._room: Room | None = None  # the engine's last report
-        self._unheard: dict[int, _Claim] = {}  # by key; not part of that report
+        self._room: Room | None = None  # last report
+        self._unheard: dict[int, _Claim] = {}  # claims not in that report, by key
         self._num_requests = 0  # sums over `_unheard`
         self._num_tokens = 0
-        self._num_by_class = [0] * (max(Priority) + 1)  # index 0 counts claims without a class
-        self._held: dict[int, _Claim] = {}  # refused by the engine, in that order
+        self._num_by_class = [0] * (max(Priority) + 1)  # index 0: class unknown
+        self._held: dict[int, _Claim] = {}  # refused by the engine, in order
 
     def enter(self, key: int) -> None:
-        """Note a request that was submitted, whose size is not known yet."""
+        """Note a submitted request of unknown size."""
 
     def claim(self, message: AddRequest) -> None:
-        """Count a request that is about to be sent, or raise `WaitingSetFull`."""
+        """Count a request to be sent, or raise `WaitingSetFull`."""
         claim = _Claim.of(message)
         with self._changed:
             if self._room is not None:
@@ -56,11 +56,11 @@ class Door:
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
-        """Return whether a request that the engine had no room for waits until `offer` returns it."""
+        """Return whether a refused request waits until `offer` returns it."""
         return message.key in self._held
 
     def offer(self) -> list[int]:
-        """Return the held requests that now have room, and count them as sent."""
+        """Return held requests that now have room, counted as sent."""
         keys = []
         with self._changed:
             while self._held and self._fits(claim := next(iter(self._held.values()))):
@@ -70,10 +70,10 @@ class Door:
         return keys
 
     def wait(self) -> None:
-        """Return when one more request may be submitted."""
+        """Block until one more request may be submitted."""
 
     def hear(self, room: Room | None) -> None:
-        """Take the engine's report. None: it is gone, and the next one starts with an empty waiting set."""
+        """Take a report. None: the engine is gone, and the next has an empty waiting set."""
         with self._changed:
             if room is not None:
                 self._room = room
@@ -84,7 +84,7 @@ class Door:
             self._changed.notify_all()
 
     def forget(self, key: int) -> None:
-        """Drop a request that is over or was not sent."""
+        """Drop a finished or unsent request."""
         with self._changed:
             self._held.pop(key, None)
             self._count(key, None)
@@ -94,10 +94,10 @@ class Door:
         """Let `wait` return from now on."""
 
     def _check(self, room: Room, claim: _Claim) -> None:
-        """Raise `WaitingSetFull` if the request may not be sent."""
+        """Raise `WaitingSetFull` if there is no room."""
 
     def _count(self, key: int, claim: _Claim | None) -> None:
-        """Replace the claim of a request. None: the engine has heard of it, or never will."""
+        """Replace a claim. None: the engine has heard of the request, or never will."""
         before, after = self._unheard.pop(key, _NOTHING), claim or _NOTHING
         if claim is not None:
             self._unheard[key] = claim
@@ -115,12 +115,12 @@ class Door:
 
 
 class RefusingDoor(Door):
-    """Refuses at once the requests that the engine would refuse after its step."""
+    """Door that refuses early what the engine would refuse after its step."""
 
     def _check(self, room: Room, claim: _Claim) -> None:
         lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
         if claim.priority < lowest or self._fits(claim):
-            return  # it has room, or may take the place of a request of a lower class
+            return  # fits, or may displace a lower class
         num_waiting = room.num_requests + self._num_requests
         full = f"{num_waiting} of {room.max_requests} requests"
         if num_waiting + claim.num_requests <= room.max_requests:
@@ -130,10 +130,10 @@ class RefusingDoor(Door):
 
 
 class HoldingDoor(Door):
-    """Holds the server's own queue back while the waiting set is full, and refuses nothing.
+    """Door that refuses nothing and holds back the server's queue while the waiting set is full.
 
-    Requests count from their submission on. If the engine has no room for one, because another front end was faster,
-    it is held, and no more are let in until it fits.
+    Requests count from submission. If the engine refuses one, because another front end was faster, it is held and no
+    more enter until it fits.
     """
 
     _is_closed = False

@@ -1,11 +1,11 @@
-"""The front end: takes requests of clients, and sends them chunks of output.
+"""Path of a request through the front end.
 
     submit ─► tokeniser threads ─► door ─► engine ─► on_deltas ─► turn of the request ─► sender threads ─► sink
                                     ▲                    │
                                     └── no room for it ──┤
              watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
 
-Every submitted request ends its sink exactly once. Nothing waits without a bound.
+Every submitted request ends its sink exactly once. All waiting is bounded.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from tidewheel.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
-_DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between two steps
+_DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between steps
 _CLOSE_TIMEOUT_S = 5.0
 _NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """Serves from construction to `close`. One thread calls `on_deltas`, `on_lost` and `on_room`, which never block.
+    """Server of requests until `close`.
 
-    Requests queue for a turn with a sender. A request has at most one turn at a time, so its responses keep their
-    order, and all that came in before the turn goes out in one response. A sink that blocks holds up one sender. When
-    all senders are blocked, all requests wait.
+    One thread calls `on_deltas`, `on_lost` and `on_room`, which never block. Requests queue for turns with senders,
+    at most one turn each, so responses keep their order. A turn sends everything new as one response. A blocking sink
+    holds up one sender; if all are blocked, all requests wait.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Frontend:
         num_senders: int = 4,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """`model_dir` is the folder of the tokenizer. Raise `ConfigError` in one line when it cannot be used."""
+        """Raise `ConfigError` in one line if `model_dir` has no usable tokenizer."""
         self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
         self._tenants = info.tenants
         self._engine = engine
@@ -79,7 +79,7 @@ class Frontend:
         return self._recorder.snapshot()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request and return at once. Its sink gets every error."""
+        """Queue a request and return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, arrival_ns, self._tenants)
         live = LiveRequest(next(self._keys), request, sink, arrival_ns, urgency)
@@ -96,11 +96,11 @@ class Frontend:
             self._fail(live, refusal)
 
     def wait_for_room(self) -> None:
-        """Return when the door lets one more request be submitted."""
+        """Block until the door admits a request."""
         self._door.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
-        """End every live request with the error. Later requests get it too."""
+        """End live requests with the error, and refuse later ones with it."""
         with self._lock:
             if self._closed_by is not None:
                 return
@@ -144,7 +144,7 @@ class Frontend:
             if request.begun():
                 return
             self._engine.cancel([request.key])
-        self._door.forget(request.key)  # its answer may have come before the claim
+        self._door.forget(request.key)  # the answer may have preceded the claim
 
     def _claim(self, message: AddRequest) -> None:
         try:
@@ -163,7 +163,7 @@ class Frontend:
         for delta in deltas:
             request = self._live.get(delta.key)
             if request is None or self._is_held(request, delta):
-                continue  # answered already, or to be sent again
+                continue  # answered, or to be sent again
             if delta.token_ids:
                 timings.append(_timing(request, delta, now_ns))
             if request.post(delta):
@@ -186,7 +186,7 @@ class Frontend:
         return (request for key in keys if (request := self._live.get(key)) is not None)
 
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
-        """Return whether the engine has no room, and the request now waits for room at the door."""
+        """Return whether the request waits at the door because the engine had no room."""
         message = request.message
         if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
             return False
@@ -194,14 +194,14 @@ class Frontend:
             return False
         if not request.hold():
             self._door.forget(request.key)
-        self._send_held()  # room may have been made since the engine looked
+        self._send_held()  # room may have appeared since
         return True
 
     def _cancel(self, request: LiveRequest) -> None:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End the request, unless the engine has heard of it: then leave the engine a little time to do so."""
+        """End the request, or give the engine a short time if it knows it."""
         if request.is_heard:
             request.is_heard = False
             self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
@@ -217,7 +217,6 @@ class Frontend:
             self._turns.put(request)
 
     def _turn(self, request: LiveRequest) -> None:
-        """Send all that is new in a request as one response."""
         try:
             answer = self._answer(request)
         except Exception:
@@ -231,7 +230,6 @@ class Frontend:
             self._turns.put(request)
 
     def _answer(self, request: LiveRequest) -> Response | TidewheelError | None:
-        """Return the response of this turn, or None if there is none yet."""
         deltas, ending = request.take()
         outputs = request.outputs
         if outputs is not None:
@@ -244,7 +242,7 @@ class Frontend:
             return outputs.take() if outputs is not None and request.asked.stream and outputs.has_news else None
         if ending.error is not None:
             return ending.error
-        if outputs is None:  # cancelled before it was tokenised, or nothing was to be generated
+        if outputs is None:  # cancelled before tokenisation, or nothing to generate
             return [Chunk(text="", finish_reason=ending.finish_reason)]
         outputs.end(ending.finish_reason)
         return outputs.take()
@@ -254,7 +252,7 @@ class Frontend:
         if is_over:
             self._close(request)
             seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
-            first = response[0]  # counts for the request
+            first = response[0]  # stands for the request
             self._recorder.finished(first.finish_reason or "", seconds, first.stats)
         try:
             request.sink.send(response)
@@ -267,11 +265,11 @@ class Frontend:
         self._close(request)
         seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
         self._recorder.ended_by(error, began=request.has_begun, refused_after=seconds)
-        with contextlib.suppress(Exception):  # there is no client left to tell
+        with contextlib.suppress(Exception):  # no client is left to tell
             request.sink.fail(error)
 
     def _close(self, request: LiveRequest) -> None:
-        """Forget a request before its last response, and tell the engine if it still works on it."""
+        """Forget a request before its last response; cancel it at the engine if needed."""
         if request.close():
             self._engine.cancel([request.key])
         with self._lock:
@@ -281,7 +279,7 @@ class Frontend:
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:
-    """Measure from the last delta of the sequence, and the first token of a request from its arrival."""
+    """Measure from the sequence's last delta, or from arrival to the first token."""
     is_first = not request.has_begun
     since_ns = request.arrival_ns if is_first else request.last_token_ns.get(delta.index, 0)
     request.last_token_ns[delta.index] = now_ns

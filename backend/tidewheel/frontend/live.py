@@ -1,12 +1,12 @@
-"""A request between its submission and its last response. All its threads meet here and nowhere else.
+"""A request from submission to its last response: the only state that its threads share.
 
     submitted ── begin ──► at the engine ── deltas ──►┐
         │                   │        ▲                ├──► over ── close ──► answered
         │                   └─ hold ─┘                │
         └── end (error, cancel) ─┴── end ─────────────┘
 
-The first end counts: the last delta of the last sequence, a cancel, an error or a deadline. Responses are sent in
-turns, one at a time, so the request is answered once and in order.
+The first end counts: last delta, cancel, error or deadline. Responses are sent in turns, one at a time, which keeps
+their order and answers the request once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidewheel.request import FinishReason
 
 
 class Ending(NamedTuple):
-    """Why a request is over: an error, or the finish reason of the sequences that have none of their own."""
+    """Error of a request, or finish reason of its open sequences."""
 
     finish_reason: str = ""
     error: TidewheelError | None = None
@@ -39,25 +39,24 @@ class LiveRequest:
         self.sink = sink
         self.arrival_ns = arrival_ns
         self.urgency = urgency or Urgency()
-        self.is_heard = False  # the engine knows it, and watches its deadline
-        self.was_accepted = False  # the scheduler took it: it has tokens, or an end that is no refusal
-        self.last_token_ns: dict[int, int] = {}  # by sequence; only the engine's listener thread writes it
-        self.outputs: Outputs | None = None  # from `begin` on; only turns use it
-        self.message: AddRequest | CloseSession | None = None  # what the engine gets
+        self.is_heard = False  # the engine watches its deadline
+        self.was_accepted = False  # has tokens, or an end that is no refusal
+        self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread
+        self.outputs: Outputs | None = None  # set by `begin`; used only in turns
+        self.message: AddRequest | CloseSession | None = None  # for the engine
         self._lock = threading.RLock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
-        self._num_open = 1  # sequences that the engine has not ended
+        self._num_open = 1  # sequences not ended by the engine
         self._expired: DeadlineExceeded | None = None  # error of a sequence that never started
-        self._has_outlived = False  # a sequence ended in another way
+        self._has_outlived = False  # another sequence ended otherwise
         self._is_at_engine = False
-        self._has_turn = False  # waiting or running
+        self._has_turn = False  # queued or running
         self._is_answered = False
         self._needs_every_delta = False
 
     @property
     def has_begun(self) -> bool:
-        """True once it has tokens."""
         return bool(self.last_token_ns)
 
     @property
@@ -65,7 +64,7 @@ class LiveRequest:
         return self._ending is not None
 
     def begin(self, prepared: Prepared) -> None:
-        """Call before the engine gets it. Without streaming and stop strings, its only turn is at its end."""
+        """Attach the message, before it is sent. Without streaming and stop strings, the only turn is at the end."""
         with self._lock:
             self.outputs = prepared.outputs
             self.message = prepared.message
@@ -74,19 +73,19 @@ class LiveRequest:
             self._needs_every_delta = self.asked.stream or prepared.has_stop_strings
 
     def begun(self) -> bool:
-        """Call after the engine got it. Return False if it ended meanwhile, so that the engine must be told."""
+        """Note that the message was sent. Return False if the engine must be told of an end."""
         with self._lock:
             self._is_at_engine = True
             return self._ending is None or self._num_open == 0
 
     def hold(self) -> bool:
-        """Note that the engine refused it for want of room. Return False if it is over anyway."""
+        """Note that the engine had no room. Return False if the request is over."""
         with self._lock:
             self._is_at_engine = self.is_heard = False
             return self._ending is None
 
     def post(self, delta: Delta) -> bool:
-        """Take news of the engine. Return whether it needs a turn now."""
+        """Add news. Return whether to queue a turn."""
         with self._lock:
             self.was_accepted = self.was_accepted or delta.stats is not None or bool(delta.token_ids)
             ending = self._count_end(delta) if delta.finish_reason else None
@@ -99,7 +98,7 @@ class LiveRequest:
             return self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
-        """Set the ending if it is the first. Return True, once, if the engine works on it and must be told."""
+        """Set the ending if it is the first. Return True, once, if the engine must be told."""
         with self._lock:
             if self._ending is None:
                 self._ending = ending
@@ -108,7 +107,7 @@ class LiveRequest:
             return must_tell
 
     def claim_turn(self) -> bool:
-        """Return whether the caller must queue it for a turn."""
+        """Return whether to queue a turn."""
         with self._lock:
             if self._has_turn or self._is_answered:
                 return False
@@ -116,27 +115,27 @@ class LiveRequest:
             return True
 
     def take(self) -> tuple[list[Delta], Ending | None]:
-        """Begin a turn: return what is new, and how it ended if it did."""
+        """Begin a turn: return new deltas and any ending."""
         with self._lock:
             deltas, self._deltas = self._deltas, []
             return deltas, self._ending
 
     def close(self) -> bool:
-        """Call before the last response. Return True if the engine still works on it and must be told."""
+        """Mark as answered. Return True if the engine must be told."""
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
             return self.end(Ending())
 
     def end_turn(self) -> bool:
-        """Return whether something came in during the turn, so that it needs another."""
+        """Return whether another turn is needed."""
         with self._lock:
             has_news = bool(self._deltas) and self._needs_every_delta
             self._has_turn = not self._is_answered and (has_news or self._ending is not None)
             return self._has_turn
 
     def _count_end(self, delta: Delta) -> Ending | None:
-        """Count the end of one sequence or of all. Return how the request ends, None if other sequences go on."""
+        """Count an end of one sequence or all; return the request's ending, if any."""
         info = delta.error
         error = None if info is None else from_wire(info.tag, info.message, info.retry_after_ms)
         if delta.index == WHOLE_REQUEST:

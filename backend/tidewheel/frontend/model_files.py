@@ -1,4 +1,4 @@
-"""JSON files of a model's folder, never trusted to be well formed, and the model's own defaults in them."""
+"""JSON files of a model's folder, which may be malformed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.sampling import SamplingParams
 
-MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json in use has some 35 MB
-# Read from `generation_config.json` whatever its `do_sample` says, as vLLM does.
+MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
+# Read from `generation_config.json` whatever `do_sample` says, like vLLM.
 _KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_text(path: Path) -> str | None:
-    """Return None when there is no such file. Raise `ConfigError` when it is not readable UTF-8 text."""
+    """Return None if the file is missing. Raise `ConfigError` if it is no UTF-8 text."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Read a JSON object; empty when there is no such file. Raise `ConfigError`."""
+    """Return a JSON object, empty if the file is missing. Raise `ConfigError`."""
     text = read_text(path)
     if text is None:
         return {}
@@ -42,7 +42,7 @@ def read_object(path: Path) -> dict[str, object]:
 
 
 class GenerationDefaults(NamedTuple):
-    sampling: Mapping[str, float]  # by name of `SamplingParams`
+    sampling: Mapping[str, float]  # by `SamplingParams` name
     eos_token_ids: frozenset[int]
 
     @classmethod
@@ -60,7 +60,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def _eos_token_ids(path: Path) -> list[int]:
-    """Read a token id or a list of them; empty when absent or null."""
+    """Read one token id or a list; empty if absent."""
     value = read_object(path).get("eos_token_id")
     ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:

@@ -1,5 +1,3 @@
-"""Options of a request beside sampling: class, tenant, deadlines, session, number of sequences."""
-
 from __future__ import annotations
 
 import math
@@ -10,26 +8,26 @@ from tidewheel.engine.requests import check_labels, check_num_sequences
 from tidewheel.errors import InvalidRequest
 from tidewheel.request import Priority
 
-MAX_DEADLINE_MS = 30 * 86_400_000.0  # longer ones count as this
+MAX_DEADLINE_MS = 30 * 86_400_000.0  # upper bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options of one request. Raises `InvalidRequest` naming the field, the value and the limit.
+    """Options besides sampling. Raises `InvalidRequest` with field, value and limit.
 
-    Deadlines are milliseconds from the arrival. After `deadline_ms` a running request ends with what it has, and one
-    that never started is refused. After `soft_deadline_ms` a request is served one class lower.
+    Deadlines are milliseconds from arrival. At `deadline_ms`, a running request ends with its output so far and a
+    waiting one is refused. After `soft_deadline_ms`, a request is served one class lower.
     """
 
-    n: int = 1  # sequences; each samples with the request's seed plus its index
+    n: int = 1  # sequences, with seeds `seed + index`
     priority: Priority = Priority.NORMAL
     tenant: str = ""
     cache_salt: str = ""
     deadline_ms: float | None = None
     soft_deadline_ms: float | None = None
-    session_id: str = ""  # of the tenant
-    session_ttl_s: float | None = None  # None: the engine's default
-    close_session: bool = False  # nothing is generated
+    session_id: str = ""  # per tenant
+    session_ttl_s: float | None = None  # None: engine default
+    close_session: bool = False  # generates nothing
 
     def __post_init__(self) -> None:
         check_num_sequences(self.n)
@@ -38,7 +36,7 @@ class RequestOptions:
         self._check_session()
 
     def to_wire(self, arrival_ns: int, timeout_us: int = 0) -> dict[str, Any]:
-        """Return fields of an `AddRequest`. The earlier of `deadline_ms` and `timeout_us` (0: none) counts."""
+        """Return `AddRequest` fields, with the earlier of `deadline_ms` and `timeout_us` (0: none)."""
         moments = [_moment(arrival_ns, ms) for ms in (self.deadline_ms, timeout_us * 1e-3 or None) if ms is not None]
         return {
             "n": self.n,

@@ -1,5 +1,3 @@
-"""The output of a request: from the engine's deltas to the chunks that its client gets."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -15,10 +13,10 @@ from tidewheel.request import FinishReason
 
 
 class OutputStream:
-    """Output of one sequence, collected until `take`. Used by one thread at a time.
+    """Output of one sequence, collected until `take`. Not thread safe.
 
-    The joined texts of the chunks do not depend on how the engine splits tokens into deltas, nor on when they are
-    taken. Without a tokenizer there is no text.
+    The joined text does not depend on how deltas split tokens, nor on when chunks are taken. Without a tokenizer
+    there is no text.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, given: Generation, stop: StopStrings) -> None:
@@ -43,10 +41,10 @@ class OutputStream:
         return bool(self._token_ids)
 
     def push(self, delta: Delta) -> None:
-        """Take new tokens. After the last token or a stop string nothing more is output."""
+        """Add new tokens. Emits nothing after a stop string or the last token."""
         if self.finish_reason is not None:
             return
-        # The token that ended the request is no text, unless that is asked for.
+        # The stop token is no text unless requested.
         ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
         num_taken = self._push_text(delta.token_ids[:-1] if ends else delta.token_ids)
         if not self._stop.is_hit:
@@ -56,7 +54,7 @@ class OutputStream:
             self.finish_reason = FinishReason.STOP.value
 
     def end(self, finish_reason: str) -> None:
-        """Output what was held back. The first end counts."""
+        """Emit held text. The first end counts."""
         if self.finish_reason is None:
             self.finish_reason = finish_reason
             held = "" if self._detokenizer is None else self._detokenizer.flush()
@@ -78,7 +76,7 @@ class OutputStream:
         return chunk
 
     def _push_text(self, token_ids: list[int]) -> int:
-        """Return how many tokens it took until a stop string was found."""
+        """Add text; return how many tokens were used up to a stop string."""
         if self._detokenizer is None:
             return len(token_ids)
         if not self._sampling.stop:
@@ -94,7 +92,7 @@ class OutputStream:
     def _record(self, token_ids: list[int], logprobs: list[TopLogprobs]) -> None:
         self._token_ids += token_ids
         self._num_tokens += len(token_ids)
-        for entry in logprobs[: len(token_ids)]:  # a stop string leaves the rest out
+        for entry in logprobs[: len(token_ids)]:  # a stop string cuts the rest
             self._cumulative_logprob += entry.logprob
             self._logprobs.append(entry)
 
@@ -112,9 +110,9 @@ class OutputStream:
 
 
 class Outputs:
-    """Output of the `n` sequences of one request, which share a prompt and end one by one.
+    """Outputs of the `n` sequences of a request. Not thread safe.
 
-    Used by one thread at a time. `open_streams` is called with the first output: a refused request costs none.
+    `open_streams` is called at the first output, so that refused requests cost nothing.
     """
 
     def __init__(self, message: AddRequest, open_streams: Callable[[], list[OutputStream]]) -> None:
@@ -122,7 +120,7 @@ class Outputs:
         self._open_streams = open_streams
         self._streams: list[OutputStream] = []
         self._arrival_ns = message.arrival_ns
-        self._stats: dict[int, RequestStats] = {}  # by index, of sequences that the engine ended
+        self._stats: dict[int, RequestStats] = {}  # by index, set at the end by the engine
 
     @property
     def is_over(self) -> bool:
@@ -133,16 +131,14 @@ class Outputs:
         return any(stream.has_news for stream in self._streams)
 
     def push(self, deltas: Iterable[Delta]) -> list[int]:
-        """Return the sequences that a stop string ended. The engine computes them until it is told."""
+        """Return sequences ended by a stop string, which the engine must be told."""
         return [delta.index for delta in deltas if delta.index != WHOLE_REQUEST and self._push(delta)]
 
     def end(self, finish_reason: str) -> None:
-        """End the sequences that have not ended."""
         for stream in self._opened():
             stream.end(finish_reason)
 
     def take(self) -> Response:
-        """Return what is new in all sequences."""
         return [stream.take(self._stats.get(index)) for index, stream in enumerate(self._opened())]
 
     def _opened(self) -> list[OutputStream]:

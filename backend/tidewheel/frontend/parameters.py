@@ -1,4 +1,4 @@
-"""From a request's parameters, in several carriers and spellings, to checked sampling parameters and options."""
+"""Sampling parameters and options from all carriers and spellings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
 from tidewheel.tenants import TenantLimits, limits_of
 
-_MAX_KEY_CHARS = 64  # longer keys resemble no known one
+_MAX_KEY_CHARS = 64  # longer keys get no suggestion
 
 
 def _to_priority(name: str, value: object) -> Priority:
@@ -44,8 +44,8 @@ _COERCIONS: dict[str, Coercion] = {
     "stop_token_ids": coercion.to_ints,
     "logit_bias": coercion.to_bias,
     "best_of": coercion.to_int,
-    "end_id": coercion.to_int,  # one more stop token
-    "pad_id": coercion.to_int,  # sequences are never padded, so every id is honoured
+    "end_id": coercion.to_int,  # an additional stop token
+    "pad_id": coercion.to_int,  # ignored: sequences are never padded
 }
 _ALIASES = {
     "num_return_sequences": "n",
@@ -65,7 +65,7 @@ class ParsedParameters(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """Place of a request in queues of the front end. A deadline of 0: none."""
+    """Place in front-end queues. Deadline 0: none."""
 
     priority: int = Priority.NORMAL
     deadline_ns: int = 0
@@ -74,16 +74,16 @@ class Urgency(NamedTuple):
 
 class _Given(NamedTuple):
     value: object
-    label: str  # key and carrier, as an error names them
+    label: str  # key and carrier, for errors
 
 
 def parse_parameters(
     sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
 ) -> ParsedParameters:
-    """Merge all carriers over the model's `defaults` (names of `SamplingParams`). A null counts as not given.
+    """Merge all carriers over `defaults`. Null counts as not given.
 
-    Raise `InvalidRequest` for what is unknown, malformed, out of range or given twice with two values, and
-    `Unsupported` for what is known and not offered.
+    Raise `InvalidRequest` for unknown, malformed, contradictory or out-of-range values, and `Unsupported` for known
+    parameters that are not offered.
     """
     given = _collect(sources)
     options = _options(given)
@@ -96,9 +96,9 @@ def parse_parameters(
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
-    """Read the urgency of a request before its other parameters. Its tenant may lower its class.
+    """Read the urgency before other parameters. The tenant may lower the class.
 
-    A malformed value counts as not given: `parse_parameters` refuses it later.
+    Malformed values count as not given: `parse_parameters` refuses them later.
     """
     sources = (
         ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _OF_URGENCY})
@@ -123,7 +123,7 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
             name = _ALIASES.get(key, key)
             value = _COERCIONS[name](key, raw)
             if value == () or value == {}:
-                continue  # an empty list asks for nothing
+                continue  # empty lists request nothing
             entry = _Given(value, f"{key} in {source.origin}")
             earlier = given.setdefault(name, entry)
             if earlier is not entry and earlier.value != value:
@@ -134,7 +134,7 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Return whether a known key that is not offered asks for nothing. Raise for other keys that are not offered."""
+    """Return whether an absent feature is not requested; raise if requested or unknown."""
     if key in _COERCIONS or key in _ALIASES:
         return False
     feature = ABSENT.get(key)
@@ -152,7 +152,7 @@ def _unknown(key: str) -> str:
 
 
 def _options(given: dict[str, _Given]) -> RequestOptions:
-    """Take the options out of `given`."""
+    """Move the options out of `given`."""
     closing, others = given.get("close_session"), sorted(given.keys() - _OF_CLOSING)
     if closing is not None and closing.value and others:
         raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")

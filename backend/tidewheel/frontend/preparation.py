@@ -1,5 +1,3 @@
-"""From what a client asked for to a checked message for the engine, and the outputs that collect its answer."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -29,7 +27,7 @@ class Prepared(NamedTuple):
 
 
 class Preparer:
-    """Makes the message and the outputs of a generation. Thread-safe. Raises `ConfigError` for a broken folder.
+    """Maker of messages and outputs, thread-safe. Raises `ConfigError` for a broken folder.
 
     Without a tokenizer, prompts are token ids and outputs have no text.
     """
@@ -39,11 +37,11 @@ class Preparer:
         self._tokenizer = tokenizer
         self.defaults = GenerationDefaults.load(Path(info.model))
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
-        # A model folder may name ids that the model cannot output.
+        # Model folders may name ids that the model cannot output.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
 
     def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> Prepared:
-        """Return a checked message. Raise `InvalidRequest`."""
+        """Return a checked message with outputs. Raise `InvalidRequest`."""
         sampling = given.sampling
         bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
@@ -74,10 +72,10 @@ class Preparer:
 
 
 class RequestReader:
-    """Reads the requests of clients. Thread-safe. Checks sizes before it does any work in proportion to them."""
+    """Reader of client requests, thread-safe. Checks sizes before work that depends on them."""
 
     def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
-        """Raise `ConfigError` in one line when the folders do not describe a usable tokenizer."""
+        """Raise `ConfigError` in one line without a usable tokenizer."""
         self._info = info
         self._tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
         self._preparer = Preparer(info, self._tokenizer)
@@ -85,7 +83,7 @@ class RequestReader:
         self._max_prompt_bytes = max_prompt_bytes
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
-        """Raise `InvalidRequest` or `Unsupported`, naming the field, the value and the limit."""
+        """Raise `InvalidRequest` or `Unsupported` with field, value and limit."""
         sampling, options = parse_parameters(request.parameters, self._preparer.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
@@ -95,7 +93,7 @@ class RequestReader:
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
 
     def _read_prompt(self, request: GenerateRequest) -> tuple[str, str | None, Int32Array]:
-        """Return the field of the prompt, its text if it has one, and its token ids."""
+        """Return field, text (if any) and token ids of the prompt."""
         forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
         given = [name for name, value in forms.items() if value is not None]
         if len(given) != 1:
@@ -120,7 +118,7 @@ class RequestReader:
         if not text:
             raise InvalidRequest(f"{name} is empty: give at least one character")
         if self._tokenizer.max_token_bytes is not None:
-            # Tokenising takes seconds: first refuse what is too long however it is tokenised.
+            # Tokenisation takes seconds: first refuse prompts that are too long in any case.
             least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -1,7 +1,7 @@
-"""Requests that wait to be tokenised.
+"""Requests that wait for tokenisation.
 
-The order is by class, then by the earlier of the deadline and `_AGEING_NS` after the arrival. Each `_AGEING_NS` of
-waiting lifts a request by one class, so that no request starves. Long prompts leave one thread to short ones.
+They go by class, then by the earlier of deadline and arrival + `_AGEING_NS`. Each `_AGEING_NS` of waiting lifts a
+request one class, so that none starves. Long prompts leave one thread to short ones.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable
 from tidewheel.errors import Busy
 from tidewheel.frontend.live import LiveRequest
 
-_Heap = list[tuple[int, int, LiveRequest]]  # when it is due, its key, which grows with each arrival, the request
+_Heap = list[tuple[int, int, LiveRequest]]  # due time, key (by arrival), request
 _AGEING_NS = 10_000_000_000
-_LONG_PROMPT_BYTES = 16 << 10  # a few milliseconds of work
+_LONG_PROMPT_BYTES = 16 << 10  # some milliseconds of work
 _MAX_REQUESTS = 4096
-_MAX_PROMPTS = 64  # of the largest size
+_MAX_PROMPTS = 64  # of maximum size
 _RETRY_AFTER_MS = 250
 
 
 class PromptQueue:
-    """Any thread may call. A request counts from `put` to `done`."""
+    """Thread-safe queue. A request counts from `put` to `done`."""
 
     def __init__(self, max_prompt_bytes: int, num_threads: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._max_bytes = _MAX_PROMPTS * max_prompt_bytes
         self._max_long = num_threads - 1  # in work at once
         self._clock = clock
-        self._heaps: dict[tuple[bool, int], _Heap] = {}  # by lane (is it long?) and class
+        self._heaps: dict[tuple[bool, int], _Heap] = {}  # by (is long, class)
         self._num_requests = 0
         self._num_bytes = 0
         self._num_long = 0  # in work
@@ -37,7 +37,7 @@ class PromptQueue:
         self._is_closed = False
 
     def refusal(self, num_bytes: int) -> Busy | None:
-        """Return the error for a prompt of this size, None if it may wait."""
+        """Return the error for a prompt of this size; None if it may wait."""
         full = ""
         if self._num_requests >= _MAX_REQUESTS:
             full = f"{self._num_requests} of {_MAX_REQUESTS} requests"
@@ -56,7 +56,7 @@ class PromptQueue:
             self._changed.notify()
 
     def take(self) -> LiveRequest | None:
-        """Wait for the next request. Return None once the queue is closed."""
+        """Wait for the next request; None once closed."""
         with self._changed:
             while not self._is_closed:
                 heap = self._next_heap(self._clock())
@@ -74,13 +74,12 @@ class PromptQueue:
             self._num_long -= _is_long(request)
 
     def close(self) -> None:
-        """Drop what still waits."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _next_heap(self, now_ns: int) -> _Heap | None:
-        """Return the heap with the most urgent request that may be worked on."""
+        """Return the heap with the most urgent permitted request."""
         ranked = [
             (priority - (now_ns - heap[0][-1].arrival_ns) // _AGEING_NS, heap[0], heap)
             for (is_long, priority), heap in self._heaps.items()

@@ -1,6 +1,6 @@
-"""Figures of a front end's requests, each counted once.
+"""Figures of front-end requests, each counted once.
 
-At any instant ``num_received == num_live + finished + rejected + failed``, summed over reasons and tags.
+Always ``num_received == num_live + finished + rejected + failed``, summed over reasons and tags.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
 from tidewheel.request import FinishReason
 
-# Upper bounds in seconds, as in vLLM's metrics, so that its dashboards work here.
+# Upper bounds in seconds, those of vLLM's metrics, so that its dashboards work.
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -32,7 +32,7 @@ REQUEST_BOUNDS = (
 )  # fmt: skip
 REFUSAL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-# Tags of refusals before anything was computed. Other errors end accepted requests.
+# Refusals before any computation. Other errors end accepted requests.
 REJECTION_TAGS = frozenset(
     {"TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-DEADLINE", "TW-DRAINING"}
 )
@@ -40,30 +40,32 @@ REJECTION_TAGS = frozenset(
 
 @dataclass(slots=True)
 class LatencyHistogram:
-    bounds: tuple[float, ...]  # upper bounds, seconds
-    counts: list[int] = field(default_factory=list)  # [len(bounds) + 1], not cumulative; above all bounds last
-    total: float = 0.0  # sum of the values
+    bounds: tuple[float, ...]  # upper, in seconds
+    counts: list[int] = field(default_factory=list)  # [len(bounds) + 1], not cumulative; last: above all bounds
+    total: float = 0.0
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count the same value `count` times."""
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
 
 @dataclass(slots=True)
 class FrontendStats:
-    """Counters, except `num_live`, and latencies. From the arrival, `queue_time` lasts to the first step,
-    `e2e_latency` to the end of a finished request, `refusal_time` to the refusal of one that was never accepted."""
+    """Counters, except `num_live`, and latencies from arrival.
+
+    `queue_time` ends at the first step, `e2e_latency` at the end of a finished request, `refusal_time` at the refusal
+    of a never accepted one.
+    """
 
     num_received: int = 0
     num_live: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # by finish reason: stop, length, cancelled, …
-    rejected: Counter[str] = field(default_factory=Counter)  # by error tag; before anything was computed
-    failed: Counter[str] = field(default_factory=Counter)  # by error tag; after they were accepted
-    num_prompt_tokens: int = 0  # of requests that have tokens
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    rejected: Counter[str] = field(default_factory=Counter)  # by error tag, before any computation
+    failed: Counter[str] = field(default_factory=Counter)  # by error tag, after acceptance
+    num_prompt_tokens: int = 0  # of requests with tokens
     num_generation_tokens: int = 0
     time_to_first_token: LatencyHistogram = field(default_factory=partial(LatencyHistogram, TTFT_BOUNDS))
     inter_token_latency: LatencyHistogram = field(default_factory=partial(LatencyHistogram, INTER_TOKEN_BOUNDS))
@@ -73,16 +75,12 @@ class FrontendStats:
 
 
 class TokenTiming(NamedTuple):
-    """Timing of one delta."""
-
-    seconds: float | None  # since the one before, or the arrival; None: a later sequence's first
+    seconds: float | None  # since the last delta or arrival; None: first of a later sequence
     num_tokens: int
-    num_prompt_tokens: int  # 0 unless these are the first tokens
+    num_prompt_tokens: int  # only with the first tokens
 
 
 class StatsRecorder:
-    """Counts for all threads of a front end."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = FrontendStats()
@@ -114,7 +112,7 @@ class StatsRecorder:
                 self._stats.queue_time.observe(max(stats.first_scheduled_ns - stats.arrival_ns, 0) / 1e9)
 
     def ended_by(self, error: TidewheelError, *, began: bool, refused_after: float | None = None) -> None:
-        """`began`: it has tokens. `refused_after`: seconds since its arrival, if the engine never accepted it."""
+        """Count an error. `refused_after`: seconds since arrival, if never accepted."""
         with self._lock:
             self._stats.num_live -= 1
             is_rejection = error.tag in REJECTION_TAGS and not began

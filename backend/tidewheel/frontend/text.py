@@ -1,7 +1,7 @@
-"""From token ids to text as they come, up to a stop string. Text that was returned never has to be taken back.
+"""Incremental text of token ids, up to a stop string. Returned text is never taken back.
 
-A sequence ends at the first character that completes a stop string; if it completes several, the longest counts. So
-the result does not depend on how the text was split into pieces.
+A sequence ends at the first character that completes a stop string, the longest of several. So the result does not
+depend on how text is split.
 """
 
 from __future__ import annotations
@@ -12,39 +12,38 @@ from collections.abc import Iterable, Sequence
 from tidewheel.batch import Int32Array
 from tidewheel.frontend.tokenizer import Tokenizer
 
-_REPLACEMENT = "�"  # a decoder's text for bytes that are no character, or not one yet
+_REPLACEMENT = "�"  # of bytes that are no character, or not yet
 _MAX_CHARACTER_BYTES = 4
 _PROMPT_CONTEXT = 6  # tokens
 _Ids = Sequence[int] | Int32Array
-_MAX_HELD = 32  # tokens without a whole character at their end: their bytes are no text
+_MAX_HELD = 32  # tokens without a whole character at the end
 
 
 class Detokenizer:
-    """Text of one sequence, as a continuation of its prompt.
+    """Text of one sequence after its prompt.
 
-    Each call decodes a short window: the newest tokens, and before them the last tokens whose text is out, because
-    the space before a token may depend on its predecessor. A character is held back until all its bytes are there.
-    The results of `push` and the final `flush` join to the text that the whole sequence has after the prompt. (With
-    byte-fallback vocabularies, text that was sent stays as it is even if later bytes change how its run decodes.)
+    Each call decodes a short window: the last emitted and the new tokens, because the space before a token may depend
+    on its predecessor. Incomplete characters are held back. The results of `push` and `flush` join to the full text.
+    (With byte-fallback vocabularies, emitted text stays even if later bytes change how its run decodes.)
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: _Ids = (), *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._ids = self._context_of(prompt_ids)  # the window
-        self._num_context = len(self._ids)  # leading tokens of the window whose text is out
-        self._sent = len(self._decode(self._ids))  # leading characters of the window's text that are out
+        self._ids = self._context_of(prompt_ids)  # window
+        self._num_context = len(self._ids)  # leading tokens with emitted text
+        self._sent = len(self._decode(self._ids))  # emitted leading characters
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete."""
-        # Hidden tokens have no text, and must not let the window grow.
+        """Return the text that the tokens complete."""
+        # Hidden tokens must not grow the window.
         new_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
         if not new_ids:
             return ""
         self._ids += new_ids
         num_new = len(self._ids) - self._num_context
-        for num_held in range(min(num_new, _MAX_CHARACTER_BYTES)):  # tokens that may be part of a character
+        for num_held in range(min(num_new, _MAX_CHARACTER_BYTES)):  # tokens of a partial character
             num_whole = len(self._ids) - num_held
             text = self._decode(self._ids[:num_whole])
             if not text.endswith(_REPLACEMENT):
@@ -52,11 +51,11 @@ class Detokenizer:
         return self._emit_garbage() if num_new > _MAX_HELD else ""
 
     def flush(self) -> str:
-        """Return what was held back. Call after the last token."""
+        """Return held text at the end."""
         return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))
 
     def _emit(self, text: str, *, begin: int, end: int) -> str:
-        """Return what is new in the text of the first `end` tokens. Tokens from `begin` on stay as context."""
+        """Return the new text of the first `end` tokens. Tokens from `begin` on stay as context."""
         new_text = text[self._sent :]
         self._sent = len(self._decode(self._ids[begin:end]))
         self._num_context = end - begin
@@ -64,7 +63,7 @@ class Detokenizer:
         return new_text
 
     def _emit_garbage(self) -> str:
-        """Return the text of a long run of undecodable tokens, except for a tail that may become a character."""
+        """Return the text of a long undecodable run, except a possible partial character."""
         text = self._decode(self._ids)
         num_held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_CHARACTER_BYTES - 1)
         new_text = text[self._sent : len(text) - num_held]
@@ -74,7 +73,7 @@ class Detokenizer:
         return new_text
 
     def _context_of(self, prompt_ids: _Ids) -> list[int]:
-        """Return the last tokens of the prompt, beginning with a whole character."""
+        """Return the last prompt tokens, from a whole character on."""
         tail = prompt_ids[-4 * _PROMPT_CONTEXT :]
         ids = [int(token_id) for token_id in tail if token_id not in self._hidden]
         for num_tokens in range(_PROMPT_CONTEXT, _PROMPT_CONTEXT + _MAX_CHARACTER_BYTES):
@@ -87,10 +86,10 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Stop strings of one request, which its sequences share.
+    """Stop strings of one request.
 
-    They are only sorted: a beginning of a string sorts right before it, so one binary search tells whether a text
-    begins any of them. Following a text takes two searches per character on average.
+    They are sorted, a prefix before its extensions: one binary search finds whether a text begins any. Following a
+    text takes two searches per character on average.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -99,14 +98,14 @@ class StopStrings:
         self._longest_first = tuple(sorted(self._sorted, key=len, reverse=True))
 
     def extend(self, held: str, char: str) -> str:
-        """Return the longest end of `held + char` that begins a stop string, for a `held` that is such an end."""
+        """Return the longest end of `held + char` that begins a stop string. `held` must be such an end."""
         text = held + char
         while text and not self._begin_with(text):
             text = text[1:]
         return text
 
     def match_length(self, held: str) -> int:
-        """Return the length of the longest stop string at the end of `held`, 0 if there is none."""
+        """Return the length of the longest stop string at the end of `held`, or 0."""
         if not held.endswith(self._longest_first):
             return 0
         return next(len(string) for string in self._longest_first if held.endswith(string))
@@ -117,18 +116,18 @@ class StopStrings:
 
 
 class StopChecker:
-    """Follows the output of one sequence."""
+    """Search for stop strings in the text of one sequence."""
 
     def __init__(self, strings: StopStrings, *, include_in_output: bool = False) -> None:
         self._strings = strings
         self._include = include_in_output
-        self._held = ""  # the longest end of the text so far that could be the start of a stop string
+        self._held = ""  # longest end that may begin a stop string
         self.is_hit = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Return the text that is certain to be output, and nothing after a hit.
+        """Return text that is certain to be output; nothing after a hit.
 
-        With `may_stop` false, a stop string that ends in `text` does not count.
+        Without `may_stop`, stop strings that end in `text` do not count.
         """
         if self.is_hit:
             return ""
@@ -144,6 +143,6 @@ class StopChecker:
         return buffer[: len(buffer) - len(self._held)]
 
     def flush(self) -> str:
-        """Return what was held back. Call after the last text."""
+        """Return held text at the end."""
         text, self._held = self._held, ""
         return text

@@ -1,5 +1,3 @@
-"""Threads of the front end: workers on a queue, and the watcher for clients that left and deadlines."""
-
 from __future__ import annotations
 
 import heapq
@@ -13,15 +11,15 @@ from tidewheel.frontend.live import LiveRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARE = 0.2  # of a thread's time: with 100 µs a question and 20 ms between rounds, 40 requests a round
-_MIN_STALE = 64  # deadlines of ended requests, before the heap is rebuilt without them
+_MAX_SHARE = 0.2  # of a thread's time: at 100 µs a question and 20 ms a round, 40 requests
+_MIN_STALE = 64  # before the heap is rebuilt
 
 T = TypeVar("T")
 _End = Callable[[LiveRequest], None]
 
 
 class Workers(Generic[T]):
-    """Threads that call `work` with each result of `take` until it is None. Errors of `work` are logged."""
+    """Threads that call `work` with results of `take` until None, and log its errors."""
 
     def __init__(self, name: str, count: int, take: Callable[[], T | None], work: Callable[[T], None]) -> None:
         self._take = take
@@ -33,7 +31,7 @@ class Workers(Generic[T]):
             thread.start()
 
     def join(self, timeout_s: float) -> bool:
-        """Return whether all threads have ended in time."""
+        """Return whether all threads ended in time."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -48,10 +46,10 @@ class Workers(Generic[T]):
 
 
 class Watcher:
-    """Calls `cancel` for live requests whose client is gone, and `expire` when a deadline comes.
+    """Watcher that calls `cancel` when a client is gone and `expire` at deadlines.
 
-    Triton does not tell a Python backend that a client is gone. Each question is a round trip to the server of about
-    100 µs, so one thread asks for one request after another, and spends a bounded share of its time on it.
+    Triton does not tell Python backends that a client is gone. Each question is a round trip of about 100 µs, so one
+    thread asks one by one, within a bounded share of its time.
     """
 
     def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
@@ -60,14 +58,14 @@ class Watcher:
         self._expire = expire
         self._interval_s = interval_s
         self._sweep: Iterator[LiveRequest] = iter(())
-        self._deadlines: list[tuple[int, int]] = []  # heap of moments, in ns of the monotonic clock, and keys
+        self._deadlines: list[tuple[int, int]] = []  # heap of (monotonic ns, key)
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
         self._thread.start()
 
     def set_deadline(self, request: LiveRequest, moment_ns: int) -> None:
-        """Expire the request at this moment of the monotonic clock. Any thread may call."""
+        """Expire the request at a monotonic time. Thread-safe."""
         with self._changed:
             if len(self._deadlines) > 2 * len(self._live) + _MIN_STALE:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
@@ -83,7 +81,7 @@ class Watcher:
         self._thread.join(1.0)
 
     def poll(self, budget_s: float) -> None:
-        """Continue the sweep over live requests for `budget_s`, or begin a new one after its end."""
+        """Continue the sweep over live requests for `budget_s`, or start one."""
         deadline = time.monotonic() + budget_s
         for request in self._sweep:
             self._ask(request)

@@ -1,8 +1,3 @@
-"""Text to token ids and back, with the `tokenizers` library and a model folder's `tokenizer.json`.
-
-The file's own post-processor adds the special tokens at the beginning or end of a prompt.
-"""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -19,16 +14,19 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 
 
 class Tokenizer:
-    """Immutable and thread-safe. `vocab_size` is the output width of the model: it has no larger ids."""
+    """Thread-safe tokenizer from a model folder's `tokenizer.json`, whose post-processor adds special tokens.
+
+    `vocab_size` is the output width of the model, above all its ids.
+    """
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, vocab_size: int, named_tokens: dict[str, str] | None = None
     ) -> None:
-        # Settings that a training script left in the file would cut or pad prompts.
+        # Settings left by training scripts would cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         self.vocab_size = vocab_size
-        self.named_tokens = named_tokens or {}  # "bos_token", "eos_token", … to their text
+        self.named_tokens = named_tokens or {}  # text by role: "bos_token", "eos_token", …
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -39,7 +37,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Raise `ConfigError` when the folder has no usable tokenizer, or that of another model."""
+        """Raise `ConfigError` without a usable tokenizer, or for that of another model."""
         path = folder / "tokenizer.json"
         content = read_text(path)
         if content is None:
@@ -56,8 +54,8 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, named_tokens=_named_tokens(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
-        """Return token ids, [num_tokens]. `text` must be valid Unicode."""
-        # Unlike `encode`, the batch call skips offsets and releases the GIL (0.23 held it for 10 s over 4 MB).
+        """Return token ids [num_tokens]. `text` must be valid Unicode."""
+        # Skips offsets and releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
@@ -65,7 +63,7 @@ class Tokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Return what one token adds to a text, with the leading space that decoders drop from a first token."""
+        """Return the text that a token adds, with the space that decoders drop from a first token."""
         text = self._token_texts.get(token_id)
         if text is None:
             alone = self.decode((token_id,), skip_special_tokens=False)
@@ -74,7 +72,7 @@ class Tokenizer:
         return text
 
     def phrase_ids(self, phrase: str) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences that spell a phrase at the start of a text and after a space."""
+        """Return token sequences of a phrase at the start of a text and after a space."""
         bare = phrase.lstrip() or phrase
         spellings = (self.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}"))
         distinct = dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < self.vocab_size)
@@ -82,7 +80,7 @@ class Tokenizer:
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
-    """Read the text of special tokens by role. `tokenizer_config.json` takes precedence."""
+    """Return special tokens by role; `tokenizer_config.json` precedes."""
     named: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         values = read_object(folder / file)
@@ -95,10 +93,10 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the most bytes of text that one token can stand for, None if there is no bound.
+    """Return the most bytes of text per token; None if unbounded.
 
-    Only byte-level vocabularies have a bound: each character of a token is a byte, nothing normalises text away, and
-    no added token swallows the whitespace around it.
+    Only byte-level vocabularies are bounded: characters of tokens are bytes, no normalizer removes text, and no added
+    token absorbs whitespace.
     """
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
     is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)

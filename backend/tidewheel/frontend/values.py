@@ -1,4 +1,4 @@
-"""Values that cross the border between front end and adapter: a request for a generation, and its responses."""
+"""Requests and responses between front end and adapter."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSource:
-    """Parameters as one carrier brought them."""
+    """Parameters of one carrier."""
 
-    origin: str  # as an error names it: "sampling_parameters", "request parameter", "input tensor"
+    origin: str  # for errors: "sampling_parameters", "request parameter", "input tensor"
     values: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt, exactly one of text, ids or messages, and parameters that are not yet checked."""
+    """One prompt (text, ids or messages) and unchecked parameters."""
 
     request_id: str = ""
     text: str | bytes | None = None  # bytes are checked for UTF-8
@@ -32,53 +32,54 @@ class GenerateRequest:
     messages: str | bytes | None = None  # JSON list of chat messages
     parameters: tuple[ParameterSource, ...] = ()
     stream: bool = False
-    echo: bool = False  # the prompt precedes the output text (not when streaming)
+    echo: bool = False  # return the prompt before the text (not when streaming)
     arrival_ns: int = 0  # monotonic
-    timeout_us: int = 0  # a deadline as Triton's own request field gives it; 0: none
+    timeout_us: int = 0  # Triton's deadline; 0: none
 
     @property
     def prompt_bytes(self) -> int:
-        """Size of the prompt as it came; a lower bound for a `str`."""
+        """Size of the prompt; a lower bound for `str`."""
         ids = 0 if self.input_ids is None else self.input_ids.nbytes
         return len(self.text or "") + len(self.messages or "") + ids
 
 
 class Generation(NamedTuple):
-    """A tokenised prompt and how to continue it."""
+    """Tokenised prompt and how to continue it."""
 
     prompt_ids: Int32Array  # [num_prompt_tokens]
     sampling: SamplingParams
     options: RequestOptions
-    prompt_name: str = "input_ids"  # its field, for errors
-    prompt_text: str | None = None  # None: it came as token ids
-    echo: bool = False  # the prompt precedes the output text
+    prompt_name: str = "input_ids"  # field of the prompt, for errors
+    prompt_text: str | None = None  # None: given as token ids
+    echo: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """News of one sequence since the last response."""
+    """New output of one sequence."""
 
     text: str
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TopLogprobs] | None = None  # aligned with token_ids, when asked
-    token_texts: Mapping[int, str] = field(default_factory=dict)  # by id, of all tokens that `logprobs` is about
-    cumulative_logprob: float | None = None  # over all output so far, when asked
+    logprobs: list[TopLogprobs] | None = None  # aligned with token_ids, if requested
+    token_texts: Mapping[int, str] = field(default_factory=dict)  # texts of ids in `logprobs` and `token_ids`
+    cumulative_logprob: float | None = None  # over all output, if requested
     num_input_tokens: int = 0
-    finish_reason: str | None = None  # in every response after the sequence ended
-    stats: RequestStats | None = None  # in every response after the engine ended the sequence
+    finish_reason: str | None = None  # in every response after the end
+    stats: RequestStats | None = None  # in every response after the engine's end
 
 
-Response = Sequence[Chunk]  # one for each of the request's `n` sequences, by index
+Response = Sequence[Chunk]  # one chunk per sequence, by index
 
 
 def is_last(response: Response) -> bool:
-    """Return whether all sequences of the request have ended."""
     return all(chunk.finish_reason is not None for chunk in response)
 
 
 class Sink(Protocol):
-    """The receiver of one request's responses. Called from one thread at a time; `send` of the last response or
-    `fail` ends it, exactly once."""
+    """Receiver of the responses of one request, from one thread at a time.
+
+    The last `send` or `fail` ends it, exactly once.
+    """
 
     def send(self, response: Response) -> None: ...
 

@@ -1,1 +1,1 @@
-"""Blocks of the KV cache: which are free, who holds them, and what is worth keeping. Pure Python, no torch."""
+"""Blocks of the KV cache: sharing, eviction, host tier and sessions. No torch."""

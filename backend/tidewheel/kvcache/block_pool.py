@@ -1,5 +1,3 @@
-"""The physical blocks of the KV cache."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,23 +8,22 @@ from tidewheel.kvcache.invariants import require
 
 
 class BlockPool:
-    """Hands out blocks ``0 … num_blocks - 1`` and remembers the content of free blocks until it evicts them.
+    """Blocks ``0 … num_blocks - 1``. Free blocks keep their content until evicted.
 
-    A block is in one of four states:
+    Each block is in one of four states:
 
-    * *in use*: ``ref_count > 0``, not in the free list. A full, computed block gets a hash. From then on it is never
-      written, and may be shared (``ref_count > 1``).
-    * *kept*: ``ref_count == 0`` with a keeper (`keep`): not in the free list, not evicted.
-    * *cached*: ``ref_count == 0`` with a hash, in the free list: `lookup` finds it, `allocate` may evict it.
+    * *in use*: ``ref_count > 0``. A full, computed block gets a hash; then it is never written and may be shared.
+    * *kept*: ``ref_count == 0`` with a keeper (`keep`). It is not evicted.
+    * *cached*: ``ref_count == 0`` with a hash, in the free list. `lookup` finds it, `allocate` may evict it.
     * *empty*: ``ref_count == 0`` without a hash, in the free list.
 
-    Moves: `allocate` takes empty and cached blocks into use and drops their hashes; `touch` takes cached and kept
-    blocks into use with their content; `free` ends the use when the last holder leaves; `keep` protects a cached
-    block; `release` puts it back in the free list when the last keeper leaves. A block in use may have keepers too.
+    `allocate` takes empty and cached blocks and drops their hashes. `touch` takes cached and kept blocks with their
+    content. `free` removes a holder, and the last one ends the use. `keep` protects a block, also one in use, until
+    its last `release`.
 
-    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. `touch` takes
-    blocks out of its middle, so it is a doubly linked list in two columns of links: every move is O(1). The columns
-    are lists, because reading one element of a list is several times cheaper than one of a numpy array.
+    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. It is a doubly
+    linked list in two columns, so that all moves are O(1), also `touch` in the middle. Elements of Python lists are
+    several times cheaper to read than of numpy arrays.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -39,13 +36,13 @@ class BlockPool:
         self.ref_count: list[int] = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
-        self._keepers: dict[int, int] = {}  # kept block → number of its keepers
-        # Circular, through a sentinel at index num_blocks: its successor is evicted next.
+        self._keepers: dict[int, int] = {}  # kept block → number of keepers
+        # Circular: the sentinel at index num_blocks precedes the next block to evict.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks, each with one holder. Return None and change nothing if fewer are free."""
+        """Take `count` blocks with one holder each; return None without effect if fewer are free."""
         if count > self.num_free:
             return None
         sentinel, links, hashes, ref_count = self.num_blocks, self._next, self._hashes, self.ref_count
@@ -60,13 +57,13 @@ class BlockPool:
                 hashes[block_id] = None
                 self.num_cached -= 1
             block_id = links[block_id]
-        links[sentinel] = block_id  # the run of blocks before it leaves the list in one cut
+        links[sentinel] = block_id  # cuts out the taken run
         self._previous[block_id] = sentinel
         self.num_free -= count
         return taken
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Remove one holder of each block. The first block that becomes free here is evicted first."""
+        """Remove one holder of each block. The first freed is evicted first."""
         ref_count, keepers = self.ref_count, self._keepers
         for block_id in block_ids:
             references = ref_count[block_id] - 1
@@ -81,7 +78,6 @@ class BlockPool:
                 self._append(block_id)
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """Add one holder to each block. Cached blocks leave the free list."""
         for block_id in block_ids:
             self.ref_count[block_id] += 1
             if self.ref_count[block_id] > 1:
@@ -92,7 +88,7 @@ class BlockPool:
                 self._unlink(block_id)
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Add one keeper to each block: its content stays when its last holder leaves."""
+        """Add one keeper to each block, so that its content outlives its last holder."""
         for block_id in block_ids:
             if self.ref_count[block_id] == 0 and block_id not in self._keepers:
                 self._unlink(block_id)
@@ -100,7 +96,7 @@ class BlockPool:
             self._keepers[block_id] = self._keepers.get(block_id, 0) + 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Remove one keeper of each block. The first block that becomes free here is evicted first."""
+        """Remove one keeper of each block. The first freed is evicted first."""
         for block_id in block_ids:
             keepers = self._keepers.get(block_id, 0) - 1
             if keepers < 0:
@@ -120,9 +116,9 @@ class BlockPool:
         return self._blocks.get(block_hash)
 
     def lookup_prefix(self, block_hashes: Iterable[bytes]) -> tuple[int, ...]:
-        """Return the blocks of the leading contents that are here."""
+        """Return the blocks of the leading contents."""
         block_ids: list[int] = []
-        with suppress(KeyError):  # `extend` keeps what came before it; a loop in Python takes three times as long
+        with suppress(KeyError):  # `extend` keeps the prefix; a Python loop takes three times as long
             block_ids.extend(map(self._blocks.__getitem__, block_hashes))
         return tuple(block_ids)
 
@@ -130,7 +126,7 @@ class BlockPool:
         return self._hashes[block_id]
 
     def register_hashes(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Name the content of each block, in use and no longer written; of equal blocks, the first has the name."""
+        """Register the content of full blocks in use. Of equal contents, the first block gets the hash."""
         blocks, hashes, ref_count = self._blocks, self._hashes, self.ref_count
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if ref_count[block_id] == 0 or hashes[block_id] is not None:
@@ -140,7 +136,7 @@ class BlockPool:
                 hashes[block_id] = block_hash
 
     def drop_hash(self, block_id: int) -> None:
-        """Make the content of a block in use impossible to find."""
+        """Forget the content of a block in use."""
         if self.ref_count[block_id] == 0:
             raise InternalError(f"block {block_id} is free: its hash goes when it is evicted")
         block_hash = self._hashes[block_id]
@@ -149,7 +145,7 @@ class BlockPool:
             self._hashes[block_id] = None
 
     def free_blocks(self) -> Iterator[int]:
-        """Yield the free blocks in the order of eviction."""
+        """Yield free blocks in order of eviction."""
         block_id = self._next[self.num_blocks]
         while block_id != self.num_blocks:
             yield block_id

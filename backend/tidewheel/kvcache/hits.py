@@ -1,5 +1,3 @@
-"""Finds the tokens of a request that the cache has, and the ones that another row is computing."""
-
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -17,18 +15,18 @@ from tidewheel.request import Request
 
 
 class PrefixHit(NamedTuple):
-    """A prefix of a request: whole blocks of the pool, then whole blocks of the host tier, then a part of a block.
+    """Prefix of a request: whole blocks of the pool, then of the host tier, then part of a block.
 
-    The row gets a copy of the part, because it writes the rest of that block (copy on write).
+    The row gets a copy of the part, because it writes the rest (copy on write).
     """
 
-    block_ids: tuple[int, ...]  # of the pool, to be shared
-    num_tokens: int  # that need not be computed: of pool, host tier and part
-    host_keys: tuple[bytes, ...] = ()  # contents in the host tier that come next
-    tail_block: int = -1  # the block that holds the part; -1: none in the pool
-    tail_key: bytes = b""  # its content in the host tier; empty: none there
+    block_ids: tuple[int, ...]  # shared, in the pool
+    num_tokens: int  # in all three
+    host_keys: tuple[bytes, ...] = ()  # next, in the host tier
+    tail_block: int = -1  # holds the part; -1: none in the pool
+    tail_key: bytes = b""  # its host content; empty: none
     session: Session | None = None  # owner of the part; None: a fork's leader, or no part
-    num_session_tokens: int = 0  # of `num_tokens`, those of the request's session
+    num_session_tokens: int = 0  # of these, from the request's session
 
     @property
     def num_blocks(self) -> int:
@@ -44,11 +42,11 @@ class PrefixFinder:
         self._host = host
         self._sessions = sessions
         self._block_size = block_size
-        self.computing: dict[bytes, int] = {}  # digest of a prompt's block → row that is computing it
-        self._announced: dict[int, list[bytes]] = {}  # row → digests of the blocks that it may be computing
+        self.computing: dict[bytes, int] = {}  # block digest → row that computes it
+        self._announced: dict[int, list[bytes]] = {}  # row → digests it may be computing
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix; it leaves at least one token to compute."""
+        """Return the longest cached prefix that leaves one token to compute."""
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         extend_block_hashes(request, limit, self._block_size)
         hashes = request.block_hashes
@@ -59,13 +57,13 @@ class PrefixFinder:
         return hit if session is None else self._with_session(hit, session, request)
 
     def estimate(self, request: Request) -> int:
-        """Estimate the tokens of `find`, by binary search: a block is rarely there without those before it."""
+        """Estimate the tokens of `find` by binary search: blocks rarely stay without their predecessors."""
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         extend_block_hashes(request, limit, self._block_size)
         return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
-        """Return the host slots of the hit's contents; None if one has been evicted since."""
+        """Return the host slots of the hit, or None if one has been evicted."""
         keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
         slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
         return slots if len(slots) == len(keys) else None
@@ -75,7 +73,7 @@ class PrefixFinder:
             return 0, -1
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
-        row, run = next(groupby(rows), (None, ()))  # a loop in C, as in `BlockPool.lookup_prefix`
+        row, run = next(groupby(rows), (None, ()))  # runs in C
         return (0, -1) if row is None else (len(list(run)), row)
 
     def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
@@ -85,7 +83,7 @@ class PrefixFinder:
             self.computing.setdefault(block_hash, row)
 
     def drop_announced(self, row: int, block_hashes: Sequence[bytes] | None = None) -> None:
-        """Withdraw these blocks, which the row has computed; None: all blocks that it announced."""
+        """Withdraw blocks that the row has computed; None: all it announced."""
         for block_hash in self._announced.pop(row, ()) if block_hashes is None else block_hashes:
             if self.computing.get(block_hash) == row:
                 del self.computing[block_hash]
@@ -94,7 +92,7 @@ class PrefixFinder:
         return self._pool.lookup(key) is None and self._host.lookup(key) is None
 
     def _with_session(self, hit: PrefixHit, session: Session, request: Request) -> PrefixHit:
-        """Add the session's tail to the hit, and count the tokens that the session has."""
+        """Add the session's tail to the hit and count the session's tokens."""
         num_shared = min(hit.num_blocks, len(session.keys))
         while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
             num_shared -= 1
@@ -112,7 +110,7 @@ class PrefixFinder:
         )
 
     def _num_tail_tokens(self, hit: PrefixHit, session: Session, request: Request) -> int:
-        """Count the tokens behind the hit that request and session share; one token is left to compute."""
+        """Count tail tokens that both share, leaving one to compute."""
         if not session.tail_tokens or len(session.keys) != hit.num_blocks:
             return 0
         if session.parent != parent_hash(request, hit.num_blocks):
@@ -122,7 +120,7 @@ class PrefixFinder:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Count the leading int32 tokens that both have."""
+    """Count the common leading int32 tokens."""
     size = min(len(one), len(other)) // 4
     differs = np.frombuffer(one, "<i4", size) != np.frombuffer(other, "<i4", size)
     return int(differs.argmax()) if differs.any() else size

@@ -1,5 +1,3 @@
-"""The second level of the KV cache: slots in host memory, found by the content that they hold."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -11,15 +9,15 @@ from tidewheel.kvcache.invariants import require
 
 
 class HostTier:
-    """Gives slots ``0 … num_slots - 1`` to contents, named by the digests of `prefix`, and keeps the newest.
+    """Slots ``0 … num_slots - 1`` in host memory, found by content digest (`prefix`).
 
-    A slot is in one of three states:
+    Each slot is in one of three states:
 
-    * *empty*: it holds nothing.
-    * *idle*: it holds a content that `lookup` finds and `insert` may evict, least recently used first.
+    * *empty*: it has no content.
+    * *idle*: `lookup` finds its content, `insert` may evict it, least recently used first.
     * *pinned*: a copy to or from it is queued or in flight. It is not reused before `unpin`.
 
-    A content is written once, by the copy for which `insert` gave the slot, and never changed.
+    A content is written once, by the copy for which `insert` gave the slot.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -30,25 +28,24 @@ class HostTier:
         self._keys: list[bytes | None] = [None] * num_slots
         self._pins = [0] * num_slots
         self._empty = list(range(num_slots - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # in the order of eviction
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in order of eviction
 
     @property
     def num_free_slots(self) -> int:
-        """Empty and idle slots."""
         return len(self._empty) + len(self._idle)
 
     def lookup(self, key: bytes) -> int | None:
         return self._slots.get(key)
 
     def lookup_prefix(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Return the leading keys whose contents are here."""
+        """Return the present leading keys."""
         return tuple(takewhile(self._slots.__contains__, keys))
 
     def key_of(self, slot: int) -> bytes | None:
         return self._keys[slot]
 
     def insert(self, key: bytes) -> int | None:
-        """Give a new content a slot, pinned once. Return None and change nothing if all slots are pinned."""
+        """Give a new content a slot, pinned once; return None without effect if all slots are pinned."""
         if key in self._slots:
             raise InternalError("a content would be in two slots of the host tier")
         if self._empty:
@@ -72,7 +69,7 @@ class HostTier:
             self._pins[slot] += 1
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """Remove one pin of each slot. A slot without pins counts as used now; the first given is evicted first."""
+        """Remove one pin of each slot. Unpinned slots count as just used; the first is evicted first."""
         for slot in slots:
             if self._pins[slot] == 0:
                 raise InternalError(f"host slot {slot} is unpinned more often than it was pinned")
@@ -85,7 +82,7 @@ class HostTier:
                 self._idle[slot] = None
 
     def drop(self, key: bytes | None) -> None:
-        """Make the content impossible to find, if it is here. A pinned slot is empty once its copy is done."""
+        """Forget a content, if present. A pinned slot becomes empty after its copy."""
         slot = None if key is None else self._slots.get(key)
         if slot is None:
             return

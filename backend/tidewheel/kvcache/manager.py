@@ -1,5 +1,3 @@
-"""The KV cache as the scheduler sees it: block tables, prefix hits, sessions."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -21,11 +19,11 @@ from tidewheel.stats import EngineStats
 
 
 class KVCacheManager:
-    """Keeps a block table for every row, on one `BlockPool`, with a `HostTier` and sessions behind it.
+    """KV cache of the scheduler: block tables of rows, on a `BlockPool` with a `HostTier` and sessions.
 
-    Only one row writes a block: shared blocks are full and computed, and new tokens go to blocks of the row's own. A
-    batch in flight may use a row's blocks when the row ends; they are then held until that step is done. Each batch
-    carries out all copies that were queued before it (`take_transfers`).
+    Each block has one writer: shared blocks are full and computed, new tokens go to the row's own blocks. If a row
+    ends while a batch in flight may use its blocks, they are held until that step is done. Each batch performs the
+    copies queued before it (`take_transfers`).
     """
 
     def __init__(
@@ -50,26 +48,24 @@ class KVCacheManager:
         self._sessions = SessionTable(session_limits or SessionLimits())
         self._store = SessionStore(self._pool, self._host, self._transfers, self._sessions, block_size)
         self._finder = PrefixFinder(self._pool, self._host, self._sessions, block_size)
-        self._tables: dict[int, list[int]] = {}  # row → physical blocks, in logical order
-        self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and never written again
-        self._held: dict[int, list[list[int]]] = {}  # step → tables to free when it is done, reversed
-
-    # --- figures ------------------------------------------------------------------------------------------------
+        self._tables: dict[int, list[int]] = {}  # row → blocks in logical order
+        self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and final
+        self._held: dict[int, list[list[int]]] = {}  # step → reversed tables to free when it is done
 
     @property
     def num_free_blocks(self) -> int:
-        """Empty, evictable, or held by sessions alone, which give way."""
+        """Empty or evictable blocks, and blocks of sessions alone."""
         return self._pool.num_free + self._pool.num_kept
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that become free when the batches in flight are done. Costs O(held)."""
+        """Blocks that batches in flight will free. O(held blocks)."""
         held = Counter(block_id for tables in self._held.values() for table in tables for block_id in table)
         held.update(self._transfers.carried_sources())
         return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
 
     def update_stats(self) -> EngineStats:
-        """Bring the cache's figures in `stats` up to date and return them; the struct is the same at each call."""
+        """Update and return the cache's figures."""
         stats = self.stats
         stats.num_free_blocks = self.num_free_blocks
         stats.num_cached_blocks = self._pool.num_cached
@@ -79,7 +75,7 @@ class KVCacheManager:
         return stats
 
     def session_blocks(self, tenant: str) -> int:
-        """Blocks in the pool that the tenant's sessions keep, those that running requests share too."""
+        """Return the pool blocks that the tenant's sessions keep, shared or not."""
         return self._sessions.num_blocks(tenant)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -89,24 +85,24 @@ class KVCacheManager:
         return tuple(self._tables[row])
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves one token to compute, valid until the manager changes.
+        """Return the longest cached prefix that leaves one token to compute. Valid until the manager changes.
 
-        Extends `request.block_hashes` and changes nothing else. O(blocks of the hit), once the digests are known.
+        Extends `request.block_hashes`. O(blocks of the hit) once the digests are known.
         """
         return self._finder.find(request) if self.enable_prefix_caching else NO_HIT
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Estimate the cached prefix of a waiting request, in O(log blocks) once its digests are known."""
+        """Estimate the cached prefix. O(log blocks) once the digests are known."""
         return self._finder.estimate(request) if self.enable_prefix_caching else 0
 
     def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
-        """Return how many blocks behind the hit a row is computing right now, and that row; (0, -1): none."""
+        """Return (blocks after the hit that a row is computing, row), or (0, -1)."""
         return self._finder.find_computing(request, hit)
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the prompt but its last token, as a hit in the row of a request with equal prompt, tenant and salt.
+        """Return the prompt but its last token as a hit in the row of a request with equal prompt, tenant and salt.
 
-        The row must have computed these tokens. There is no hit while the row waits for transfers of the next batch.
+        The row must have computed these tokens. While it waits for transfers there is no hit.
         """
         if self._transfers.is_arriving(leader_row):
             return NO_HIT
@@ -117,10 +113,10 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return how many free blocks a row of `num_tokens` tokens lacks; at most 0: it can be allocated.
+        """Return how many free blocks are lacking; at most 0 if the row can be allocated.
 
-        `keep_free` blocks must be free afterwards, beside one that the next batch copies from. Free blocks of the hit
-        are needed and count as taken.
+        `keep_free` blocks must stay free, besides one that the next batch copies from. Free blocks of the hit count
+        as taken.
         """
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
@@ -128,10 +124,10 @@ class KVCacheManager:
         return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Give a new row the blocks of `hit` and as many more as `num_tokens` tokens need.
+        """Give a new row the blocks of `hit`, and more up to `num_tokens` tokens.
 
-        Return False and change nothing while `num_missing_blocks` is above 0, or if the host tier has lost a content.
-        The next batch must take the transfers. A session loses its tail if no block is left to copy it to.
+        Return False without effect if blocks are lacking or the host tier lost a content. A session loses its tail if
+        no block is left for the copy.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
@@ -147,11 +143,11 @@ class KVCacheManager:
         return True
 
     def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
-        """Let `find_computing` find the blocks that the row, just allocated, is to compute."""
+        """Let `find_computing` find the blocks that the new row computes."""
         self._finder.announce(row, request, hit)
 
     def _take_and_fill(self, row: int, num_new: int, hit: PrefixHit, slots: list[int], *, num_left: int) -> list[int]:
-        """Take the row's own blocks, and queue the transfers that fill the first of them."""
+        """Take the row's own blocks and queue the transfers into them."""
         sources = [hit.tail_block] if hit.tail_block >= 0 else []
         takes_over = bool(sources) and num_left < 1 and self._pool.ref_count[hit.tail_block] == 0
         if takes_over and hit.session is not None:
@@ -162,7 +158,7 @@ class KVCacheManager:
         self._transfers.pin(slots, sources)
         own, first = self._take(num_new - takes_over), len(hit.host_keys)
         if takes_over:
-            own.insert(first, sources.pop())  # the pin is the row's hold on it
+            own.insert(first, sources.pop())  # the pin becomes the row's hold
         targets = own[first : first + len(sources)]
         self._transfers.arrive(row, Arrival(hit.host_keys, slots, own[: len(slots)], sources, targets))
         return own
@@ -187,7 +183,7 @@ class KVCacheManager:
             stats.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
-        """Add one block to each row's table and return these blocks. Return None and change nothing if some lack."""
+        """Add one block to each row; return the blocks, or None without effect if too few are free."""
         if len(rows) > self.num_free_blocks:
             return None
         new_blocks = self._take(len(rows))
@@ -196,12 +192,12 @@ class KVCacheManager:
         return new_blocks
 
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
-        """Let the full blocks of the row's first `num_computed_tokens` tokens be found: their KV is in the cache."""
+        """Publish the full blocks of the first `num_computed_tokens` tokens."""
         if self.enable_prefix_caching and not self._transfers.is_arriving(row):
             self._seal(row, request, num_computed_tokens // self.block_size)
 
     def _seal(self, row: int, request: Request, num_full: int) -> None:
-        """Note that the row's first `num_full` blocks are full and computed."""
+        """Mark the first `num_full` blocks as full and computed."""
         first = self._num_sealed[row]
         if first >= num_full:
             return
@@ -214,13 +210,13 @@ class KVCacheManager:
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
-        """Queue copies of the row's full blocks to the host tier, before `free`. Return how many will be there."""
+        """Queue copies of full blocks to the host tier, before `free`. Return how many will be there."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
         return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens as the request's session. Call it before `free`, and never for wrong content."""
+        """Keep the computed tokens as the request's session. Call before `free`, and never for wrong content."""
         if self.enable_prefix_caching and request.session_id and not self._transfers.is_arriving(row):
             self.commit(row, request, num_computed_tokens)
             self._store.keep(request, self._tables[row], num_computed_tokens, now)
@@ -229,22 +225,22 @@ class KVCacheManager:
         self._store.expire(now)
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """End a session; raise `NotFound` if there is none. A request that uses it keeps it anew at its end."""
+        """End a session; raise `NotFound` if unknown. A request using it keeps it anew."""
         self._store.close(tenant, session_id)
 
     def forget(self, row: int) -> None:
-        """Make all blocks of the row impossible to find: their content is wrong."""
+        """Forget the row's blocks, whose content is wrong."""
         for block_id in self._tables[row]:
             self._host.drop(self._pool.hash_of(block_id))
             self._pool.drop_hash(block_id)
 
     def departures(self, kept: Collection[int] = ()) -> Departures:
-        """Return a counter of the blocks that come free if rows leave; blocks in `kept` do not."""
+        """Return a counter of blocks that leaving rows free, without `kept` ones."""
         return Departures(self._pool.ref_count, self._tables, set(kept))
 
     def free(self, row: int, *, after_step: int | None = None) -> None:
-        """End the row's table. With `after_step`, its blocks are held until that step is done."""
-        # The last block is evicted first: a prefix without its tail can be hit, a tail alone cannot.
+        """End the row's table, but hold its blocks until `after_step` is done."""
+        # Evict the last block first: a prefix is useful without its tail.
         table = self._tables.pop(row)[::-1]
         del self._num_sealed[row]
         self._finder.drop_announced(row)
@@ -255,24 +251,23 @@ class KVCacheManager:
             self._held.setdefault(after_step, []).append(table)
 
     def take_transfers(self, step_id: int) -> Transfers:
-        """Return the copies that this step's batch must carry out; their sources are held until `step_done`."""
+        """Return the copies that this step must perform. Sources are held until `step_done`."""
         transfers, arrivals = self._transfers.take(step_id)
-        for row, arrival in arrivals.items():  # full blocks are there before the batch computes: rows may share them
+        for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.
             first = self._num_sealed[row]
             self._num_sealed[row] = end = first + len(arrival.keys)
             self._pool.register_hashes(self._tables[row][first:end], arrival.keys)
         return transfers
 
     def step_done(self, step_id: int) -> None:
-        """Free the blocks that this step held: its batch is no longer in flight."""
         self._transfers.done(step_id)
         for table in self._held.pop(step_id, ()):
             self._pool.free(table)
 
     def all_steps_done(self) -> None:
-        """Free what the steps in flight hold and make it impossible to find: their batches may never have run.
+        """Free and forget what steps in flight hold, because their batches may never have run.
 
-        The caller must `forget` the rows that remain before it frees them.
+        The caller must `forget` the remaining rows before freeing them.
         """
         self._transfers.abandon()
         for block_id in self._held_blocks():

@@ -1,10 +1,9 @@
-"""Names for the content of full blocks: a chain of SHA-256 digests.
+"""Digests of full blocks, chained by SHA-256.
 
     root = H(domain, tenant, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
 
-A digest stands for the tenant, the salt and every token up to the end of its block. A hit needs no look at the
-tokens: SHA-256 is collision-safe, which a plain `hash()` is not (CVE-2025-25183). Tenants never share a block, nor do
-requests with different salts.
+A digest stands for tenant, salt and every token up to the end of its block. Hits need no comparison of tokens,
+because SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Different tenants or salts never share a block.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ _DOMAIN = b"tidewheel kv block v2\0"
 
 
 def root_hash(tenant: str, salt: str) -> bytes:
-    """Return the digest before the first block. The tenant's length tells apart names that read the same together."""
+    """Return the digest before the first block. The length separates tenant and salt."""
     name, secret = (text.encode("utf-8", "surrogatepass") for text in (tenant, salt))
     return sha256(_DOMAIN + struct.pack("<Q", len(name)) + name + secret).digest()
 
 
 def parent_hash(request: Request, num_blocks: int) -> bytes:
-    """Return the digest that block `num_blocks` continues: that of the block before it, or the root."""
+    """Return the digest before block `num_blocks`."""
     return request.block_hashes[num_blocks - 1] if num_blocks else root_hash(request.tenant, request.cache_salt)
 
 
 def max_hit_blocks(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks a request of `num_tokens` may take from the cache: it must compute one token."""
+    """Return the most cached blocks for a request, which must compute one token."""
     return (num_tokens - 1) // block_size
 
 
 def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int) -> None:
-    """Extend `request.block_hashes` to at least `num_full_blocks` digests. Its tokens must reach that far."""
+    """Extend `request.block_hashes` to `num_full_blocks`. The request must have the tokens."""
     hashes = request.block_hashes
     start, stop = len(hashes) * block_size, num_full_blocks * block_size
     if start >= stop:
@@ -49,12 +48,12 @@ def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int)
 
 
 def tail_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Return the digest of a partial block. No full block has the same one, because it has more tokens."""
+    """Return the digest of a partial block, which no full block has."""
     return sha256(parent + tokens).digest()
 
 
 def tokens_between(request: Request, start: int, stop: int) -> bytes:
-    """Return tokens ``[start, stop)`` of the request as int32, little endian."""
+    """Return tokens ``[start, stop)`` as little-endian int32."""
     num_prompt_tokens = request.num_prompt_tokens
     head = b""
     if start < num_prompt_tokens:
@@ -67,5 +66,5 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _int32_struct(count: int) -> struct.Struct:
-    """Return a packer of short lists, several times faster than numpy."""
+    """Return a packer for short lists, several times faster than numpy."""
     return struct.Struct(f"<{count}i")

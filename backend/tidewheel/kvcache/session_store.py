@@ -1,5 +1,3 @@
-"""Keeps the content of sessions: in blocks of the pool while there is room, then in copies in the host tier."""
-
 from __future__ import annotations
 
 from tidewheel.errors import NotFound
@@ -12,12 +10,12 @@ from tidewheel.request import Request
 
 
 class SessionStore:
-    """Keeps and gives up the blocks of sessions.
+    """Content of sessions: in the pool while there is room, then in the host tier.
 
-    The blocks of a session are *kept* in the pool: they count as free, and are given up when nothing else is free.
-    The least recently used session goes first. With a host tier its blocks are copied there and the session lives on;
-    without one it ends. A session is never written: a request shares its full blocks and copies its tail. So two
-    requests may use one session at once, and it then keeps the content of the request that ended last.
+    Session blocks are *kept* in the pool: they count as free and are given up when nothing else is free, least
+    recently used session first. With a host tier they are copied there, else the session ends. Sessions are never
+    written: requests share full blocks and copy the tail. So two requests may use one session; it keeps the content
+    of the last to end.
     """
 
     def __init__(
@@ -30,9 +28,9 @@ class SessionStore:
         self._table = table
 
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
-        """Let the session have the request's first `num_computed_tokens` tokens, as far as the quotas allow.
+        """Keep the request's first `num_computed_tokens` tokens as its session, within quotas.
 
-        The full blocks must have their hashes. A session with no time to live ends here.
+        Full blocks must have hashes. Without time to live the session ends.
         """
         if request.session_ttl <= 0.0:
             self._remove(request.tenant, request.session_id)
@@ -47,8 +45,7 @@ class SessionStore:
         num_full = num_computed_tokens // size
         extend_block_hashes(request, num_full, size)
         hashes = request.block_hashes
-        # Where two blocks have one content, a lookup finds the one to keep. It finds nothing where the content was
-        # forgotten as wrong: the session ends there.
+        # Of equal contents, a lookup finds the block to keep. It stops at content forgotten as wrong.
         blocks = self._pool.lookup_prefix(hashes[: self._limited(request.tenant, num_full)])
         keys = tuple(hashes[: len(blocks)])
         parent = parent_hash(request, len(keys))
@@ -66,7 +63,7 @@ class SessionStore:
         return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
     def reclaim(self, num_free_blocks: int) -> None:
-        """Give up sessions until that many blocks of the pool are free, or no session has blocks any more."""
+        """Give up sessions until enough pool blocks are free or no session has any."""
         while self._pool.num_free < num_free_blocks:
             session = self._table.oldest_resident()
             if session is None:
@@ -77,17 +74,16 @@ class SessionStore:
                 self._remove(*session.name)
 
     def surrender_tail(self, session: Session) -> None:
-        """Take the tail from the session; its block is free then."""
+        """Free the block of the session's tail."""
         self._pool.release(self._table.give_up_blocks(session, len(session.blocks) - 1))
         session.tail_tokens = session.tail_key = b""
 
     def expire(self, now: float) -> None:
-        """End the sessions whose time is over."""
         for session in self._table.expire(now):
             self._release(session)
 
     def close(self, tenant: str, session_id: str) -> None:
-        """End the session. Raise `NotFound` if there is none."""
+        """Raise `NotFound` if the session is unknown."""
         if not self._remove(tenant, session_id):
             raise NotFound(f"session {session_id!r} is not known: it was never kept, expired, was closed or evicted")
 
@@ -98,14 +94,13 @@ class SessionStore:
         return session is not None
 
     def _write_out(self, session: Session) -> bool:
-        """Queue copies to the host tier, the head first. Return False if not even one block will be there."""
-        blocks = self._pool.lookup_prefix(session.keys)  # a content that was forgotten as wrong ends it
+        """Queue copies to the host tier, head first. Return False if none will be there."""
+        blocks = self._pool.lookup_prefix(session.keys)  # stops at content forgotten as wrong
         keys = session.keys[: len(blocks)]
         if session.tail_tokens and keys == session.keys:
             blocks, keys = (*blocks, session.tail_block), (*keys, session.tail_key)
         return self._transfers.swap_out(blocks, keys) > 0
 
     def _release(self, session: Session) -> None:
-        """Release the blocks of a session that is no longer in the table."""
         self._pool.release(session.blocks[::-1])
         self._host.drop(session.tail_key)

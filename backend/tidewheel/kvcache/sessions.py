@@ -1,5 +1,3 @@
-"""Sessions by name, the order in which they are evicted, and their quotas."""
-
 from __future__ import annotations
 
 import heapq
@@ -16,24 +14,24 @@ SessionName = tuple[str, str]  # tenant, session_id
 
 
 class SessionLimits(NamedTuple):
-    """Limits on blocks count those of the pool; the host tier has its own size. None: no limit."""
+    """Limits; None: no limit. Blocks are those of the pool."""
 
-    max_sessions: int = 4096  # of all tenants
+    max_sessions: int = 4096  # of all tenants together
     max_session_blocks: int | None = None
     tenants: Mapping[str, TenantLimits] = MappingProxyType({})
 
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """The content of one session: the digests of its full blocks, then the tokens of the last, partial block."""
+    """Content of a session: digests of full blocks, then tokens of the partial last block."""
 
     tenant: str
     session_id: str
-    parent: bytes  # digest that the tail follows: the last of `keys`, or the root
+    parent: bytes  # digest before the tail: last of `keys`, or the root
     keys: tuple[bytes, ...]
     tail_tokens: bytes  # int32 little endian; empty: no tail
     tail_key: bytes
-    blocks: tuple[int, ...]  # in the pool, the tail's last; empty once the pool has taken them back
+    blocks: tuple[int, ...]  # in the pool, tail last; empty once given up
     expires_at: float
 
     @property
@@ -42,16 +40,16 @@ class Session:
 
     @property
     def tail_block(self) -> int:
-        """The tail's block in the pool; -1: none."""
+        """Pool block of the tail, or -1."""
         return self.blocks[-1] if self.tail_tokens and self.blocks else -1
 
 
 class Tally:
-    """Counts by name that change by one at a time, and the name with the highest. Every call is O(1)."""
+    """Counts by name, and the name with the highest. Calls are O(1)."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._names: dict[int, OrderedDict[str, None]] = {}  # by count, the one that changed longest ago first
+        self._names: dict[int, OrderedDict[str, None]] = {}  # by count, longest unchanged first
         self._highest = 0
 
     def count(self, name: str) -> int:
@@ -72,7 +70,7 @@ class Tally:
             self._highest = new
 
     def leader(self) -> str:
-        """Return the name with the highest count; of equal ones, the one that changed longest ago."""
+        """Return the name with the highest count, of equals the longest unchanged."""
         return next(iter(self._names[self._highest]))
 
 
@@ -86,12 +84,11 @@ class _TenantSessions:
 
 
 class SessionTable:
-    """Sessions by name, and by tenant in the order of their last use. Every call is O(1), amortised.
+    """Sessions by name, and by tenant in order of use. Calls are O(1) amortised.
 
-    Over `max_sessions`, the account with most sessions loses one: the least recently used one of its tenant with
-    most. Unknown tenants share an account unless `*` says `each`; a tenant with an entry has its own.
-
-    The caller releases the blocks of the sessions that `put`, `remove` and `expire` return.
+    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most.
+    Tenants without an entry share an account unless `*` says `each`. The caller releases the blocks of removed
+    sessions.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
@@ -99,9 +96,9 @@ class SessionTable:
         self._sessions: dict[SessionName, Session] = {}
         self._resident: OrderedDict[SessionName, Session] = OrderedDict()  # with blocks, least recently used first
         self._tenants: dict[str, _TenantSessions] = {}
-        self._accounts = Tally()  # sessions by account
-        self._members: dict[str, Tally] = {}  # sessions by tenant, for each account
-        self._expiries: list[tuple[float, int, Session]] = []  # heap; may name sessions that are gone
+        self._accounts = Tally()  # sessions per account
+        self._members: dict[str, Tally] = {}  # sessions per tenant, by account
+        self._expiries: list[tuple[float, int, Session]] = []  # heap, may contain removed sessions
         self._num_put = 0
 
     def __len__(self) -> int:
@@ -111,19 +108,19 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        """Return how many blocks the tenant's sessions keep in the pool. A block of two sessions counts twice."""
+        """Return how many pool blocks the tenant's sessions keep, shared ones counted twice."""
         return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def max_blocks(self, tenant: str) -> int | None:
-        """Return how many blocks one session of the tenant may keep; None: any number."""
+        """Return the most blocks of one session; None: no limit."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def put(self, session: Session) -> list[Session]:
-        """Add the session, used just now, and return the evicted ones.
+        """Add a session as just used and return the evicted ones.
 
-        First goes an older session of the same name; then sessions of the tenant while it is over its quota of
-        blocks, of its account while that has too many sessions, and of the largest account over `max_sessions`.
+        First an older session of the same name, then sessions of the tenant over its block quota, of its account over
+        its limit, and of the largest account over `max_sessions`.
         """
         former = self.remove(*session.name)
         self._count_in(session)
@@ -146,7 +143,7 @@ class SessionTable:
         return None if session is None else self._drop(session)
 
     def expire(self, now: float) -> list[Session]:
-        """Remove and return the sessions whose time is over."""
+        """Remove and return expired sessions."""
         gone = []
         while self._expiries and self._expiries[0][0] <= now:
             _, _, session = heapq.heappop(self._expiries)
@@ -159,7 +156,7 @@ class SessionTable:
         return next(iter(self._resident.values()), None)
 
     def give_up_blocks(self, session: Session, num_kept: int = 0) -> tuple[int, ...]:
-        """Take all but the first `num_kept` blocks from the session and return them."""
+        """Take all but the first `num_kept` blocks from the session."""
         given = session.blocks[num_kept:]
         self._take_blocks(session, len(given))
         session.blocks = session.blocks[:num_kept]
@@ -225,7 +222,7 @@ class SessionTable:
             of_tenant.resident.pop(session.name, None)
 
     def _compact_expiries(self) -> None:
-        """Drop stale entries once most are: a session in steady use leaves one each time."""
+        """Drop stale entries, of which each use of a session leaves one."""
         if len(self._expiries) > 2 * len(self._sessions) + 64:
             live = [entry for entry in self._expiries if self._sessions.get(entry[2].name) is entry[2]]
             heapq.heapify(live)

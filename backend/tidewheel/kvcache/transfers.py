@@ -1,5 +1,3 @@
-"""Copies of blocks that the next batch carries out: between pool and host tier, and inside the pool."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from tidewheel.stats import EngineStats
 
 
 class Transfers(NamedTuple):
-    """Columns of `ScheduledBatch`, under their names there."""
+    """Columns of `ScheduledBatch`, by name."""
 
     copy_sources: Int32Array
     copy_targets: Int32Array
@@ -29,17 +27,17 @@ NO_TRANSFERS = Transfers(*[np.empty(0, dtype=np.int32)] * 6)
 
 
 class Arrival(NamedTuple):
-    """Content that a new row gets with its first batch."""
+    """Content that a new row receives with its first batch."""
 
-    keys: tuple[bytes, ...]  # contents of the full blocks among `blocks`
-    slots: list[int]  # host slots that are read
-    blocks: list[int]  # the row's blocks that they fill
-    copy_sources: list[int]  # a block whose beginning is copied, or none
+    keys: tuple[bytes, ...]  # contents of the full `blocks`
+    slots: list[int]  # to read
+    blocks: list[int]  # to fill
+    copy_sources: list[int]  # at most one block, copied in part
     copy_targets: list[int]
 
 
 class _Carried(NamedTuple):
-    """Slots and blocks that are pinned until the step is done."""
+    """Pinned until the step is done."""
 
     out_slots: list[int]
     in_slots: list[int]
@@ -47,13 +45,14 @@ class _Carried(NamedTuple):
 
 
 class TransferQueue:
-    """Queues transfers for the next batch, and pins their sources and targets until that batch is done.
+    """Copies that the next batch performs: between pool and host tier, and within the pool.
 
-    A batch carries out its transfers before it computes anything: out, in, then copies. Therefore
+    Sources and targets are pinned until the batch is done. It performs its transfers before it computes: out, in,
+    then copies. Therefore
 
-    * a block that is written out needs no pin: its next content comes later in the batch;
-    * a block that is copied from is held, so that no swap of the same batch overwrites it;
-    * the slots of both directions are pinned, so that no batch writes a slot that it reads.
+    * blocks written out need no pin: new content comes later in the batch;
+    * blocks copied from are held, so that no swap of the batch overwrites them;
+    * slots of both directions are pinned, so that no batch writes a slot that it reads.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, stats: EngineStats) -> None:
@@ -66,7 +65,7 @@ class TransferQueue:
         self._carried: dict[int, _Carried] = {}  # by step
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Queue copies to the host tier until it is full. Return how many of the leading keys will be there."""
+        """Queue copies until the host tier is full. Return how many leading keys will be there."""
         for index, (block_id, key) in enumerate(zip(block_ids, keys, strict=False)):
             if self._host.lookup(key) is not None:
                 continue
@@ -78,26 +77,26 @@ class TransferQueue:
         return len(keys)
 
     def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
-        """Protect the sources of an arrival. Call it before taking blocks for the row, which may evict them."""
+        """Protect the sources of an arrival. Call before taking its blocks, which may evict them."""
         self._host.pin(slots)
         self._pool.touch(copy_sources)
 
     def arrive(self, row: int, arrival: Arrival) -> None:
-        """Queue an arrival whose sources `pin` has protected."""
+        """Queue an arrival whose sources are pinned."""
         self._arrivals[row] = arrival
 
     def is_arriving(self, row: int) -> bool:
         return row in self._arrivals
 
     def cancel(self, row: int) -> None:
-        """Drop the transfers of a row that leaves before its batch."""
+        """Drop the transfers of a row that leaves early."""
         arrival = self._arrivals.pop(row, None)
         if arrival is not None:
             self._host.unpin(arrival.slots[::-1])
             self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[Transfers, dict[int, Arrival]]:
-        """Hand all queued transfers to this step. Return them, and the arrivals by row."""
+        """Assign queued transfers to this step; return them and arrivals by row."""
         if not self._arrivals and not self._out_blocks:
             return NO_TRANSFERS, {}
         arrivals, self._arrivals = self._arrivals, {}
@@ -114,13 +113,12 @@ class TransferQueue:
         return transfers, arrivals
 
     def done(self, step_id: int) -> None:
-        """Unpin what the step took: it has carried it out."""
         carried = self._carried.pop(step_id, None)
         if carried is not None:
             self._unpin(carried)
 
     def abandon(self) -> None:
-        """Drop the contents of all queued and carried writes to the host tier: they may never have happened."""
+        """Forget unfinished writes to the host tier, which may never have happened."""
         carried = [*self._carried.values(), _Carried(self._out_slots, [], [])]
         self._carried.clear()
         self._out_blocks, self._out_slots = [], []
@@ -135,16 +133,15 @@ class TransferQueue:
             require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")
 
     def held_sources(self) -> list[int]:
-        """Return the blocks held because they are copied from, once for each copy."""
+        """Return the copy sources, once per copy."""
         queued = [block_id for arrival in self._arrivals.values() for block_id in arrival.copy_sources]
         return queued + self.carried_sources()
 
     def carried_sources(self) -> list[int]:
-        """Return the ones that batches in flight hold."""
         return [block_id for step in self._carried.values() for block_id in step.sources]
 
     def _unpin(self, carried: _Carried) -> None:
-        # Last block first: a content is useless without the ones before it.
+        # Evict the last block first: content is useless without its predecessors.
         self._host.unpin(carried.out_slots[::-1])
         self._host.unpin(carried.in_slots[::-1])
         self._pool.free(carried.sources)

@@ -1,1 +1,1 @@
-"""Who runs next: admission, order, token budget, preemption. Pure Python and numpy, no torch, no clock."""
+"""Admission, order of service, token budget and preemption. No torch, no clock."""

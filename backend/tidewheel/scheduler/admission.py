@@ -1,5 +1,3 @@
-"""Which requests may wait. Nothing waits without a bound, and what can never run is refused at once."""
-
 from __future__ import annotations
 
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFull
@@ -8,24 +6,24 @@ from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
 from tidewheel.stats import WaitingRoom
 
-_FIRST_RETRY_MS = 250  # while no pace is known
+_FIRST_RETRY_MS = 250  # before any start
 _MIN_RETRY_MS = 50
 _MAX_RETRY_MS = 30_000
 _SMOOTHING = 0.1  # weight of the newest interval
 
 
 class Admission:
-    """Checks that change nothing, and the pace at which waiting requests start, for the retry hint."""
+    """Limits of the waiting set, and the retry hint."""
 
     def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
         self._config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._last_start: float | None = None
-        self._start_interval: float | None = None  # seconds between starts, smoothed
+        self._start_interval: float | None = None  # smoothed
 
     def check_limits(self, request: Request, count: int) -> None:
-        """Raise `InvalidRequest` if `count` requests like this can never wait together, or never run."""
+        """Raise `InvalidRequest` if `count` such requests can never wait together or never run."""
         self._check_lengths(request)
         self._check_count(request, count)
         self._check_pool(request)
@@ -33,13 +31,12 @@ class Admission:
     def find_room(
         self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
     ) -> list[Request]:
-        """Choose the waiting entries that `count` newcomers of a class take the place of.
+        """Choose the waiting requests to evict for `count` new ones, at most `MAX_DISPLACED`.
 
-        Raise `Busy` if none may be taken, or `MAX_DISPLACED` requests are not enough: what a newcomer costs the
-        engine is bounded. `WaitingSet.displaceable` says which go first.
+        Raise `WaitingSetFull` if that is too little.
         """
         limits = self._config
-        num_requests = waiting.num_new + count - limits.max_waiting_requests  # too many
+        num_requests = waiting.num_new + count - limits.max_waiting_requests  # excess
         num_tokens = waiting.num_new_tokens + count * request.num_prompt_tokens - limits.max_waiting_tokens
         victims: list[Request] = []
         num_displaced = 0
@@ -59,7 +56,6 @@ class Admission:
         return victims
 
     def eviction(self, victim: Request, service_class: Priority, waiting: WaitingSet, now: float) -> Busy:
-        """Return the error of a request that a newcomer of the class takes the place of."""
         limits = self._config
         taker = "a request of a tenant with fewer waiting took the place of this one"
         if service_class < victim.service_class:
@@ -74,7 +70,7 @@ class Admission:
         )
 
     def room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
-        """Return what `find_room` goes by, for front ends."""
+        """Return the figures that front ends check."""
         return WaitingRoom(
             num_requests=waiting.num_new,
             max_requests=self._config.max_waiting_requests,
@@ -85,7 +81,6 @@ class Admission:
         )
 
     def record_start(self, now: float) -> None:
-        """Note that a waiting request was scheduled for the first time."""
         if self._last_start is not None:
             interval = max(now - self._last_start, 0.0)
             smoothed = interval if self._start_interval is None else self._start_interval
@@ -93,9 +88,9 @@ class Admission:
         self._last_start = now
 
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
-        """Return the time until about half of the waiting set has started, so that clients spread their retries.
+        """Estimate the milliseconds until half of the waiting set has started.
 
-        A head that waits longer than usual counts as a slower pace.
+        If nothing has started for longer than usual, that time counts as the interval between starts.
         """
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS

@@ -1,5 +1,3 @@
-"""The circuit breaker of admission: sheds classes from the lowest up while errors or waiting are over their limit."""
-
 from __future__ import annotations
 
 import enum
@@ -9,15 +7,15 @@ from dataclasses import dataclass
 from tidewheel.errors import Busy
 from tidewheel.request import Priority
 
-PERIOD_S = 5.0  # for which a state is kept before it is judged
+PERIOD_S = 5.0  # before a state is judged
 MAX_PERIOD_S = 60.0
-NUM_PROBES = 5  # requests of the class on trial that a half-open breaker lets in
-MIN_ENDS = 20  # ended requests before their error rate opens a closed breaker
-MIN_STARTS = 5  # started requests before their queue time opens it
-WINDOW = 50  # observations, about, that a mean covers
+NUM_PROBES = 5  # admitted requests
+MIN_ENDS = 20  # ended requests before errors open the breaker
+MIN_STARTS = 5  # started requests before queue times do
+WINDOW = 50  # observations per mean, roughly
 
-_MAX_LEVEL = 3  # all but CRITICAL
-_WORSE = 2.0  # over the limit by this factor sheds one class more at once; by its square, two
+_MAX_LEVEL = 3
+_WORSE = 2.0
 
 
 class BreakerState(enum.Enum):
@@ -28,14 +26,14 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class Signal:
-    """Mean of the last observations, against a limit.
+    """Mean of recent observations.
 
-    Old observations fade by number, not by time, so slow traffic that only fails is seen like fast traffic.
+    They fade by count, not by time: slow traffic that only fails counts too.
     """
 
     name: str
     unit: str
-    limit: float | None  # None: the signal never opens the breaker
+    limit: float | None
     mean: float = 0.0
     count: int = 0
 
@@ -44,40 +42,37 @@ class Signal:
         self.mean += (value - self.mean) / min(self.count, WINDOW)
 
     def excess(self, min_count: int) -> float:
-        """Return mean over limit; 0 with fewer observations than `min_count`, or without a limit."""
+        """Return mean / limit; 0 without a limit or enough observations."""
         return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
 
 class Breaker:
-    """Sheds as many classes as its level says (Nygard, "Release It!", 2007: closed, open, half open).
+    """Circuit breaker that sheds `level` classes (Nygard, "Release It!", 2007).
 
-        CLOSED     → OPEN        a signal is over its limit: shed LOW; over twice the limit also NORMAL, over four
-                                 times also HIGH
-        OPEN       → OPEN        the period ends, and the signals in it were over a limit: shed one class more
-        OPEN       → HALF_OPEN   the period ends, and they were not: let in `NUM_PROBES` of the best shed class
-        HALF_OPEN  → OPEN        the probes are over a limit: shed the same classes, for twice the time
-        HALF_OPEN  → CLOSED      they are not, or a period passes without a verdict: shed one class less; if classes
-                                 are left, the breaker is half open again, for the next one
+        CLOSED     → OPEN        a signal over its limit: shed LOW; at twice the limit also NORMAL, at four times HIGH
+        OPEN       → OPEN        a signal exceeded its limit in the period: shed one more class
+        OPEN       → HALF_OPEN   none did: admit `NUM_PROBES` of the best shed class
+        HALF_OPEN  → OPEN        the probes exceed a limit: shed the same classes for twice the time
+        HALF_OPEN  → CLOSED      they do not, or the period ends: shed one class less; half open until none is shed
 
-    The queue time of a class and of better ones decides whether the class is shed, so a backlog of LOW behind better
-    classes sheds LOW alone. CRITICAL is never shed. Every transition forgets all observations. Time passes only in
-    calls.
+    Queue times count for their class and lower ones, so a backlog of LOW sheds LOW alone. CRITICAL is never shed.
+    Each transition discards all observations. State changes only inside calls.
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:
         self._errors = Signal("error rate", "", error_rate)
-        # By level: each has the queue times of the classes that are served at that level.
+        # By level: queue times of the classes served at it.
         self._queue_times = [Signal("queue time", " s", queue_time_s) for _ in Priority]
         self.state = BreakerState.CLOSED
         self.level = 0
         self.num_shed = [0] * len(Priority)  # by class
         self._period = PERIOD_S
-        self._until = 0.0  # when the present state is judged, unless closed
+        self._until = 0.0  # when the state is judged
         self._num_probes = 0
         self._reason = ""
 
     def check(self, service_class: Priority, now: float) -> None:
-        """Raise `Busy` for a request of a class that is shed. Must be the last check: a passing probe counts."""
+        """Raise `Busy` if the class is shed. Call last, because an admitted probe counts."""
         self._advance(now)
         best_shed = _best_shed(self.level)
         if service_class < best_shed:
@@ -92,13 +87,13 @@ class Breaker:
         )
 
     def observe_end(self, failed: bool, now: float) -> None:
-        """Learn from an admitted request that ended; `failed` if by an error of the server."""
+        """Record an end; `failed` if by a server error."""
         if self._errors.limit is not None:
             self._errors.observe(float(failed))
             self._advance(now)
 
     def observe_queue_time(self, seconds: float, service_class: Priority, now: float) -> None:
-        """Learn from a request that arrived in this class and waited so long until its start, or still waits."""
+        """Record the time from arrival to start, or to now if waiting."""
         if self._queue_times[0].limit is not None:
             for signal in self._queue_times[: _best_shed(service_class)]:
                 signal.observe(seconds)
@@ -145,10 +140,9 @@ class Breaker:
             signal.mean, signal.count = 0.0, 0
 
     def _excess(self, level: int, min_ends: int, min_starts: int) -> float:
-        """Return how far the signals that count at a level are over their limits; 1 is at the limit."""
         return max(self._errors.excess(min_ends), self._queue_times[level].excess(min_starts))
 
 
 def _best_shed(level: int) -> int:
-    """Return the best class that is shed at a level; all below it are shed too. 5 at level 0: no class."""
+    """Return the best shed class; LOW + 1: none."""
     return Priority.LOW + 1 - level

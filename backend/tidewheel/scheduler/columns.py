@@ -1,5 +1,3 @@
-"""The running set as columns: one numpy array per counter, one entry per row."""
-
 from __future__ import annotations
 
 import heapq
@@ -14,28 +12,28 @@ from tidewheel.request import Request, RequestState
 from tidewheel.stats import EngineStats
 
 Int64Array = npt.NDArray[np.int64]
-RowArray = npt.NDArray[np.intp]  # numpy gathers by intp several times faster than by int32
+RowArray = npt.NDArray[np.intp]  # indexes several times faster than int32
 
 NEVER = -np.inf
-NO_STOP = -1  # pads `stop_token_ids`; no sampled token has this id
-NUM_RECENT = 128  # newest tokens of a row, kept as columns until they fill up
+NO_STOP = -1  # padding
+NUM_RECENT = 128  # tokens of a row before write-back
 
 
 class Gaps(NamedTuple):
-    """What the running rows have left to compute. Rows that wait for a token in flight to end them are left out."""
+    """Rows with tokens to compute, except rows that end in flight."""
 
-    decode_rows: RowArray  # one token is missing
+    decode_rows: RowArray  # one token missing
     decode_starts: Int32Array  # its position
-    chunk_rows: RowArray  # more than one
+    chunk_rows: RowArray  # several missing
 
 
 class TenantIds:
-    """Small numbers for the tenants of running rows, so that sums by tenant are vector operations."""
+    """Dense ids of running tenants, for vectorized sums."""
 
     def __init__(self, num_rows: int) -> None:
         self.ids: dict[str, int] = {}
-        self.names = [""] * num_rows  # by id
-        self._num_rows = [0] * num_rows  # by id
+        self.names = [""] * num_rows
+        self._num_rows = [0] * num_rows
         self._free = list(range(num_rows))
 
     def acquire(self, tenant: str) -> int:
@@ -55,14 +53,14 @@ class TenantIds:
 
 
 class Columns:
-    """Struct of arrays, so that a step costs a few vector operations and not a loop over attributes.
+    """Running requests as a struct of arrays, so that a step loops over no attributes.
 
-    *In flight* means scheduled and not yet applied. In every running row
+    *In flight* means scheduled and not applied. In every row
 
         num_computed_tokens + num_inflight_tokens <= num_tokens + num_inflight_samples <= max_num_tokens
 
-    The left side is the position scheduled next. The middle counts the row's tokens, with those that only the device
-    knows yet. The difference is left to compute.
+    The left side is the next position to schedule. The middle includes sampled tokens that only the device knows. The
+    difference is left to compute.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -71,31 +69,31 @@ class Columns:
         self.running: BoolArray = np.zeros(num_rows, dtype=np.bool_)
         self.num_prompt_tokens = _int32(num_rows)
         self.num_tokens = _int32(num_rows)
-        self.min_num_tokens = _int32(num_rows)  # stop ids count from here on
+        self.min_num_tokens = _int32(num_rows)  # stop ids count from here
         self.max_num_tokens = _int32(num_rows)
         self.num_computed_tokens = _int32(num_rows)
         self.num_inflight_tokens = _int32(num_rows)
         self.num_inflight_samples = _int32(num_rows)
-        self.num_slots = _int32(num_rows)  # tokens that the row's blocks can hold
-        self.num_grown_blocks = _int32(num_rows)  # blocks taken since the request entered
+        self.num_slots = _int32(num_rows)  # token capacity of the blocks
+        self.num_grown_blocks = _int32(num_rows)  # since entry
         self.last_token_times: npt.NDArray[np.float64] = np.full(num_rows, NEVER)
-        self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)  # newest step that names the row
-        self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # counts the requests that left the row
-        self.stop_token_ids: Int32Array = np.full((1, num_rows), NO_STOP, dtype=np.int32)  # [most ids, num_rows]
-        self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # of service; 0 if they do not count
+        self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)  # newest with the row
+        self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # requests that have left
+        self.stop_token_ids: Int32Array = np.full((1, num_rows), NO_STOP, dtype=np.int32)  # [max ids, num_rows]
+        self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # 0 if classes do not count
         self.arrival_times: npt.NDArray[np.float64] = np.zeros(num_rows)
-        self.sequences: Int64Array = np.zeros(num_rows, dtype=np.int64)  # numbers of the arrivals
+        self.sequences: Int64Array = np.zeros(num_rows, dtype=np.int64)
         self.num_preemptions = _int32(num_rows)
-        self.num_entered_tokens = _int32(num_rows)  # that the request had when it entered
-        self.num_shared_slots = _int32(num_rows)  # in blocks that the row found when it entered
-        self.tenant_ids = _int32(num_rows)  # of `tenants`
+        self.num_entered_tokens = _int32(num_rows)  # at entry
+        self.num_shared_slots = _int32(num_rows)  # at entry
+        self.tenant_ids = _int32(num_rows)
         self.tenants = TenantIds(num_rows)
         self.num_recent = _int32(num_rows)
-        self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)  # tokens not yet in the request
+        self._recent: Int32Array = np.zeros((num_rows, NUM_RECENT), dtype=np.int32)
         self._requests = np.full(num_rows, None, dtype=object)
-        self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # of the last call of `requests`
+        self._last_rows: RowArray = np.empty(0, dtype=np.intp)  # memo of `requests`
         self._last_requests: list[Request] = []
-        self._free_rows = list(range(num_rows))  # heap: low rows first keeps the tables of the runner compact
+        self._free_rows = list(range(num_rows))  # heap: low rows first keep the runner's tables compact
         self._left_rows: list[int] = []
 
     @property
@@ -106,7 +104,7 @@ class Columns:
         return cast(Request, self._requests[row])
 
     def requests(self, rows: RowArray) -> list[Request]:
-        """Return the requests of the rows. Do not change the list: the next call may return it again."""
+        """Return the requests of the rows, in a list that must not change."""
         if not (len(rows) == len(self._last_rows) and np.array_equal(rows, self._last_rows)):
             self._last_rows = rows
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
@@ -124,7 +122,7 @@ class Columns:
         num_slots: int,
         num_shared_slots: int,
     ) -> int:
-        """Give the request `next_free_row()`; return the row."""
+        """Give the request the lowest free row."""
         row = heapq.heappop(self._free_rows)
         num_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens[row] = num_prompt_tokens
@@ -155,7 +153,7 @@ class Columns:
         return row
 
     def write_back(self, row: int) -> Request:
-        """Bring the request's `output_token_ids` up to date; return the request."""
+        """Write recent tokens back to the request."""
         request = self.request(row)
         count = int(self.num_recent[row])
         if count:
@@ -164,13 +162,13 @@ class Columns:
         return request
 
     def write_back_some(self, step_id: int) -> None:
-        """Write back every `NUM_RECENT`th row: each has its turn before it is full."""
+        """Write back every `NUM_RECENT`th row, so that none overflows."""
         for row in range(step_id % NUM_RECENT, self.num_rows, NUM_RECENT):
             if self.num_recent[row]:
                 self.write_back(row)
 
     def leave(self, row: int) -> None:
-        """Free the row and write its figures to the request. Results in flight belong to a past epoch then."""
+        """Free the row and write it back. The new epoch invalidates results in flight."""
         request = self.write_back(row)
         request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
@@ -186,7 +184,6 @@ class Columns:
         self.tenants.release(request.tenant)
 
     def take_left_rows(self) -> Int32Array:
-        """Return the rows that requests left since the last call."""
         left = np.array(self._left_rows, dtype=np.int32)
         self._left_rows.clear()
         return left
@@ -199,21 +196,21 @@ class Columns:
         stats.num_wasted_slots = stats.num_taken_slots - int(self.num_tokens[running].sum())
 
     def num_own_slots(self, rows: RowArray) -> npt.NDArray[np.float64]:
-        """Return the slots of each row but those of blocks that it found when it entered."""
+        """Return slots outside the blocks shared at entry."""
         return (self.num_slots[rows] - self.num_shared_slots[rows]).astype(np.float64)
 
     def num_slots_of(self, tenant: str) -> int:
-        """Count the slots of the tenant's running rows. O(rows)."""
+        """Count the slots of a tenant's running rows. O(rows)."""
         tenant_id = self.tenants.ids.get(tenant, -1)
         return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
     def is_prefilling(self, row: int) -> bool:
-        """Return whether tokens that the request entered with are still to be scheduled."""
+        """Return whether tokens known at entry are unscheduled."""
         start = self.num_computed_tokens[row] + self.num_inflight_tokens[row]
         return bool(start < self.num_entered_tokens[row])
 
     def are_ending(self) -> BoolArray:
-        """Return which rows end by length with a token in flight, [num_rows]."""
+        """Return a mask [num_rows] of rows whose tokens in flight are their last."""
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
     def gaps(self) -> Gaps:
@@ -229,7 +226,7 @@ class Columns:
         self.last_step[rows] = step_id
 
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
-        """Append one sampled token to each row, none of which is full of recent ones; return their requests."""
+        """Append one sampled token to each row. Recent tokens must have room."""
         num_tokens = self.num_tokens.take(rows) + 1
         self.num_tokens[rows] = num_tokens
         self.num_inflight_samples[rows] -= 1

@@ -1,5 +1,3 @@
-"""Applies the answer to a batch: tokens, hashes, ends."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -15,18 +13,16 @@ from tidewheel.scheduler.state import State
 
 
 class InFlight(NamedTuple):
-    """A scheduled batch that is not yet applied."""
-
     step_id: int
     rows: RowArray  # [n]
-    epochs: Int64Array  # [n] of these rows when the batch was scheduled
+    epochs: Int64Array  # [n] at scheduling
     scheduled_at: float  # seconds
-    num_started_tokens: int  # prompt tokens of the requests that started with it
-    oldest_start: float | None  # earliest arrival among them; None: no request started
+    num_started_tokens: int  # prompt tokens of starting requests
+    oldest_start: float | None  # their earliest arrival; None: none
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
-    """Raise `InternalError` unless the runner answered this batch, with a token for each row that samples."""
+    """Raise `InternalError` if the answer is for another batch or lacks tokens."""
     if sampled.step_id != batch.step_id or len(sampled.token_ids) != len(batch.rows):
         raise InternalError(
             f"step {batch.step_id} with {len(batch.rows)} rows was answered with "
@@ -40,7 +36,7 @@ def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 def commit_step(
     state: State, batch: ScheduledBatch, step: InFlight, sampled: SampledTokens, now: float
 ) -> StepOutputs:
-    """Apply an answer. Rows that changed hands since the batch was scheduled are skipped."""
+    """Apply the answer to requests that are still in their rows."""
     ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
     _commit_computed(state, batch, step.rows, live)
@@ -60,7 +56,6 @@ def commit_step(
 
 
 def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: float) -> list[Request]:
-    """End the requests whose logits were not finite, without trusting what they hold in the cache."""
     failed = []
     for index in (sampled.token_ids == SampledTokens.NOT_FINITE).nonzero()[0].tolist():
         row = int(step.rows[index])
@@ -76,9 +71,9 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
 
 
 def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    """Count computed tokens. From then on other requests can find the blocks of tokens that a row entered with.
+    """Count computed tokens and publish blocks of tokens known at entry.
 
-    Blocks that decoding fills are hashed when the request leaves its row: no other request wants them earlier.
+    Blocks filled by decoding are hashed when the request leaves: nothing needs them earlier.
     """
     columns = state.columns
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
@@ -91,16 +86,15 @@ def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: 
 
 
 def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray) -> None:
-    """Charge tenants one token for each of their rows."""
     num_tokens = np.bincount(columns.tenant_ids.take(rows))
     for tenant_id in num_tokens.nonzero()[0].tolist():
         counters.charge(columns.tenants.names[tenant_id], 0, int(num_tokens[tenant_id]))
 
 
 def _find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
-    """Return index and reason of each row that ends with its newest token.
+    """Return index and reason of each row that ends.
 
-    The sampler masks stop ids until `min_tokens` are there; the check here guards against one that does not.
+    Checks `min_tokens` too, in case the sampler does not.
     """
     num_tokens = columns.num_tokens.take(rows)
     is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
@@ -114,7 +108,6 @@ def _find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[
 
 
 def _select(logprobs: dict[int, TopLogprobs] | None, sampling: BoolArray) -> dict[int, TopLogprobs] | None:
-    """Return the log-probabilities by position among the rows that sample."""
     if not logprobs:
         return None
     sources = sampling.nonzero()[0].tolist()

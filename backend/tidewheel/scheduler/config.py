@@ -1,5 +1,3 @@
-"""Settings of the scheduler."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -20,41 +18,37 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits in sequences, tokens, requests and seconds. Raises `ConfigError` naming the setting and the value."""
+    """Scheduler settings. Raises `ConfigError` with name and value."""
 
     max_num_seqs: int
-    max_num_batched_tokens: int  # token budget of a step
+    max_num_batched_tokens: int  # token budget per step
     max_model_len: int
     max_waiting_requests: int
     max_waiting_tokens: int
-    max_inflight_steps: int = 1  # batches scheduled and not yet applied: 1, or 2 to overlap host and device
-    watermark: float = 0.01  # share of the pool that an admission leaves free, so that running requests can grow
+    max_inflight_steps: int = 1  # 1, or 2 to overlap host and device
+    watermark: float = 0.01  # share of the blocks that an admission leaves free
 
-    # order of service
     policy: str = "priority"
-    ageing_s: float = 10.0  # a waiting request is lifted one class each time this passes, to HIGH at most
+    ageing_s: float = 10.0  # waiting time that lifts a request one class, up to HIGH
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
-    cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
-    predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
+    cache_aware_order: bool = True  # longest cached prefix first in a class, until others waited `ageing_s`
+    predictor_prior_tokens: int = 128  # output length assumed at first
 
-    # the breaker opens above these; None: never
+    # The breaker opens above these; None: never.
     breaker_error_rate: float | None = None
     breaker_queue_time_s: float | None = None
 
-    # room to grow, and preemption
-    admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
+    admit_by_growth: bool = True  # admit only if running requests probably find room to grow
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
-    max_preemptions: int = 4  # of one request, while another victim can be found
-    swap_seconds_per_block: float | None = None  # of one copy to or from the host tier; None: there is none
-    long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; None: the budget
+    max_preemptions: int = 4  # per request, while there are other victims
+    swap_seconds_per_block: float | None = None  # per copy to or from host; None: no host tier
+    long_prefill_token_threshold: int | None = None  # prompt tokens per request and step; None: the budget
 
-    # when waiting requests may join
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
-    # control
-    target_tpot_s: float | None = None  # the token budget is moved to hold it; None: it is fixed
-    enable_seqs_governor: bool = False  # moves the number of running requests between 1 and max_num_seqs
-    governor_target_latency_s: float | None = None  # of a step, for the governor; None: it looks at memory alone
+    target_tpot_s: float | None = None  # adapts the token budget; None: fixed
+    enable_seqs_governor: bool = False  # adapts running requests, up to max_num_seqs
+    governor_target_latency_s: float | None = None  # limit of the step time; None: memory only
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -75,12 +69,12 @@ class SchedulerConfig:
 
     @property
     def num_rows(self) -> int:
-        """Return how many requests run at most: no more than the budget, which gives every row a token in a step."""
+        """Most running requests; the budget gives each a token."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def max_chunk_tokens(self) -> int:
-        """Return the most tokens of one request in a step."""
+        """Most tokens of one request per step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     def limits_of(self, tenant: str) -> TenantLimits:

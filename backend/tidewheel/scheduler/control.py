@@ -1,4 +1,4 @@
-"""What the scheduler learns from its steps, and the limits of the next one."""
+"""Step limits, learned from earlier steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ _BUSY_SECONDS = 1.0  # time constant of the busy fraction
 
 
 class Control:
-    """Sets token budget, running requests and joins of each step."""
-
     def __init__(self, config: SchedulerConfig, keep_free: int) -> None:
         self._config = config
         self._keep_free = keep_free
@@ -33,8 +31,7 @@ class Control:
         self._busy = 0.0
 
     def limits(self, waiting: WaitingSet, num_running: int, now: float) -> StepLimits:
-        """Return the limits of the step that is scheduled now."""
-        budget = max(self.knobs.token_budget, num_running + 1)  # every row decodes, and a prompt always progresses
+        budget = max(self.knobs.token_budget, num_running + 1)  # each row decodes, one prompt progresses
         return StepLimits(
             min(budget, self._config.max_num_batched_tokens),
             self._config.max_chunk_tokens,
@@ -44,10 +41,7 @@ class Control:
         )
 
     def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
-        """Learn from a batch that was applied.
-
-        Of two in flight, the device had the second one from the end of the first.
-        """
+        """Learn from an applied batch. A second one in flight starts when the first ends."""
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
         self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
@@ -71,6 +65,6 @@ class Control:
 
     def _max_joins(self, waiting: WaitingSet, num_running: int, now: float) -> int:
         oldest = waiting.oldest_arrival
-        limit = max(self.knobs.max_num_seqs, num_running)  # a limit that was lowered ends no request
+        limit = max(self.knobs.max_num_seqs, num_running)  # lowering the limit ends no request
         view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
         return self.strategy.max_joins(now, view)

@@ -1,5 +1,3 @@
-"""Deadlines: which requests are refused because they could not keep one, and which end because it has passed."""
-
 from __future__ import annotations
 
 from tidewheel.errors import DeadlineExceeded
@@ -11,9 +9,9 @@ from tidewheel.scheduler.step_time import ServiceEstimate
 def check_deadline(
     state: State, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
 ) -> None:
-    """Raise `DeadlineExceeded` if the deadline has passed, or comes before the first token is expected.
+    """Raise `DeadlineExceeded` if the deadline has passed or precedes the expected first token.
 
-    An idle engine lets every request try that still has time.
+    An idle engine tries every request with time left.
     """
     if request.deadline is None:
         return
@@ -39,9 +37,9 @@ def check_deadline(
 
 
 def num_tokens_ahead(state: State, service_class: Priority) -> int:
-    """Count prompt tokens that are sure to be served before a newcomer of the class.
+    """Count prompt tokens certain to be served before a newcomer of the class.
 
-    It may overtake its class where that is not served by arrival, and everything where tenants take turns.
+    Its own class counts only if served by arrival. Nothing is certain if tenants take turns.
     """
     policy, waiting = state.policy, state.waiting
     if policy.by_tenant:
@@ -52,7 +50,6 @@ def num_tokens_ahead(state: State, service_class: Priority) -> int:
 
 
 def expire(state: State, now: float) -> list[Request]:
-    """End the requests whose deadline has passed; return them."""
     expired = []
     for _, _, request in state.deadlines.pop_due(now):
         reason = FinishReason.DEADLINE

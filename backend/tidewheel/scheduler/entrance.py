@@ -1,5 +1,3 @@
-"""The way in: every check that a newcomer has to pass, and what is learned from requests that start and end."""
-
 from __future__ import annotations
 
 import math
@@ -20,7 +18,7 @@ from tidewheel.stats import WaitingRoom
 
 
 class Entrance:
-    """Owns what admission goes by: pace, rates of tenants, breaker, predicted lengths."""
+    """Admission checks, which learn from starts and ends."""
 
     def __init__(self, config: SchedulerConfig, state: State, estimate: ServiceEstimate) -> None:
         self._config = config
@@ -35,10 +33,10 @@ class Entrance:
         self.predictor = state.predictor
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Let all of the requests wait, or none, and raise an error; return the requests that lost their place.
+        """Queue all requests, which share prompt and limits, or raise; return the evicted ones.
 
-        They share prompt and limits. `InvalidRequest` comes first: what can never work is not told to come back. A
-        class above what their tenant may ask for is lowered.
+        The tenant's limits lower their class. `InvalidRequest` precedes `Busy`, so that no client retries the
+        impossible.
         """
         tenant, count = requests[0].tenant, len(requests)
         self._tenant_counts.observe_arrival(tenant, count)
@@ -51,7 +49,6 @@ class Entrance:
             raise
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
-        """Count requests by tenant that a front end has refused."""
         for tenant, count in refused.items():
             self._tenant_counts.observe_arrival(tenant, count)
             self._tenant_counts.observe_refusal(tenant, count)
@@ -78,7 +75,6 @@ class Entrance:
         return self._admission.room(self._state.waiting, now)
 
     def observe_starts(self, requests: list[Request], now: float) -> None:
-        """Note requests that were scheduled for the first time."""
         stats = self._state.stats
         for request in requests:
             seconds = max(now - request.arrival_time, 0.0)
@@ -90,8 +86,10 @@ class Entrance:
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
     def observe_ends(self, requests: list[Request], now: float) -> None:
-        """Settle ended requests. Only outputs that ended by themselves teach how long outputs are; refusals and
-        cancels say nothing about the health of the engine."""
+        """Settle ended requests.
+
+        Only STOP and LENGTH teach lengths. Refusals and cancels say nothing about engine health.
+        """
         for request in requests:
             self._tenants.settle(request, now)
             self._tenant_counts.observe_end(request)
@@ -115,7 +113,7 @@ class Entrance:
             seen.add(request.request_id)
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
-        """Refuse for deadline, rate or overload; `num_tokens` is what each request is expected to use."""
+        """Raise `DeadlineExceeded` or `Busy`, or reserve `num_tokens` per request."""
         request, count = requests[0], len(requests)
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)
@@ -132,7 +130,7 @@ class Entrance:
         self._tenants.reserve(requests, num_tokens, now)
 
     def _observe_oldest(self, now: float) -> None:
-        """Tell the breaker of requests that wait too long before they start: they may never start."""
+        """Report long waits to the breaker: such requests may never start."""
         limit = self._config.breaker_queue_time_s
         for service_class in Priority if limit is not None else ():
             oldest = self._state.waiting.oldest(service_class)
@@ -141,7 +139,6 @@ class Entrance:
                 self.breaker.observe_queue_time(seconds, oldest.priority, now)
 
     def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
-        """End a waiting request and its followers; return them."""
         state = self._state
         error = self._admission.eviction(victim, service_class, state.waiting, now)
         members = [*victim.followers, victim]

@@ -1,5 +1,3 @@
-"""Events that time brings: deadlines, and changes of class."""
-
 from __future__ import annotations
 
 import heapq
@@ -14,15 +12,14 @@ _SLACK = 64
 
 class Event(NamedTuple):
     time: float  # seconds, monotonic
-    number: int  # breaks ties, in the order of the pushes
+    number: int  # order of pushes, breaks ties
     request: Request
 
 
 class EventHeap:
-    """Events in the order of their times.
+    """Timed events: deadlines and changes of class.
 
-    Dead events stay until their time comes, or until they are the larger half. So the heap is bounded by the
-    unfinished requests, and no removal costs anything.
+    Dead events stay until due or until they are the larger half. Removal is free, and size is O(unfinished requests).
     """
 
     def __init__(self, is_live: Callable[[Event], bool]) -> None:
@@ -32,11 +29,11 @@ class EventHeap:
 
     @property
     def next_time(self) -> float:
-        """Time of the first event, live or dead; infinity if there is none."""
+        """Time of the first event, live or dead; else infinity."""
         return self._heap[0].time if self._heap else math.inf
 
     def push(self, time: float, request: Request, num_unfinished: int) -> None:
-        """Add an event. At most `num_unfinished` requests may have a live event here, each at most one."""
+        """Add an event. `num_unfinished` requests may have one live event each."""
         if len(self._heap) >= 2 * num_unfinished + _SLACK:
             self._heap = [event for event in self._heap if self._is_live(event)]
             heapq.heapify(self._heap)
@@ -44,7 +41,7 @@ class EventHeap:
         heapq.heappush(self._heap, Event(time, self._num_pushed, request))
 
     def pop_due(self, now: float) -> Iterator[Event]:
-        """Yield live events whose time has come. More may be pushed meanwhile."""
+        """Yield due live events, including events pushed meanwhile."""
         while self._heap and self._heap[0].time <= now:
             event = heapq.heappop(self._heap)
             if self._is_live(event):

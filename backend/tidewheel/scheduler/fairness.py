@@ -1,46 +1,41 @@
-"""Fair shares between tenants: the virtual token counter."""
-
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 
-INPUT_WEIGHT = 1.0  # cost of a prompt token
-OUTPUT_WEIGHT = 2.0  # cost of an output token
-MAX_IDLE_TENANTS = 4096  # whose counters are remembered
+INPUT_WEIGHT = 1.0  # per prompt token
+OUTPUT_WEIGHT = 2.0  # per output token
+MAX_IDLE_TENANTS = 4096  # remembered
 
-_MIN_STALE = 64  # heap entries of inactive tenants before they are removed
+_MIN_STALE = 64  # before a rebuild
 
 
 class VirtualCounters:
-    """Service that each tenant has received, in weighted tokens over its weight; the least served goes first.
+    """Weighted Virtual Token Counter: the least served tenant goes first.
 
-    The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), with weights
-    (its section on weighted VTC). A tenant is *active* while it has waiting requests. It pays for what it is given:
+    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A tenant with waiting requests is *active*.
+    Service costs
 
         (input weight · prompt tokens + output weight · output tokens) / weight of the tenant
 
-    A tenant that becomes active is lifted to the least counter of the active ones or, if there are none, of the
-    tenant that was active last. So no tenant saves up service by staying away. The service of two active tenants
-    differs by at most 2U, with U the larger of the cost of the longest prompt and the cost of the output that all
-    running requests may produce.
+    Activation lifts a tenant to the least active counter, or else to the last active tenant's, so absence saves up
+    nothing. The service of active tenants differs by at most 2U: U is the larger of the costs of the longest prompt
+    and of all outputs of running requests.
 
-    A call costs O(log tenants), amortised: counters only grow, so a heap entry is brought up to date when it comes to
-    the top. Beyond `MAX_IDLE_TENANTS` idle tenants, the ones with the least counters are forgotten. One that is not
-    above the floor loses nothing by it: the lift would bring it there anyway.
+    Calls cost O(log tenants) amortised: counters only grow, so heap entries are updated at the top. Beyond
+    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten; at the floor that loses nothing.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
         self.weight = weight
         self._counters: dict[str, float] = {}
-        self._active: dict[str, int] = {}  # order of activation: breaks ties
+        self._active: dict[str, int] = {}  # activation order, breaks ties
         self._heap: list[tuple[float, int, str]] = []
         self._num_activations = 0
-        self._floor = 0.0  # least counter of the active tenants, or of the last one
-        self._last = ""  # the tenant that was active last, when none is
+        self._floor = 0.0  # least active counter, or the last
+        self._last = ""  # last active tenant
 
     def activate(self, tenant: str) -> None:
-        """Note that the tenant has waiting requests. Changes nothing if it is active."""
         if tenant in self._active:
             return
         self._refresh()
@@ -53,7 +48,6 @@ class VirtualCounters:
             heapq.heapify(self._heap)
 
     def deactivate(self, tenant: str) -> None:
-        """Note that the tenant has no waiting requests. Changes nothing if it is not active."""
         if self._active.pop(tenant, None) is None:
             return
         if not self._active:
@@ -65,21 +59,20 @@ class VirtualCounters:
                 del self._counters[name]
 
     def charge(self, tenant: str, num_input: int, num_output: int) -> None:
-        """Charge the tenant, active or not, for tokens."""
         cost = (INPUT_WEIGHT * num_input + OUTPUT_WEIGHT * num_output) / self.weight(tenant)
         self._counters[tenant] = self._counters.get(tenant, self._floor) + cost
 
     def counter(self, tenant: str) -> float:
-        """Return the counter that the tenant would have if it became active now."""
+        """Return the counter that activation would set."""
         return max(self._counters.get(tenant, 0.0), self._floor)
 
     def least(self) -> str | None:
-        """Return the active tenant that is served next: least counter, then longest active. None if none is."""
+        """Return the least served active tenant, or None."""
         self._refresh()
         return self._heap[0][2] if self._heap else None
 
     def _refresh(self) -> None:
-        """Bring the least active tenant, at its present counter, to the top of the heap; the floor follows it."""
+        """Bring the least active counter to the top of the heap, up to date, and the floor to it."""
         heap = self._heap
         while heap:
             counter, order, tenant = heap[0]

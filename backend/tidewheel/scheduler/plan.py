@@ -1,5 +1,3 @@
-"""A batch while it is put together."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,13 +13,11 @@ from tidewheel.scheduler.policy import Rank
 
 
 class StepLimits(NamedTuple):
-    """Limits of one step."""
-
     token_budget: int
-    max_chunk_tokens: int  # of one request
-    max_running: int  # no request enters beyond; running ones stay
-    max_joins: int  # of requests that never started
-    keep_free: int  # blocks that an admission leaves free while others run
+    max_chunk_tokens: int  # per request
+    max_running: int  # for entering only
+    max_joins: int  # requests that never started
+    keep_free: int  # blocks that an admission leaves while others run
 
 
 class Chunk(NamedTuple):
@@ -32,33 +28,33 @@ class Chunk(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A chunk that the budget cuts short."""
+    """Chunk that the budget cuts short."""
 
-    position: int  # among the chunks
-    num_missing: int  # tokens of the request that are not computed
-    level: Rank  # highest one that may go ahead of the rest
+    position: int  # index of the chunk
+    num_missing: int  # uncomputed tokens of the request
+    level: Rank  # largest that may share the budget
 
 
 class StepPlan:
-    """Rows and block-table entries of the next batch, within a token budget.
+    """Next batch, within a token budget.
 
-    A prompt that does not fit in the rest of the budget takes half of it. The other half is for requests behind it
-    that are of its level and have less than half as much to compute: with half of every step they end before it
-    would, so they gain more than it loses. What they do not take goes back to it.
+    A prompt that exceeds the budget left takes half of it. The other half goes to requests behind it, of its level,
+    with less than half as much to compute. They end before it would and gain more than it loses. What they leave
+    returns to it.
     """
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
-        self.token_budget = limits.token_budget  # tokens that are left of it
-        self.num_joined = 0  # requests that joined, followers of a leader included
+        self.token_budget = limits.token_budget  # left
+        self.num_joined = 0  # including followers
         self.started: list[Request] = []  # for the first time
         self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
-        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decoding rows that need a block
-        self.num_sitting_out = 0  # rows that need a block and get none
-        self.is_scarce = False  # blocks ran out for running rows: only CRITICAL requests enter in this step
+        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decode rows that need a block
+        self.num_sitting_out = 0  # decode rows that get none
+        self.is_scarce = False  # only CRITICAL requests enter
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
-        self._cut: Cut | None = None  # the last one
+        self._cut: Cut | None = None
         self._new_rows: list[NewRow] = []
         self._block_rows: list[int] = []
         self._block_indices: list[int] = []
@@ -73,17 +69,16 @@ class StepPlan:
         return not len(self.decode_rows) and not self._chunks
 
     def set_decodes(self, rows: RowArray, starts: Int32Array, growing_rows: RowArray) -> None:
-        """Schedule one token for each of `rows`, of which the growing ones need a block first."""
         self.decode_rows, self._decode_starts = rows, starts
         self.growing_rows = growing_rows
         self.token_budget -= len(rows)
 
     def num_blocks_kept(self, num_running: int) -> int:
-        """Return how many blocks an admission must leave free: for rows that grow, and the watermark."""
+        """Return the blocks that an admission must leave free."""
         return len(self.growing_rows) + self.num_sitting_out + (self.limits.keep_free if num_running else 0)
 
     def drop_decodes(self, victims: list[int]) -> None:
-        """Take rows out that have left since `set_decodes`."""
+        """Remove rows that left since `set_decodes`."""
         if not victims:
             return
         stays = ~np.isin(self.decode_rows, victims)
@@ -97,19 +92,18 @@ class StepPlan:
 
     @property
     def chunk_ends(self) -> dict[int, int]:
-        """End position of each row's chunk."""
         return {chunk.row: chunk.start + chunk.num_tokens for chunk in self._chunks}
 
     def may_share(self, level: Rank) -> bool:
-        """Return whether a request of this level may have tokens that a long prompt ahead of it leaves."""
+        """Return whether the level may share a cut prompt's budget."""
         return self._cut is None or level <= self._cut.level
 
     def is_short(self, num_missing: int) -> bool:
-        """Return whether a request with so many tokens to compute is short enough to have such tokens."""
+        """Return whether so few tokens may share a cut prompt's budget."""
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
-        """Schedule as much of ``[start, end)`` as one request may have, and half of a budget that would cut it."""
+        """Schedule what one request may have, or half of a budget that cuts it."""
         num_tokens = min(end - start, self.limits.max_chunk_tokens)
         if end - start > self.token_budget <= self.limits.max_chunk_tokens:
             num_tokens = (self.token_budget + 1) // 2
@@ -118,7 +112,7 @@ class StepPlan:
         self.token_budget -= num_tokens
 
     def give_back(self) -> None:
-        """Give the rest of the budget to the prompt that was cut last; rows that left may have added to it."""
+        """Return unused budget to the last cut prompt."""
         if self._cut is not None:
             position, num_missing, _ = self._cut
             chunk = self._chunks[position]
@@ -130,7 +124,6 @@ class StepPlan:
         self._new_rows.append(new_row)
 
     def add_blocks(self, rows: Sequence[int], indices: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Add block-table entries: rows, logical indices, physical blocks."""
         self._block_rows += rows
         self._block_indices += indices
         self._block_ids += block_ids
@@ -162,7 +155,6 @@ class StepPlan:
 
 
 def new_row(request: Request) -> NewRow:
-    """Describe a request that takes a row to the runner."""
     token_ids = request.prompt_token_ids
     if request.output_token_ids:
         token_ids = np.concatenate((token_ids, _ids(request.output_token_ids)))

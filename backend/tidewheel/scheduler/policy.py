@@ -1,12 +1,12 @@
-"""Orders of service. A policy is a pure function from a request's present state to a key; the smallest is first.
+"""Orders of service: functions from a request to a key, smallest first.
 
-The key is taken when a request begins to wait and when its service class changes, not at every step. One order
-decides which request enters next, which gets the rest of the token budget, and which keeps its blocks.
+Keys are computed when a request begins to wait or changes class. The order decides which request enters next, gets
+the rest of the token budget, and keeps its blocks.
 
     fifo        arrival
     priority    service class, arrival
-    sjf         service class, predicted output that is left, arrival
-    deadline    service class, deadline (the soft one where there is no other; none: last), arrival
+    sjf         service class, predicted output left, arrival
+    deadline    service class, deadline (else soft, else last), arrival
     density     service class, compute per byte of KV (most first), arrival
     fair        least served tenant; its requests by service class, arrival
 """
@@ -21,16 +21,16 @@ from typing import NamedTuple
 from tidewheel.request import Request
 
 OrderKey = tuple[float, ...]
-Rank = tuple[float, ...]  # an order key, the arrival and its number: total, no two requests compare equal
+Rank = tuple[float, ...]  # key, arrival, arrival number: a total order
 
 
 class Policy(NamedTuple):
     key: Callable[[Request], OrderKey]
-    level_parts: int = 1  # leading parts of the key that make up the level of a request
-    by_class: bool = True  # classes count: for victims too, and a waiting CRITICAL makes room for itself
-    by_tenant: bool = False  # tenants take turns, and the key orders the requests of one
-    by_arrival: bool = False  # inside a class: a cached prefix may go ahead there
-    by_cache: bool = False  # the key reads `num_cached_tokens`: it is looked up when a request arrives
+    level_parts: int = 1  # leading parts of the key that are the level
+    by_class: bool = True  # classes count, for victims too; CRITICAL preempts
+    by_tenant: bool = False  # tenants take turns
+    by_arrival: bool = False  # within a class; cached prefixes may go ahead
+    by_cache: bool = False  # the key needs `num_cached_tokens` at arrival
 
 
 def _class(request: Request) -> OrderKey:
@@ -52,14 +52,13 @@ def _density(request: Request) -> OrderKey:
 
 
 def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached_tokens: int = 0) -> float:
-    """Return the tokens computed per token of KV held for one step.
+    """Return tokens computed per token of KV held for one step.
 
         compute    prompt - cached + output
-        memory     prompt · output + output² / 2        tokens held, summed over the steps of decoding
+        memory     prompt · output + output² / 2        tokens held, summed over decode steps
 
-    BlendServe (Zhao et al., 2024, arXiv:2411.16102) tells requests apart by compute over memory; this formula counts
-    the steps of Tidewheel. FLOPs per token and bytes per token of KV are the same for all requests of one model, so
-    the order needs neither. `num_output_tokens` is the predicted length; less than 1 counts as 1.
+    BlendServe (Zhao et al., 2024, arXiv:2411.16102) divides compute by memory. FLOPs and bytes per token are equal
+    for all requests, so the ratio needs neither. `num_output_tokens` is predicted, at least 1.
     """
     output = max(num_output_tokens, 1.0)
     compute = num_prompt_tokens - num_cached_tokens + output
@@ -79,9 +78,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 
 def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Rank:
-    """Return the request's place. A preempted request keeps its arrival, so it returns ahead of its class.
+    """Return the place of a request; overdue ones precede their class, by arrival.
 
-    Overdue requests go by arrival, before the others of their class.
+    Preempted requests keep their arrival, so they return ahead of their class.
     """
     key = policy.key(request)
     if is_overdue and len(key) > 1:
@@ -90,11 +89,10 @@ def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Ra
 
 
 def level_of(policy: Policy, request: Request) -> Rank:
-    """Return the part of the rank that decides whether a short request shares the tokens of a long one ahead."""
     return request.rank[: policy.level_parts]
 
 
 def shared_level(policy: Policy, request: Request) -> Rank:
-    """Return the highest level that shares the tokens of this long request: an aged one leaves its class a share."""
+    """Return the largest level that shares this request's budget. An aged request shares with its old class."""
     level = level_of(policy, request)
     return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

@@ -1,5 +1,3 @@
-"""Predicted output lengths, learned from outputs that have ended."""
-
 from __future__ import annotations
 
 from array import array
@@ -10,28 +8,28 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-QUANTILE = 0.5  # the median has the least mean absolute error
+QUANTILE = 0.5  # least mean absolute error
 MAX_CELLS = 2048
-MIN_SEEN = 8.0  # outputs in a cell before it is believed
-NUM_KNOWN = 200  # ended outputs after which running ones tell nothing new
+MIN_SEEN = 8.0  # outputs before a cell counts
+NUM_KNOWN = 200  # ended outputs after which running ones are ignored
 
-_FORGET = 0.99  # weight that an output keeps at the next one of its cell: about the last 100 count
+_FORGET = 0.99  # per output: about the last 100 count
 _BINS_PER_OCTAVE = 4
-_NUM_BINS = 21 * _BINS_PER_OCTAVE  # outputs up to 2^21 tokens
-_MAX_SCALE = 1e12  # above it, the weights of a cell are scaled down
+_NUM_BINS = 21 * _BINS_PER_OCTAVE  # up to 2^21 tokens
+_MAX_SCALE = 1e12
 _ERROR_SMOOTHING = 0.01
 
 _EDGES: list[float] = [2.0 ** (index / _BINS_PER_OCTAVE) for index in range(_NUM_BINS + 1)]  # bin i: [edge i, i + 1)
 _LENGTHS = np.array(_EDGES)
 
-_Cell = tuple[str | None, int | None]  # tenant and prompt bucket; None: all of them
+_Cell = tuple[str | None, int | None]  # tenant and prompt bucket; None: all
 _Floats = npt.NDArray[np.float64]
 
 
 class Histogram:
-    """Output lengths in bins a quarter of an octave wide; older outputs count less and less.
+    """Output lengths in quarter-octave bins, with exponential forgetting.
 
-    Instead of fading all bins, each new output weighs 1 / `_FORGET` times the one before it.
+    Each output weighs 1 / `_FORGET` times the last, which spares fading all bins.
     """
 
     __slots__ = ("_scale", "_total", "_weights")
@@ -43,12 +41,11 @@ class Histogram:
 
     @property
     def num_seen(self) -> float:
-        """Faded count: at most 1 / (1 - `_FORGET`)."""
+        """Faded count, at most 1 / (1 - `_FORGET`)."""
         return self._total / self._scale
 
     @property
     def weights(self) -> _Floats:
-        """Outputs in each bin, older ones faded."""
         return np.array(self._weights) / self._scale
 
     def add(self, length: int) -> None:
@@ -61,7 +58,7 @@ class Histogram:
         self._total += self._scale
 
     def quantile(self, fraction: float) -> float:
-        """Return the length that a `fraction`, above 0, of the outputs does not exceed; lengths in a bin are even."""
+        """Return the length that a `fraction` > 0 of outputs does not exceed, linear within bins."""
         sums = list(accumulate(self._weights))
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
@@ -71,24 +68,23 @@ class Histogram:
 
 
 class OutputPredictor:
-    """Predicts the median output length of similar requests: one tenant, one prompt length up to a factor of two.
+    """Median output length by tenant and prompt length, within a factor of two.
 
-    A cell that has seen fewer than `MIN_SEEN` outputs is skipped. The next ones asked are all prompts of the tenant,
-    all tenants with that prompt length, all requests, and at last the prior. Outputs that were cut at `max_tokens`
-    count with the length they had.
+    Cells with fewer than `MIN_SEEN` outputs give way to the tenant, the prompt length, all requests, then the prior.
+    Outputs cut at `max_tokens` count as they are.
 
-    Memory is bounded whatever tenants clients name: `MAX_CELLS` cells of 84 bins; the least recently used go first.
+    Memory is bounded for any tenant names: `MAX_CELLS` cells of 84 bins, least recently used dropped first.
     """
 
     def __init__(self, prior_tokens: int) -> None:
         self._prior = float(prior_tokens)
-        self._cells: OrderedDict[_Cell, Histogram] = OrderedDict()  # of tenants; least recently used first
-        self._shared: dict[_Cell, Histogram] = {(None, None): Histogram()}  # of all tenants; one for each bucket
+        self._cells: OrderedDict[_Cell, Histogram] = OrderedDict()  # least recently used first
+        self._shared: dict[_Cell, Histogram] = {(None, None): Histogram()}  # all tenants, by bucket
         self.num_observed = 0
-        self.mean_abs_error = 0.0  # predicted to real length, tokens, smoothed over about the last 100 outputs
+        self.mean_abs_error = 0.0  # in tokens, over about the last 100 outputs
 
     def predict(self, tenant: str, num_prompt_tokens: int, max_tokens: int) -> float:
-        """Return output tokens, 1 to `max_tokens`."""
+        """Return output tokens in [1, `max_tokens`]."""
         bucket = num_prompt_tokens.bit_length()
         for cells, key in (
             (self._cells, (tenant, bucket)),
@@ -102,12 +98,11 @@ class OutputPredictor:
         return min(self._prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
-        """Return output lengths, ascending, and the share of all outputs that is longer than each.
+        """Return ascending output lengths and the share of outputs longer than each.
 
-        The estimate of Kaplan and Meier (1958): requests that still run, at lengths `running`, count as outputs of at
-        least that length. Without them the first outputs to end, the short ones, would stand for all. The more
-        outputs have ended, the less the running ones add; from `NUM_KNOWN` on they add nothing. Until `MIN_SEEN`
-        have ended, the prior fills up to as many, as outputs of a geometric length with twice its mean.
+        Kaplan-Meier estimate (1958): running requests count as outputs of at least their length. Without them, the
+        first, short outputs would stand for all. Their weight falls to 0 at `NUM_KNOWN` ended outputs. Below
+        `MIN_SEEN`, the prior fills in: geometric lengths with twice its mean.
         """
         prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self._prior)))
         ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
@@ -119,7 +114,6 @@ class OutputPredictor:
         return _LENGTHS, np.append(1.0, np.cumprod(1.0 - hazard))
 
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
-        """Learn from a request that ended by itself, and for which `predicted` tokens were expected."""
         for bucket in (num_prompt_tokens.bit_length(), None):
             cell = self._cells.pop((tenant, bucket), None) or Histogram()
             if len(self._cells) >= MAX_CELLS:

@@ -1,5 +1,3 @@
-"""The requests that wait for a row, in the order of a policy."""
-
 from __future__ import annotations
 
 import heapq
@@ -13,16 +11,15 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
 
-MAX_DISPLACED = 16  # waiting requests that one newcomer takes the place of
-MAX_LANES = 16  # tenants that are looked at when all requests of the one served next wait for something
-WINDOW = 64  # waiting requests whose cached prefixes are compared
+MAX_DISPLACED = 16  # per arrival
+MAX_LANES = 16  # tenants tried after the next one
+WINDOW = 64  # requests compared by cached prefix
 
 
 class SortedQueue:
-    """Requests by a unique key, in a sorted list.
+    """Requests in a list sorted by unique key.
 
-    An insert or a removal is a binary search and one `memmove` of pointers: for thousands of entries that is cheaper
-    than a heap with lazy deletion.
+    A change is a binary search and one `memmove`: for thousands of entries cheaper than a heap with lazy deletion.
     """
 
     def __init__(self) -> None:
@@ -47,43 +44,42 @@ class SortedQueue:
         del self._entries[index]
 
     def first_from(self, key: Rank) -> Request | None:
-        """Return the first request whose key is not smaller."""
+        """Return the first request with at least this key."""
         index = bisect_left(self._entries, (key,))
         return self._entries[index][1] if index < len(self._entries) else None
 
 
 class Lane(NamedTuple):
-    """Waiting requests in one order: those of one tenant, or all."""
+    """Waiting requests of one tenant or all."""
 
     new: SortedQueue  # never started
-    returning: SortedQueue  # preempted, or forked from a leader that has started
+    returning: SortedQueue  # preempted, or its leader has started
 
     def queue_of(self, request: Request) -> SortedQueue:
         return self.returning if request.has_begun else self.new
 
 
 class WaitingSet:
-    """Keeps waiting requests in lanes; a policy by tenant has one for each tenant, others have one.
+    """Waiting requests in lanes: one per tenant if tenants take turns, else one.
 
-    A group waits as one entry, its leader, and counts as many requests as it has.
+    A group is one entry, its leader, but counts all its requests.
     """
 
     def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
-        """Take the counters that decide between the lanes of a policy by tenant."""
         self._policy = policy
         self._counters = counters
         self._lanes: dict[str, Lane] = {}
-        self._ages = SortedQueue()  # new entries of all lanes: by class, then arrival
-        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new requests, by class
-        self._num_new: dict[str, int] = {}  # by tenant; by tenant only
-        self._crowds: list[tuple[float, str]] = []  # (new requests over weight, tenant), ascending; by tenant only
-        self.num_new = 0  # requests that never started: what admission bounds
+        self._ages = SortedQueue()  # new entries by class and arrival
+        self._new_tokens = dict.fromkeys(Priority, 0)  # prompt tokens of new requests
+        self._num_new: dict[str, int] = {}  # by tenant
+        self._crowds: list[tuple[float, str]] = []  # (new requests / weight, tenant), ascending
+        self.num_new = 0  # never started; bounded by admission
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield every entry; followers have none."""
+        """Yield all entries, without followers."""
         return (request for lane in self._lanes.values() for queue in lane for request in queue)
 
     @property
@@ -92,27 +88,25 @@ class WaitingSet:
 
     @property
     def lowest_class(self) -> int:
-        """The class from which on a newcomer takes no place; over LOW: any newcomer may take one."""
+        """First class that cannot displace waiting requests; LOW + 1: all can."""
         if self._counters is not None:
             return Priority.LOW + 1
         return next((request.service_class for request in reversed(self._ages)), 0)
 
     @property
     def oldest_arrival(self) -> float | None:
-        """Arrival of the new request that has waited longest."""
         return min((r.arrival_time for p in Priority if (r := self.oldest(p)) is not None), default=None)
 
     def oldest(self, service_class: Priority) -> Request | None:
-        """Return the first arrival among the new requests of a class."""
         request = self._ages.first_from((service_class,))
         return request if request is not None and request.service_class is service_class else None
 
     def num_tokens_ahead(self, service_class: int) -> int:
-        """Count prompt tokens of new requests in this class and better ones."""
+        """Count new prompt tokens of this class and better ones."""
         return sum(count for p, count in self._new_tokens.items() if p <= service_class)
 
     def push(self, request: Request) -> None:
-        """Add the request, with its group if it is new."""
+        """Add a request, with its followers if new."""
         request.rank = rank_of(self._policy, request)
         name = self._lane_of(request)
         if name not in self._lanes:
@@ -124,7 +118,6 @@ class WaitingSet:
             self.count(request, 1 + len(request.followers))
 
     def remove(self, request: Request) -> None:
-        """Take the request out, with its group if it is new."""
         name = self._lane_of(request)
         lane = self._lanes[name]
         self._take(lane, request)
@@ -136,7 +129,6 @@ class WaitingSet:
                 self._counters.deactivate(name)
 
     def count(self, request: Request, change: int) -> None:
-        """Change how many new requests the entry of this one stands for."""
         self.num_new += change
         self._new_tokens[request.service_class] += change * request.num_tokens
         if self._counters is None:
@@ -150,7 +142,7 @@ class WaitingSet:
             insort(self._crowds, ((before + change) / weight, name))
 
     def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
-        """Move the request, and its group, to a class; an overdue one goes by arrival there."""
+        """Move a request and its followers. Overdue ones go by arrival."""
         lane = self._lanes[self._lane_of(request)]
         self._take(lane, request)
         num_tokens = 0 if request.has_begun else (1 + len(request.followers)) * request.num_tokens
@@ -161,9 +153,9 @@ class WaitingSet:
         self._insert(lane, request)
 
     def candidates(self, *, with_new: bool) -> Iterator[Request]:
-        """Yield entries in the order in which they enter; without `with_new`, only those that return.
+        """Yield entries in order of service, tenant by tenant if tenants take turns.
 
-        Where tenants take turns, those of the tenant served next go first. The set must not change meanwhile.
+        The set must not change meanwhile.
         """
         for lane in self._next_lanes(with_new=with_new):
             if with_new and lane.returning:
@@ -172,16 +164,15 @@ class WaitingSet:
                 yield from lane.new if with_new else lane.returning
 
     def key(self, request: Request) -> Rank:
-        """Make ranks of running and waiting requests comparable at this moment."""
+        """Return a key that compares running and waiting requests now."""
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield new entries in the order in which `count` newcomers like this one take their places.
+        """Yield entries in the order in which `count` newcomers displace them, at most `MAX_DISPLACED`.
 
-        The lowest class goes first, in it the newest; never one of the newcomer's class or a better one. Where
-        tenants take turns, the tenant that has most waiting over its weight gives places, while that is more than
-        the newcomer's tenant would have; after that the newcomer's own tenant gives those of lower classes. No more
-        than `MAX_DISPLACED` may be taken.
+        Only lower classes are displaced, lowest and newest first. If tenants take turns, the tenant with most waiting
+        over its weight gives way first, in any class, while it has more than the newcomer's tenant would. Then the
+        newcomer's tenant gives lower classes.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)
@@ -219,7 +210,7 @@ class WaitingSet:
         return "" if self._counters is None else request.tenant
 
     def _next_lanes(self, *, with_new: bool) -> Iterator[Lane]:
-        """Yield the lanes in the order in which their tenants are served. The first one is cheap to find."""
+        """Yield lanes in order of service."""
         if self._counters is None or not self._lanes:
             yield from self._lanes.values()
             return
@@ -230,7 +221,7 @@ class WaitingSet:
             yield self._lanes[name]
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(waiting requests)."""
+        """Raise `InternalError` if anything is broken. O(waiting requests)."""
         new = [request for lane in self._lanes.values() for request in lane.new]
         returning = [request for lane in self._lanes.values() for request in lane.returning]
         require(all(lane.new or lane.returning for lane in self._lanes.values()), "an empty lane is left over")
@@ -252,9 +243,9 @@ class WaitingSet:
 def next_in_line(
     waiting: Iterator[Request], num_cached_tokens: Callable[[Request], int], *, before: float, by_tenant: bool
 ) -> Request | None:
-    """Return the one with the longest cached prefix among the first `WINDOW` of one class, `by_tenant` of one tenant.
+    """Return the request with the longest cached prefix of the first `WINDOW` in the first one's class.
 
-    The first one is not overtaken if it has begun, or arrived `before` that time.
+    With `by_tenant`, only its tenant competes. The first keeps its turn if it has begun or arrived by `before`.
     """
     first = next(waiting, None)
     if first is None or first.has_begun or first.arrival_time <= before:
@@ -267,7 +258,7 @@ def next_in_line(
 
 
 def _lower(queue: SortedQueue, service_class: Priority) -> Iterator[Request]:
-    """Yield requests of lower classes, the last first."""
+    """Yield lower classes, last first."""
     return takewhile(lambda request: request.service_class > service_class, reversed(queue))
 
 

@@ -1,8 +1,8 @@
-"""The decisions of one step: which rows get how many tokens and blocks, which leave, and which requests enter.
+"""Plan of one step.
 
-Requests enter in the order of the policy, and one that cannot enter is not overtaken: it would starve while smaller
-ones slip past it. Rows, blocks and tokens that running requests free go to it first. Two kinds do not hold up others:
-new requests that may not join yet by the strategy, and requests that wait a step for a prefix that a row computes.
+Requests enter in the order of the policy. A request that cannot enter is not overtaken, or smaller ones would starve
+it. Two kinds hold up nothing: new requests that the strategy keeps waiting, and requests that wait for a prefix under
+computation.
 """
 
 from __future__ import annotations
@@ -24,25 +24,19 @@ from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.victims import make_room_to_grow, victims_for
 
-MAX_DIGESTS = 1024  # of blocks of waiting requests, computed in one step to compare their cached prefixes
-MAX_SKIPPED = 16  # requests that wait for a prefix and are passed over in one step
+MAX_DIGESTS = 1024  # per step, to compare cached prefixes
+MAX_SKIPPED = 16  # per step
 
 
 class Entry(enum.Enum):
-    """What came of a request whose turn it was."""
-
     ENTERED = enum.auto()
-    SKIPPED = enum.auto()  # it waits for a prefix: those behind it may enter
-    MOVED = enum.auto()  # it has another place in the order now
+    SKIPPED = enum.auto()  # waits for a prefix; others may enter
+    MOVED = enum.auto()  # reordered
     BLOCKED = enum.auto()  # nothing enters behind it
 
 
 def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
-    """Give tokens first to rows that miss one, so that a long prompt never holds up a decode.
-
-    The rest of the budget goes to prompts in the order of the policy, running and waiting alike. A prompt that does
-    not fit shares it with short ones behind it, as `StepPlan` says.
-    """
+    """Plan decodes first, so that long prompts never delay them, then prompts in order."""
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts, now)
@@ -64,7 +58,7 @@ def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Arr
 
 
 def _grow(state: State, plan: StepPlan) -> None:
-    """Give a block to each row that needs one; admission has left enough."""
+    """Give each growing row a block; admission has left enough."""
     rows = plan.growing_rows
     if not len(rows):
         return
@@ -88,7 +82,7 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
             return
         row = request.row
         if row < 0:
-            continue  # a CRITICAL request took its place
+            continue  # preempted for a CRITICAL request
         start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
         end = int(columns.num_tokens[row])
         if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
@@ -98,21 +92,19 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
 
 
 class _Admission:
-    """Lets waiting requests enter, in order, while rows, budget and blocks last."""
-
     def __init__(self, state: State, plan: StepPlan, now: float) -> None:
         self._state = state
         self._plan = plan
         self._now = now
         self._is_open = True
         self._by_cache = state.is_cache_aware
-        self._growth: Growth | None = None  # made when the first request asks; CRITICAL ones do not ask
-        self._skipped: set[str] = set()  # ids of requests that wait for a prefix
+        self._growth: Growth | None = None  # made on demand
+        self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
-        self._cached: dict[str, int] = {}  # tokens of cached prefixes, by request id
+        self._cached: dict[str, int] = {}
 
     def run(self, before: Rank | None = None) -> None:
-        """Let requests enter that are served `before` this key, until one cannot."""
+        """Admit requests that precede this key, until one cannot enter."""
         while self._is_open and self._state.waiting:
             request = self._next()
             if request is None or (before is not None and self._state.waiting.key(request) >= before):
@@ -122,7 +114,7 @@ class _Admission:
                 self._skipped.add(request.request_id)
             self._is_open = len(self._skipped) < MAX_SKIPPED and (outcome is not Entry.BLOCKED or self._by_cache)
             if outcome is Entry.BLOCKED:
-                self._by_cache = False  # one that came earlier may fit
+                self._by_cache = False  # an earlier one may fit
 
     def _next(self) -> Request | None:
         state = self._state
@@ -134,7 +126,7 @@ class _Admission:
         return next(waiting, None)
 
     def _num_cached_tokens(self, request: Request) -> int:
-        """Return how much of the request is cached; 0 where that takes more digests than the step has left."""
+        """Return cached tokens; 0 if the step has too few digests left."""
         count = self._cached.get(request.request_id)
         if count is None:
             kv = self._state.kv
@@ -146,10 +138,7 @@ class _Admission:
         return count
 
     def _try(self, request: Request) -> Entry:
-        """Let the request enter if it can.
-
-        It takes blocks for all its tokens when it enters, so a prompt under way never runs out of blocks.
-        """
+        """Admit the request if possible, with blocks for all its tokens: no prompt under way runs out."""
         state, plan = self._state, self._plan
         if not self._has_turn(request):
             return Entry.BLOCKED
@@ -161,18 +150,18 @@ class _Admission:
         if not plan.is_short(request.num_tokens - hit.num_tokens):
             return Entry.BLOCKED
         if self._make_way(request, hit):
-            hit = state.find_hit(request)  # what the host tier had of it may be gone
+            hit = state.find_hit(request)  # offloading may have evicted its host blocks
         elif not self._has_room(request, hit):
             return Entry.BLOCKED
         return Entry.ENTERED if self._enter(request, hit) else Entry.BLOCKED
 
     def _has_turn(self, request: Request) -> bool:
-        """Return whether the request may have tokens of this step, if rows and blocks suffice."""
+        """Return whether the step has tokens for the request."""
         plan = self._plan
         if not plan.may_share(level_of(self._state.policy, request)):
             return False
         if self._may_make_way(request):
-            return plan.token_budget > 0 or not plan.has_chunks  # it may take the tokens of decodes
+            return plan.token_budget > 0 or not plan.has_chunks  # may take those of decodes
         return plan.token_budget > 0 and not plan.is_scarce and not self._needs_row()
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
@@ -191,7 +180,7 @@ class _Admission:
         return True
 
     def _has_room(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether there is a row, and blocks that running requests are not expected to need."""
+        """Return whether a row and blocks beyond the expected growth are free."""
         state, plan = self._state, self._plan
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
@@ -200,7 +189,7 @@ class _Admission:
         return self._growth.leaves_room(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
-        """Preempt lower classes for a CRITICAL request that cannot enter otherwise; return whether rows have left."""
+        """Preempt lower classes for a CRITICAL request; return whether rows left."""
         state, plan = self._state, self._plan
         if not self._may_make_way(request):
             return False
@@ -219,7 +208,7 @@ class _Admission:
         return not columns.num_free_rows or columns.num_running >= self._plan.limits.max_running
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a row computes what the request would compute too: all of it in this step, or most of it."""
+        """Return whether a row computes a prefix worth waiting for: in this step, or most of what is missing."""
         state = self._state
         num_blocks, row = state.kv.find_computing(request, hit)
         if not num_blocks:
@@ -230,7 +219,7 @@ class _Admission:
         reached = self._plan.chunk_ends.get(row, begins)
         if reached >= hit.num_blocks * state.kv.block_size + num_shared:
             return True
-        is_behind = state.service_key(row) > state.waiting.key(request)  # others might go ahead of it for ever
+        is_behind = state.service_key(row) > state.waiting.key(request)  # the row may starve
         return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
 
 

@@ -1,12 +1,11 @@
-"""Continuous batching: who computes how many tokens in the next step, and what the sampled tokens change.
+"""Continuous batching without prefill and decode phases.
 
-There are no prefill and decode phases. A running request has tokens, and computed tokens that catch up with them;
-each step spends a token budget on closing the gaps. Chunked prefill, prefix hits, the return of a preempted request
-and mixed batches are all that one rule.
+Each step spends a token budget on the gaps between tokens and computed tokens. Chunked prefill, prefix hits, return
+after preemption and mixed batches follow.
 
-`schedule` reserves and `apply` commits. Between the two a batch is *in flight*; with `max_inflight_steps` 2 the next
-one may be scheduled meanwhile, without knowing the tokens that the device is about to sample: ends by length are
-known ahead, other ends are found when the batch is applied, and the row's extra token is dropped.
+`schedule` reserves and `apply` commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next is
+scheduled before the sampled tokens are known. Ends by length are known ahead. Other ends show in `apply`, which drops
+the extra token.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tidewheel.stats import EngineStats, WaitingRoom
 
 
 class Scheduler:
-    """Owns every request from `add` to its one end. Not thread safe; reads no clock: `now` is monotonic seconds."""
+    """Owner of requests from `add` to their end. Not thread safe. `now` is monotonic seconds."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
@@ -42,7 +41,7 @@ class Scheduler:
         self._state = State(kv, config, self._control.preemption_cost)
         self._entrance = Entrance(config, self._state, self._control.estimate)
         self._in_flight: deque[InFlight] = deque()
-        self._now = 0.0  # of the newest call
+        self._now = 0.0
 
     @property
     def has_unfinished(self) -> bool:
@@ -58,29 +57,28 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Never started, and preempted."""
+        """New and preempted requests."""
         return self._state.num_waiting
 
     def add(self, request: Request, now: float) -> list[Request]:
-        """Accepts the request; the waiting requests that it took the place of, which have ended.
+        """Add a request; return the waiting requests evicted for it.
 
-        Or changes nothing and raises `InvalidRequest` (it can never run), `Busy` (not now) or `DeadlineExceeded`.
+        Raise `InvalidRequest` (never possible), `Busy` (not now) or `DeadlineExceeded`.
         """
         return self.add_group([request], now)
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Accepts all of them or none, as `add` does. They differ in id and seed alone; all but the first name it as
-        their `leader`, and wait until it has computed the prompt that they share."""
+        """Add all requests or none, like `add`.
+
+        They differ only in id and seed. All but the first name it as `leader` and wait for its prompt.
+        """
         self._now = now
         evicted = self._entrance.admit(requests, now)
         self._entrance.observe_ends(evicted, now)
         return evicted
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
-        """Ends the request in whatever state it is, also in flight; None if it is unknown or has ended.
-
-        No token of it is delivered afterwards.
-        """
+        """End a request in any state, without further tokens; None if unknown or finished."""
         request = self._state.requests.get(request_id)
         if request is not None:
             self._state.end(request, reason, self._now)
@@ -88,8 +86,10 @@ class Scheduler:
         return request
 
     def expire(self, now: float) -> list[Request]:
-        """Ends the requests whose deadline has passed: an error for those that never started, `FinishReason.DEADLINE`
-        and what they have for the others."""
+        """End requests past their deadline, and expire sessions.
+
+        Requests that never started get an error, others `FinishReason.DEADLINE` and their output.
+        """
         self._now = now
         self._state.kv.expire_sessions(now)
         expired = expire(self._state, now)
@@ -97,11 +97,11 @@ class Scheduler:
         return expired
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """Gives up what is kept for the session. Raises `NotFound`."""
+        """Drop the session. Raise `NotFound` if it is unknown."""
         self._state.kv.close_session(tenant, session_id)
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
-        """Ends every unfinished request with the error. Batches in flight are forgotten: they can't be applied."""
+        """End all requests with the error; forget batches in flight."""
         state = self._state
         self._in_flight.clear()
         state.last_applied = state.stats.num_steps - 1
@@ -114,7 +114,7 @@ class Scheduler:
         return failed
 
     def schedule(self, now: float) -> ScheduledBatch | None:
-        """The next step; None if nothing can run, or `max_inflight_steps` batches are in flight."""
+        """Return the next batch; None if nothing can run or `max_inflight_steps` are in flight."""
         if len(self._in_flight) >= self._config.max_inflight_steps:
             return None
         self._now = now
@@ -149,9 +149,9 @@ class Scheduler:
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
-        """What the oldest batch in flight brought.
+        """Apply the oldest batch in flight.
 
-        Raises `InternalError`, and changes nothing, for any other batch and for an answer that does not fit it.
+        Raise `InternalError`, without effect, for another batch or an unfit answer.
         """
         if not self._in_flight or self._in_flight[0].step_id != batch.step_id:
             raise InternalError(f"step {batch.step_id} is not the oldest one in flight")
@@ -168,11 +168,10 @@ class Scheduler:
         return outputs
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
-        """Count requests by tenant that a front end has refused, because the waiting set was full."""
+        """Count requests by tenant that a front end refused."""
         self._entrance.observe_refused(refused)
 
     def stats(self) -> EngineStats:
-        """Return a snapshot."""
         state, control = self._state, self._control
         stats = state.kv.update_stats()
         state.columns.update_stats(stats)
@@ -185,11 +184,11 @@ class Scheduler:
         return stats.snapshot()
 
     def room(self, now: float) -> WaitingRoom:
-        """How full the waiting set is. Cheap: asked at every step."""
+        """Return how full the waiting set is. Cheap."""
         return self._entrance.room(now)
 
     def check_invariants(self) -> None:
-        """Raises `InternalError` naming what is broken. O(blocks + requests): for tests and idle moments."""
+        """Raise `InternalError` if anything is broken. O(blocks + requests)."""
         state = self._state
         state.check_invariants()
         require(len(self._in_flight) <= self._config.max_inflight_steps, "too many batches in flight")

@@ -1,12 +1,12 @@
-"""How the class that a request is served in moves away from the one that it asked for.
+"""Changes of service class.
 
-* Ageing lifts a request one class each time it has waited `ageing_s`, to HIGH at most. A prompt under way ages too.
-  Where a class is not served by arrival (`sjf`, `deadline`, `density`), a request that has waited once more in HIGH,
-  or in CRITICAL, is *overdue*: it goes by arrival, before those of its class that are not. So no request starves.
-* A request drops one class, once, when its tenant is over its quota of blocks as it arrives or is about to enter.
-* A request drops one class when its soft deadline passes.
+* Ageing lifts a request one class per `ageing_s` of waiting, up to HIGH. Prompts under way age too. In classes not
+  served by arrival (`sjf`, `deadline`, `density`), a request that waits once more in HIGH or CRITICAL is *overdue*:
+  it goes by arrival, ahead of its class. So no request starves.
+* A request drops a class, once, if its tenant is over its block quota when it arrives or enters.
+* A request drops a class at its soft deadline.
 
-Ageing brings a dropped class back, except CRITICAL.
+Ageing restores a dropped class, except CRITICAL.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def dropped(service_class: Priority) -> Priority:
 
 
 def reclassify_due(state: State, now: float) -> None:
-    """Carry out the lifts and drops whose time has come. Followers go with their leader while they wait for it."""
+    """Apply due lifts and drops. Followers move with a leader they wait for."""
     for time, _, request in state.lifts.pop_due(now):
         if request.row >= 0 and not state.columns.is_prefilling(request.row):
             request.lift_time = None
@@ -41,7 +41,7 @@ def reclassify_due(state: State, now: float) -> None:
 
 
 def is_over_quota(state: State, request: Request) -> bool:
-    """Whether the request would take its tenant over its quota, with its running requests and sessions."""
+    """Return whether the request takes its tenant over quota, sessions included."""
     limit = state.config.limits_of(request.tenant).max_blocks
     if limit is None or request.was_over_quota:
         return False
@@ -49,7 +49,7 @@ def is_over_quota(state: State, request: Request) -> bool:
 
 
 def drop_over_quota(state: State, request: Request, now: float) -> bool:
-    """Drop a waiting request, and its followers, a class if its tenant is over its quota; whether it has moved."""
+    """Drop a request and followers a class if over quota; return whether it moved."""
     if not is_over_quota(state, request):
         return False
     for member in (request, *request.followers):

@@ -1,5 +1,3 @@
-"""Where every unfinished request is, and its moves from one place to another."""
-
 from __future__ import annotations
 
 from tidewheel.kvcache.hits import PrefixHit
@@ -17,16 +15,15 @@ from tidewheel.scheduler.step_time import PreemptionCost
 
 
 class State:
-    """Waiting set, running set and block tables; they change together, here and nowhere else.
+    """Waiting set, running set and block tables, changed together and only here.
 
         wait          → WAITING
         enter         WAITING, PREEMPTED → RUNNING
         preempt       RUNNING → PREEMPTED
         end           any → FINISHED
 
-    The followers of a group wait with their leader, outside of the waiting set, until it has computed their prompt.
-    When a request leaves its row while a batch in flight names it, its blocks are held until that batch is applied,
-    and the result is dropped, told by the row's epoch.
+    Followers wait with their leader, outside the waiting set, until it has computed their prompt. Blocks of a row
+    left in flight are held until the batch is applied, and the row's new epoch voids the result.
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig, preemption_cost: PreemptionCost) -> None:
@@ -40,36 +37,34 @@ class State:
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.waiting = WaitingSet(self.policy, self.virtual_counters)
         self.columns = Columns(config.num_rows)
-        self.requests: dict[str, Request] = {}  # unfinished, in order of arrival
-        self.stats = kv.stats  # one struct for the cache's figures and the scheduler's
-        self.last_applied = -1  # newest step that is not in flight any more
+        self.requests: dict[str, Request] = {}  # unfinished, by arrival
+        self.stats = kv.stats  # shared with the cache
+        self.last_applied = -1
         self.deadlines = EventHeap(_is_unfinished)
         self.soft_deadlines = EventHeap(_is_unfinished)
         self.lifts = EventHeap(_is_due_to_be_lifted)
-        self._leaders: dict[str, Request] = {}  # that run and have followers
+        self._leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
 
     @property
     def is_cache_aware(self) -> bool:
-        """Whether a long cached prefix goes ahead inside a class."""
+        """True if cached prefixes go ahead within a class."""
         return self.config.cache_aware_order and self.policy.by_arrival and self.policy.by_class
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
         return len(self.requests) - self.columns.num_running
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs and nothing waits: a newcomer would have the engine to itself."""
         return not self.requests
 
     def num_blocks_of(self, tenant: str) -> int:
-        """Count blocks of the tenant's running requests and sessions; a block in two of them counts twice."""
+        """Count blocks of running requests and sessions; shared ones count for each."""
         return self.columns.num_slots_of(tenant) // self.kv.block_size + self.kv.session_blocks(tenant)
 
     def wait(self, group: list[Request]) -> None:
-        """Let a leader and its followers begin to wait, as one."""
+        """Queue a group as one entry."""
         leader = group[0]
         leader.followers = group[1:]
         for request in group:
@@ -86,14 +81,14 @@ class State:
         self._schedule_lift(leader, since=leader.arrival_time)
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float) -> None:
-        """Move the request and its followers to another class, in which it has waited since then."""
+        """Move a request and its followers to a class, where they wait since `since`."""
         self._place(request, service_class)
         self._schedule_lift(request, since=since)
         for follower in request.followers:
             follower.service_class = service_class
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Find what is there already: in the cache, or in the row of its leader."""
+        """Find tokens in the cache or in the leader's row."""
         hit = self.kv.find_prefix(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:
@@ -104,7 +99,6 @@ class State:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def set_overdue(self, request: Request) -> None:
-        """Serve the request by arrival from now on: it has waited long in the best class that it may reach."""
         request.lift_time = None
         self._place(request, request.service_class, is_overdue=True)
 
@@ -118,7 +112,7 @@ class State:
         self.columns.classes[request.row] = self._class_that_counts(request)
 
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
-        """Give the request a row and blocks for all its tokens; return its block table, None if blocks are short."""
+        """Give the request a row and blocks; return its block table, None if blocks are short."""
         kv, columns = self.kv, self.columns
         row = columns.next_free_row()
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
@@ -142,7 +136,7 @@ class State:
         return list(blocks)
 
     def preempt(self, row: int, now: float) -> None:
-        """Send the row's request back to the waiting set; it keeps its output, and loses its blocks."""
+        """Queue the row's request again, with its output but no blocks."""
         request = self.columns.write_back(row)
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
@@ -156,7 +150,7 @@ class State:
         self._schedule_lift(request, since=now)
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
-        """End a request: the one place where that happens. Without `keep_cached`, what it computed is forgotten."""
+        """End a request; nothing else does. Without `keep_cached`, drop its blocks from the cache."""
         if request.state is RequestState.RUNNING:
             if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row
@@ -173,9 +167,9 @@ class State:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Let followers enter whose leader has computed their prompt but for the last token.
+        """Queue followers whose leader has computed the prompt but its last token.
 
-        Each follower computes that one itself and samples its first token from it.
+        Each follower computes that token itself and samples from it.
         """
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self._leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
@@ -210,7 +204,6 @@ class State:
         )
 
     def _leave(self, row: int, *, keep_cached: bool = True) -> None:
-        """Give back row and blocks; the blocks when no batch in flight names them any more."""
         columns = self.columns
         request = columns.write_back(row)
         self._leaders.pop(request.request_id, None)
@@ -223,15 +216,13 @@ class State:
 
     @property
     def has_in_flight(self) -> bool:
-        """Whether a batch was scheduled that is not yet applied."""
         return self.last_applied < self.stats.num_steps - 1
 
     def is_in_flight(self, row: int) -> bool:
-        """Whether a batch in flight names the row: its blocks come back only when that is applied."""
         return int(self.columns.last_step[row]) > self.last_applied
 
     def num_returning_blocks(self) -> int:
-        """Count the blocks that come back when the batches in flight are applied, at least. O(blocks returning)."""
+        """Return a lower bound on blocks returning from batches in flight. O(such blocks)."""
         departures = self.kv.departures()
         ending = self.columns.are_ending().nonzero()[0].tolist() if self.has_in_flight else []
         return self.kv.num_held_blocks + sum([departures.add(row) for row in ending])
@@ -244,7 +235,6 @@ class State:
         return request.service_class if self.policy.by_class else 0
 
     def service_key(self, row: int) -> Rank:
-        """Return where a running row stands among all, running and waiting."""
         return self.waiting.key(self.columns.request(row))
 
     def _schedule_lift(self, request: Request, *, since: float) -> None:
@@ -254,7 +244,7 @@ class State:
             self.lifts.push(request.lift_time, request, len(self.requests))
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(blocks + requests)."""
+        """Raise `InternalError` if anything is broken. O(blocks + requests)."""
         self.kv.check_invariants()
         self.columns.check_invariants()
         self.waiting.check_invariants()

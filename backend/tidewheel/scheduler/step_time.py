@@ -1,56 +1,51 @@
-"""Step times, learned from the steps, and what follows from them for waiting, prefill and preemption."""
-
 from __future__ import annotations
 
 import math
 
-_FORGET = 0.98  # weight that a step keeps at the next one: about the last 50 count
+_FORGET = 0.98  # per step: about the last 50 count
 _MIN_STEPS = 8
-_TIME_CONSTANT_S = 10.0  # in which evidence loses two thirds of its weight
-_MIN_BACKLOG_S = 0.5  # measured backlog before a pace is believed
-_MAX_FACTOR = 2.0  # a step counts as this many expected ones at most: a pause says nothing of the next step
+_TIME_CONSTANT_S = 10.0  # time constant of evidence
+_MIN_BACKLOG_S = 0.5  # before a pace counts
+_MAX_FACTOR = 2.0  # of the expected time: pauses predict nothing
 
 
 def _fade(now: float, last: float) -> float:
-    """Return the weight that evidence from `last` has now."""
     return math.exp(-max(now - last, 0.0) / _TIME_CONSTANT_S)
 
 
 class StepTime:
-    """``seconds ≈ overhead + seconds_per_token · chunk tokens``: least squares with exponential forgetting.
+    """Least squares with exponential forgetting: ``seconds ≈ overhead + seconds_per_token · chunk tokens``.
 
-    Chunk tokens belong to prompts and to requests that are computed again. Decoding rows are part of the overhead,
-    which follows their number as old steps are forgotten. Attention over earlier chunks of a prompt is part of the
-    slope, on average. Weighted means and covariances are updated in place (West, "Updating mean and variance
-    estimates", CACM 1979).
+    Chunk tokens are those of prompts and recomputed requests. Decoding rows are overhead, which follows their number
+    as old steps fade. Attention over earlier chunks is part of the slope, on average. Weighted means and covariances
+    are updated in place (West, "Updating mean and variance estimates", CACM 1979).
     """
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._last = 0.0  # when the last step ended, seconds
+        self._last = 0.0  # end of the last step
         self._weight = 0.0
         self._mean_tokens = 0.0
         self._mean_seconds = 0.0
-        self._var = 0.0  # weighted sum of squared deviations of the tokens
-        self._cov = 0.0  # and of deviations of tokens and seconds
+        self._var = 0.0  # weighted sum of squared token deviations
+        self._cov = 0.0  # same for tokens · seconds
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds per chunk token; 0 until enough steps were seen, with chunks of different lengths."""
+        """Slope; 0 until enough different chunks are seen."""
         is_known = self._num_steps >= _MIN_STEPS and self._var > self._weight
         return max(self._cov / self._var, 0.0) if is_known else 0.0
 
     def is_fresh(self, now: float) -> bool:
-        """Return whether enough steps were seen lately to predict the next ones."""
+        """Return whether recent steps suffice for predictions."""
         return self._weight * _fade(now, self._last) >= _MIN_STEPS
 
     def observe(self, num_chunk_tokens: int, seconds: float, now: float) -> None:
-        """Learn from a step that has ended now."""
         expected = self.seconds(num_chunk_tokens)
         if self._num_steps >= _MIN_STEPS and expected > 0.0:
             seconds = min(seconds, _MAX_FACTOR * expected)
         self._num_steps += 1
-        forget = _FORGET * _fade(now - seconds, self._last)  # the time without a step counts
+        forget = _FORGET * _fade(now - seconds, self._last)  # idle time counts
         self._last = now
         self._weight = self._weight * forget + 1.0
         tokens_off = num_chunk_tokens - self._mean_tokens
@@ -63,27 +58,26 @@ class StepTime:
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
 
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Predict the time of a step: 0 before the first one, the mean until the slope is known."""
+        """Predict step seconds: 0 before any step, the mean without a slope."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
 
 class ServiceEstimate:
-    """Predicts waiting and prefill from step times and from the pace at which prompt tokens left the waiting set.
+    """Waiting and prefill times, from step times and the pace of starts.
 
-    The pace is measured only while requests wait: an idle engine is not slow. Evidence ages by the clock, whether
-    steps run or not. Without fresh evidence, waiting and prefill count as 0.
+    The pace is measured only while requests wait: an idle engine is not slow. Evidence ages by the clock. Without
+    fresh evidence, both times are 0.
     """
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
         self._budget = max_num_batched_tokens
-        self._last: float | None = None  # end of the last step, if it left requests waiting
-        self._seen_at = 0.0  # when tokens and seconds were last added to
-        self._tokens = 0.0  # that started under backlog, faded
+        self._last: float | None = None  # end of the last step, if requests still waited
+        self._seen_at = 0.0
+        self._tokens = 0.0  # started under backlog, faded
         self._seconds = 0.0  # of backlog, faded
 
     def observe_step(self, now: float, num_started_tokens: int, num_waiting: int) -> None:
-        """Learn from a step: prompt tokens of the requests that started in it, and how many requests still wait."""
         elapsed = 0.0 if self._last is None else max(now - self._last, 0.0)
         self._last = now if num_waiting else None
         if elapsed > 0.0:
@@ -93,13 +87,13 @@ class ServiceEstimate:
             self._seen_at = now
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Return the pace of the waiting set under backlog; None while there is no fresh evidence."""
+        """Return the pace under backlog; None without fresh evidence."""
         if self._seconds * _fade(now, self._seen_at) < _MIN_BACKLOG_S or self._tokens <= 0.0:
             return None
         return self._tokens / self._seconds
 
     def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
-        """Return the time until all tokens ahead have started: with rows free for them, at most their prefill."""
+        """Return the time until all tokens ahead have started; with free rows, at most their prefill."""
         pace = self.tokens_per_second(now)
         seconds = 0.0 if pace is None else num_tokens_ahead / pace
         if has_free_rows and self._step_time.is_fresh(now):
@@ -107,7 +101,7 @@ class ServiceEstimate:
         return seconds
 
     def prefill_seconds(self, num_tokens: int, now: float) -> float:
-        """Return the time of a prompt that has the budget of every step for itself; 0 without fresh evidence."""
+        """Return the prefill time with the whole budget; 0 without fresh evidence."""
         if not self._step_time.is_fresh(now):
             return 0.0
         whole, rest = divmod(num_tokens, self._budget)
@@ -116,21 +110,21 @@ class ServiceEstimate:
 
 
 class PreemptionCost:
-    """Chooses how a preempted request returns, by time on the device.
+    """Choice between recompute and swap of a preempted request, by device time.
 
-        recompute    computed tokens · seconds per chunk token        as `StepTime` has learned it
-        swap         2 · blocks · seconds per block                   once out, once in
+        recompute    computed tokens · seconds per chunk token        learned by `StepTime`
+        swap         2 · blocks · seconds per block                   out and in
 
-    vLLM (Kwon et al., SOSP 2023, section 4.5) offers both ways and leaves the choice to the user.
+    vLLM (Kwon et al., SOSP 2023, section 4.5) leaves the choice to the user.
     """
 
     def __init__(self, step_time: StepTime, swap_seconds_per_block: float | None) -> None:
-        """Take the seconds of one copy of a block in one direction; None: there is no host tier."""
+        """Set the seconds to copy a block one way; None: no host tier."""
         self._step_time = step_time
         self._swap_seconds_per_block = swap_seconds_per_block
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
-        """Return whether a swap is cheaper: never without a host tier, or before the slope of step times is known."""
+        """Return whether a swap is cheaper; False without tier or slope."""
         if self._swap_seconds_per_block is None:
             return False
         swap_seconds = 2.0 * num_blocks * self._swap_seconds_per_block

@@ -1,5 +1,3 @@
-"""Rules for when waiting requests may join the running ones. All run on the same engine, so that they compare."""
-
 from __future__ import annotations
 
 import math
@@ -12,21 +10,19 @@ FIRST_WINDOW_S = 0.050
 MIN_WINDOW_S = 0.010
 MAX_WINDOW_S = 0.100
 BATCHES_PER_REVIEW = 10
-TOLERANCE = 1.2  # latency over target above which the window shrinks
+TOLERANCE = 1.2  # latency / target above which the window shrinks
 
 _SMOOTHING = 0.1  # weight of the newest batch
 _GROWTH = 1.2
-_FIRST_STEP = 1.25  # factor by which a window changes at first
+_FIRST_STEP = 1.25
 _MIN_STEP = 1.02
-_MAX_GAP_S = 1.0  # between batches, for the prediction: an idle hour says nothing of the load
+_MAX_GAP_S = 1.0  # idle time says nothing about load
 
 
 class JoinView(NamedTuple):
-    """The load, as a strategy sees it."""
-
     num_running: int
     num_waiting: int
-    oldest_arrival: float  # of a waiting request, seconds; of no meaning when none waits
+    oldest_arrival: float  # seconds; meaningless if none waits
     max_num_seqs: int
 
 
@@ -41,43 +37,41 @@ class StrategyConfig:
 
 
 class Strategy:
-    """Forms batches of new requests; preempted ones return without asking.
+    """Batches of new requests; preempted ones return without asking.
 
-    A batch joins over as many steps as budget and blocks ask for, before the next one forms.
+    A batch may join over several steps before the next one forms.
     """
 
     def __init__(self, config: StrategyConfig) -> None:
         self._config = config
-        self._num_left = 0  # of the formed batch, not joined yet
+        self._num_left = 0  # not joined yet
 
     def max_joins(self, now: float, view: JoinView) -> int:
-        """Return how many waiting requests may join in this step."""
         self._num_left = min(self._num_left, view.num_waiting)
         if not self._num_left and view.num_waiting:
             self._num_left = self._form(now, view)
         return self._num_left
 
     def joined(self, num_joined: int) -> None:
-        """Note how many requests joined in the step that was scheduled."""
         self._num_left = max(self._num_left - num_joined, 0)
 
     def observe_batch(self, latency_s: float) -> None:
-        """Learn from an applied step: the time since the arrival of the oldest request that joined in it."""
+        """Learn the time from oldest arrival to applied step."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        """Return the size of the batch that forms now; 0: not yet. Called only while requests wait."""
+        """Return the size of the batch to form, or 0. Called while requests wait."""
         raise NotImplementedError
 
 
 class Continuous(Strategy):
-    """Lets all waiting requests join in any step."""
+    """Strategy without batches: requests join in any step."""
 
     def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
         return view.num_waiting
 
 
 class Static(Strategy):
-    """Forms a batch when the last one has ended, and `batch_size` wait or the oldest has waited `batch_timeout_s`."""
+    """Batches formed when the last has ended, and `batch_size` wait or the oldest for `batch_timeout_s`."""
 
     def _form(self, now: float, view: JoinView) -> int:
         size = min(self._config.batch_size, view.max_num_seqs)
@@ -86,12 +80,11 @@ class Static(Strategy):
 
 
 class Window:
-    """Time for which a dynamic batch is collected.
+    """Collection time of dynamic batches.
 
-    Every `BATCHES_PER_REVIEW` batches it becomes shorter if the smoothed latency is over `TOLERANCE` times the
-    target, longer otherwise. The change is a factor, at first 1.25. Its logarithm is halved when the direction turns,
-    down to 2 %, and grows by a fifth while the direction stays, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993).
-    So the window settles beside the point where it would otherwise swing by a quarter for ever.
+    Every `BATCHES_PER_REVIEW` batches it shrinks if smoothed latency exceeds `TOLERANCE` times the target, else
+    grows, at first by a factor of 1.25. The logarithm of the factor is halved when the direction turns, down to 2 %,
+    else grows by a fifth, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993). So the window settles.
     """
 
     def __init__(self, target_latency_s: float) -> None:
@@ -100,7 +93,7 @@ class Window:
         self._target_s = target_latency_s
         self._num_batches = 0
         self._step = math.log(_FIRST_STEP)
-        self._direction = 0.0  # of the last change: 1 longer, -1 shorter
+        self._direction = 0.0  # 1 longer, -1 shorter
 
     def observe(self, latency_s: float) -> None:
         self.latency_s += (_SMOOTHING if self._num_batches else 1.0) * (latency_s - self.latency_s)
@@ -115,7 +108,7 @@ class Window:
 
 
 class Dynamic(Strategy):
-    """Forms a batch when the oldest request has waited for the window, or waiting requests fill every free place."""
+    """Batches formed when the oldest has waited for the window, or all free places can be filled."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
@@ -131,10 +124,7 @@ class Dynamic(Strategy):
 
 
 class Hybrid(Dynamic):
-    """Lets all join while fewer than `hybrid_threshold` run and wait, or more than `hybrid_backlog` wait.
-
-    Between the two it forms dynamic batches.
-    """
+    """Dynamic batches. All join below `hybrid_threshold` running and waiting, or above `hybrid_backlog` waiting."""
 
     def _form(self, now: float, view: JoinView) -> int:
         is_low = view.num_running + view.num_waiting < self._config.hybrid_threshold
@@ -144,7 +134,7 @@ class Hybrid(Dynamic):
 
 
 class Predictive(Strategy):
-    """Forms a batch when as many wait as are expected in `FIRST_WINDOW_S`, or the oldest has waited `MAX_WINDOW_S`.
+    """Batches of the number expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`.
 
     The expected rate is smoothed requests over smoothed seconds between batches.
     """

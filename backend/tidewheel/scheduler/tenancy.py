@@ -1,5 +1,3 @@
-"""Token buckets that hold tenants to their rates: reserved by prediction at admission, settled at the end."""
-
 from __future__ import annotations
 
 import math
@@ -11,17 +9,17 @@ from tidewheel.errors import Busy
 from tidewheel.request import Request
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
-BURST_S = 1.0  # time that fills a bucket; it holds at least one
-MAX_BUCKETS = 8192  # remembered unknown tenants with buckets of their own
-_NAME_CHARS = 40  # of a tenant in a message
+BURST_S = 1.0  # fills a bucket; it holds at least 1
+MAX_BUCKETS = 8192  # tenants without an entry
+_NAME_CHARS = 40
 _REQUESTS = "requests_per_s"
 
 
 class TokenBucket:
-    """Fills at `rate` a second up to `burst`, and is full at first (as in RFC 2697, but with a debt).
+    """Bucket of `burst`, full at first, filled at `rate` per second (RFC 2697, but with debt).
 
-    In any time t it lets through at most ``rate · t + burst``. A larger cost passes only when the bucket is full, and
-    leaves a debt that is filled up first; the bound is then ``rate · t`` and the largest cost.
+    In time t it passes at most ``rate · t + burst``. A larger cost needs a full bucket and leaves a debt; the bound
+    is then ``rate · t`` plus the largest cost.
     """
 
     __slots__ = ("_filled_at", "_level", "burst", "rate")
@@ -33,28 +31,26 @@ class TokenBucket:
         self._filled_at = -math.inf
 
     def level(self, now: float) -> float:
-        """Return the level; a negative one is a debt."""
+        """Return the level; negative is debt."""
         return min(self._level + self.rate * max(now - self._filled_at, 0.0), self.burst)
 
     def wait_seconds(self, cost: float, now: float) -> float:
-        """Return the seconds until `cost` can be taken."""
         return max(min(cost, self.burst) - self.level(now), 0.0) / self.rate
 
     def take(self, cost: float, now: float) -> None:
-        """Take `cost`, into debt if need be. A negative cost is given back; the part over `burst` is lost."""
+        """Take `cost`, into debt if needed. A negative cost refills."""
         self._level = min(self.level(now) - cost, self.burst)
         self._filled_at = max(now, self._filled_at)
 
 
-_Buckets = dict[str, TokenBucket]  # by the name of the limit; none where there is no limit
+_Buckets = dict[str, TokenBucket]  # by limit
 
 
 class TenantTable:
-    """Buckets by tenant. Every call is O(1).
+    """Token buckets by tenant, reserved at admission and settled at the end. Calls are O(1).
 
-    A tenant with an entry keeps its buckets for ever; unknown tenants share the buckets of `*`. Where `*` gives each
-    its own, memory is bounded: full buckets are forgotten (new ones are full too), and beyond `MAX_BUCKETS` the least
-    recently used.
+    Tenants with an entry keep theirs. Others share those of `*` or, if it gives each its own, are bounded: full
+    buckets are forgotten (new ones are full too), and beyond `MAX_BUCKETS` the least recently used.
     """
 
     def __init__(self, tenants: Mapping[str, TenantLimits]) -> None:
@@ -63,9 +59,9 @@ class TenantTable:
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        """Raise `Busy`, with the time until the buckets have enough. Changes nothing."""
+        """Raise `Busy`, with the time until the buckets suffice. Takes nothing."""
         account = account_of(self._tenants, tenant)
-        buckets = self._named.get(account) or self._unnamed.get(account) or {}  # an unknown bucket is full
+        buckets = self._named.get(account) or self._unnamed.get(account) or {}  # new ones are full
         for name, bucket in buckets.items():
             cost = num_requests if name == _REQUESTS else num_tokens
             if (seconds := bucket.wait_seconds(cost, now)) > 0.0:
@@ -76,15 +72,15 @@ class TenantTable:
                 )
 
     def reserve(self, requests: Sequence[Request], num_tokens: int, now: float) -> None:
-        """Take `num_tokens` for each of the requests, after `check`. Settle each when it ends."""
+        """Take `num_tokens` per request, after `check`."""
         for request in requests:
             request.reserved_tokens = num_tokens
         self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """Take or give back the difference between use and reservation of an ended request.
+        """Take or return the difference between use and reservation.
 
-        A request that never started used nothing, and does not count as a request either.
+        A request that never started used nothing, not even a request.
         """
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
@@ -105,7 +101,7 @@ class TenantTable:
         return buckets
 
     def _forget(self, now: float) -> None:
-        """Drop up to two tenants before one comes, so the table shrinks again after a crowd has passed."""
+        """Drop up to two tenants per new one, to shrink after a crowd."""
         for account, buckets in list(islice(self._unnamed.items(), 2)):
             is_full = all(bucket.level(now) >= bucket.burst for bucket in buckets.values())
             if len(self._unnamed) < MAX_BUCKETS and not is_full:

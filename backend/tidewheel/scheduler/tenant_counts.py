@@ -1,5 +1,3 @@
-"""What each tenant asked for and got, under a bounded number of labels."""
-
 from __future__ import annotations
 
 import re
@@ -10,16 +8,15 @@ from tidewheel.request import Request
 from tidewheel.stats import TenantFigures
 from tidewheel.tenants import EVERYBODY
 
-MAX_LABELS = 64  # tenants with a label of their own
+MAX_LABELS = 64
 OTHERS = "other"
 _LABEL_CHARS = 64
 
 
 class TenantCounts:
-    """Figures by label: the first `MAX_LABELS` configured tenants by name, all other tenants as `other`.
+    """Figures by label: the first `MAX_LABELS` configured tenants, and `other`.
 
-    A request counts as rejected when it is refused, and when it loses its place or its deadline before it started.
-    Tokens count when the request ends.
+    Refusals, evictions and deadlines missed before the start are rejections. Tokens count at the end.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -51,5 +48,5 @@ class TenantCounts:
 
 
 def _label(name: str) -> str:
-    """Return the name with anything but letters, digits, dot, hyphen and underscore replaced, and cut."""
+    """Replace all but letters, digits, dot, hyphen and underscore, and truncate."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS]

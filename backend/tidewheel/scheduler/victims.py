@@ -1,5 +1,3 @@
-"""Which running requests leave when others need their rows or blocks: all of them are needed, or none is touched."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -14,10 +12,9 @@ from tidewheel.scheduler.state import State
 
 
 def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows until the others of `needy` can have one more block each; return the rows that must wait.
+    """Preempt rows until the rest of `needy` can have a block each; return rows that must wait.
 
-    No row leaves for one of a lower class. Blocks of rows in flight come back when their batch is applied: the rows
-    that count on them, those served last, wait for that.
+    No row leaves for a lower class. Rows served last wait for blocks of rows in flight.
     """
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
@@ -30,7 +27,7 @@ def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
             for row in victims:
                 state.preempt(row, now)
             break
-        served = served[columns.classes[served] < lowest_class]  # the lowest class waits for the sake of the others
+        served = served[columns.classes[served] < lowest_class]  # the lowest class waits instead
     needy = needy[columns.running[needy]]
     num_waiting = max(len(needy) - kv.num_free_blocks, 0)
     if not num_waiting:
@@ -41,10 +38,9 @@ def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
 def victims_for(
     state: State, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool
 ) -> list[int] | None:
-    """Choose running rows of lower classes that make way for a CRITICAL request; None if they are not enough.
+    """Choose rows of lower classes to preempt for a CRITICAL request; None if too few.
 
-    Rows with a chunk in the plan stay. The result is empty where rows or blocks that come back when the batches in
-    flight are applied are enough: the request waits for those.
+    Rows with a planned chunk stay. Empty if rows or blocks in flight suffice: the request waits for them.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
@@ -68,7 +64,7 @@ def victims_for(
 
 
 def _most_freed(state: State, rows: list[int]) -> int:
-    """Return a bound on the blocks that come free if all of these rows leave. O(rows), whatever they share."""
+    """Return an upper bound on blocks freed by all rows. O(rows)."""
     columns, kv = state.columns, state.kv
     stays = columns.running.copy()
     stays[rows] = False
@@ -78,17 +74,17 @@ def _most_freed(state: State, rows: list[int]) -> int:
 
 
 def protected_row(columns: Columns) -> int:
-    """Return the oldest running request of the highest class: no growing row takes its blocks, so it progresses."""
+    """Return the oldest row of the best class. No growing row takes its blocks, so it progresses."""
     rows = columns.running.nonzero()[0]
     order = np.lexsort((columns.sequences[rows], columns.arrival_times[rows], columns.classes[rows]))
     return int(rows[order[0]])
 
 
 def order_of_victims(state: State, lowest_class: int) -> list[int]:
-    """Return the running rows of `lowest_class` or lower ones, those that lose least first.
+    """Return running rows of `lowest_class` or lower, least loss first.
 
-    The lowest class goes first, in it the row with the fewest computed tokens, of these the youngest. Rows that were
-    preempted `max_preemptions` times go last. Rows that end with a token in flight are left out.
+    Order: lowest class, fewest computed tokens, youngest. Rows preempted `max_preemptions` times go last. Rows that
+    end with a token in flight are left out.
     """
     columns = state.columns
     rows = (columns.running & ~columns.are_ending() & (columns.classes >= lowest_class)).nonzero()[0]
@@ -113,10 +109,9 @@ def choose_victims(
     growing: Iterable[int] = (),
     min_victims: int = 0,
 ) -> list[int] | None:
-    """Choose from `rows`, in order, so many that `num_missing` blocks come free; None if all are not enough.
+    """Choose from `rows`, in order, victims that free `num_missing` blocks; None if impossible.
 
-    A victim that is `growing` needs one block less. Blocks in `kept` do not count. Every victim is needed: without
-    any one of them, blocks or victims would be too few.
+    A `growing` victim saves a block. Blocks in `kept` do not count. Every victim is needed.
     """
     departures = state.kv.departures(kept)
     relieved = set(growing)
@@ -129,7 +124,7 @@ def choose_victims(
         num_missing -= departures.add(row) + (row in relieved)
     if num_missing > 0 or len(victims) < min_victims:
         return None
-    for row in victims[-2::-1]:  # the last one was needed beside all others
+    for row in victims[-2::-1]:  # the last one was needed
         loss = departures.num_freed(row) + (row in relieved)
         if loss <= -num_missing and len(victims) > min_victims:
             departures.take_back(row)
@@ -139,7 +134,7 @@ def choose_victims(
 
 
 def _alone(state: State, rows: Sequence[int], victims: list[int], num_missing: int, kept: Sequence[int]) -> list[int]:
-    """Return one row in place of several victims, if it frees enough and is of no better class than all of them."""
+    """Return one row instead of several victims, in no better class, if it frees enough."""
     best_class = int(state.columns.classes[victims].min())
     departures = state.kv.departures(kept)
     for row in rows:
@@ -151,6 +146,6 @@ def _alone(state: State, rows: Sequence[int], victims: list[int], num_missing: i
 
 
 def _num_growing_next(columns: Columns) -> int:
-    """Count the rows that will take a block in the step after this one, at most."""
+    """Return an upper bound on rows that grow in the next step."""
     starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
     return int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))

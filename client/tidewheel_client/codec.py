@@ -87,7 +87,6 @@ def prompt_input(
 
 
 def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
-    """Decode a response into a chunk per sequence."""
     outputs = _outputs(response)
     texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)

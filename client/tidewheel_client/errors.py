@@ -135,12 +135,10 @@ _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\
 
 
 def from_text(text: str) -> RequestError:
-    """Return the error that a stream message means."""
     return _from_tagged(text) or _first_match(text)(text)
 
 
 def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
-    """Return the error that a failed call to `url` means."""
     text = error.details() or ""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestTimeout("the time limit of the request has passed")

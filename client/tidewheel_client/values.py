@@ -1,5 +1,3 @@
-"""Values that the client returns."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -58,7 +56,6 @@ class Completion:
 
     @classmethod
     def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> Completion:
-        """Join one finished sequence."""
         parts = list(chunks)
         last = parts[-1]
         counts = [part.num_output_tokens for part in parts if part.num_output_tokens is not None]

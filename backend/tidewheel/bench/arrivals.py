@@ -47,7 +47,6 @@ class Load:
         return self.value if self.kind in ("poisson", "burst") else None
 
     def times(self, seconds: float, seed: int) -> list[float]:
-        """Return the send times of an open loop within `seconds`."""
         assert self.rate is not None
         if self.kind == "poisson":
             return poisson_arrivals(self.rate, seconds, random.Random(seed))  # noqa: S311 - a load

@@ -39,8 +39,6 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Settings of everything started here."""
-
     model: str
     dtype: str
     settings: dict[str, str] = field(default_factory=dict)
@@ -122,7 +120,6 @@ def _engine_settings(target: Target) -> dict[str, str]:
 
 
 def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> None:
-    """Copy the baseline's entry, with this measurement's weights."""
     source = deployment.baselines / target.settings["entry"]
     try:
         config = text_format.Parse((source / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())

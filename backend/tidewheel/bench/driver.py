@@ -27,7 +27,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    seconds: float  # of sending, in a closed loop
+    seconds: float  # a closed loop starts no more after these
     max_requests: int | None = None
     timeout_s: float = 120.0
 

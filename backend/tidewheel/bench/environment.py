@@ -16,7 +16,6 @@ PACKAGES = ("torch", "transformers", "triton", "tritonclient", "nvidia-pytriton"
 
 
 def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
-    """Describe where figures come from, to reproduce them."""
     return {
         "commit": commit(),
         "command": command_line("tidewheel", sys.argv[1:]),

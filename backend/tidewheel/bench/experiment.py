@@ -1,5 +1,3 @@
-"""Stages from start-up and warm-up to recorded runs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -86,7 +84,6 @@ class Experiment:
                 yield (target,), [turn for turn in group if turn[1].target == target]
 
     def _bring_up(self, targets: Sequence[Target], stage: Stage, live: Live) -> None:
-        """Start the targets, unless all are up."""
         if self._places and all(target.name in self._places for target in targets):
             return
         if not self._one_at_a_time and all(target in self._targets for target in targets):

@@ -75,7 +75,6 @@ def _ratio(name: str, mine: list[float], theirs: list[float], least: float) -> d
 
 
 def offline_speeds(result: StageResult) -> Speeds:
-    """Return output tokens per second of each repeat, by target."""
     slo = result.stage.slo
     return {
         target.name: [rates(one, slo, None)["output_tokens_per_s"] for one in result.outcomes(target.name, 0)]
@@ -84,7 +83,6 @@ def offline_speeds(result: StageResult) -> Speeds:
 
 
 def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
-    """Return our output tokens per second over each other target's."""
     speeds = offline_speeds(result)
     findings: dict[str, Any] = {"offline_ratios": {}}
     for target in result.stage.targets:

@@ -14,7 +14,7 @@ from tidewheel.bench.stats import knee, mean
 
 
 class Point(NamedTuple):
-    load: int  # index
+    load: int  # index into the stage's loads
     rate: float  # requests per second
     latency: float  # mean seconds
 

@@ -39,7 +39,6 @@ class Live:
         self._bar.close()
 
     async def follow(self, run: Run, load: str, progress: Progress) -> None:
-        """Refresh the live line until cancelled."""
         while True:
             self.note(live_line(run, load, progress))
             await asyncio.sleep(TICK_S)
@@ -49,7 +48,6 @@ class Live:
         self._bar.update()
 
     def note(self, text: str) -> None:
-        """Show the current activity."""
         self._bar.set_postfix_str(text, refresh=True)
 
     def say(self, text: str) -> None:

@@ -47,7 +47,6 @@ class Picture(NamedTuple):
 
 
 def pictures(result: StageResult) -> list[Picture]:
-    """Return the plots that suit a stage."""
     loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
     measured = [t.name for t in result.stage.targets if any(result.figures(t.name, i) for i in range(len(loads)))]
     if len(measured) * len(loads) < 2:
@@ -70,7 +69,6 @@ def colours(result: StageResult) -> dict[str, str]:
 
 
 def _bars(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """Plot goodput, p99 TTFT and tokens/s by load and target."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, 3)
     figures = {(t, i): result.figures(t, i) for t in targets for i in range(len(result.stage.loads))}
@@ -138,7 +136,6 @@ def _whiskers(axes: Axes, places: Sequence[float], estimates: Sequence[Estimate]
 
 
 def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """Plot throughput and latency by offered rate, with knees."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     rates = [load.rate or 0.0 for load in result.stage.loads]
@@ -150,7 +147,7 @@ def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Pictur
         for panel, latency in zip(panels[1:], ("ttft_s", "e2e_s"), strict=True):
             values = [f[latency]["p99"].mean * 1e3 if f else math.nan for f in series]
             panel.plot(rates, values, **line)
-        with contextlib.suppress(BenchError):  # too few points
+        with contextlib.suppress(BenchError):  # no knee
             at = knee_of(result, target).load
             panels[2].plot(rates[at], series[at]["e2e_s"]["p99"].mean * 1e3, "o", mfc="none", mec=_INK, ms=14)
     panels[0].plot(rates, rates, color=_GRID, zorder=0, label="offered")
@@ -167,7 +164,6 @@ def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Pictur
 
 
 def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """Plot throughput, time and utilisation by requests in flight, with knees."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     sizes = [load.value for load in result.stage.loads]
@@ -185,7 +181,7 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
             panels[1].plot(sizes, values, style, label=f"{target} {quantile}", **line)
         values = [f["server"].get(server, math.nan) * scale if f else math.nan for f in series[target]]
         panels[2].plot(sizes, values, label=target, **line)
-        with contextlib.suppress(BenchError):  # too few points
+        with contextlib.suppress(BenchError):  # no knee
             at = knee_of(result, target).load
             panels[0].plot(sizes[at], speeds[at], "o", mfc="none", mec=_INK, ms=14)
     _title(panels[0], "Output, tokens/s", "circle: the knee of latency over requests/s")
@@ -205,7 +201,6 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
 
 
 def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """Plot the distribution of TTFT at up to three loads."""
     count = len(result.stage.loads)
     shown = sorted({0, count // 2, count - 1})
     figure = Figure(figsize=(12, 4.2), layout="constrained")

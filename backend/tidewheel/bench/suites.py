@@ -114,7 +114,6 @@ class Suite:
         return quantile(times, 0.5)
 
     def batch_sizes(self) -> None:
-        """Measure throughput, latency and utilisation by requests in flight."""
         loads = tuple(Load("closed", size) for size in BATCH_SIZES)
         self.experiment.measure(
             replace(self.base, name="batch", title="Throughput and latency over the batch size", loads=loads)
@@ -134,7 +133,6 @@ class Suite:
         self.experiment.measure(replace(self.base, name="rates", title=title, loads=loads, load_names=names))
 
     def offline(self, ours: str) -> None:
-        """Measure output tokens/s of everything sent at once."""
         count = self.base.max_requests or OFFLINE_REQUESTS
         stage = replace(
             self.base, name="offline", title=f"{count} requests at once", loads=(Load("all"),), max_requests=count
@@ -167,7 +165,6 @@ class Suite:
         )
 
     def capacity(self, target: Target) -> float:
-        """Return requests per second of a saturated target."""
         stage = replace(
             self.base,
             name=f"capacity of {target.name}",

@@ -108,7 +108,6 @@ def fairness(outcomes: Sequence[Outcome]) -> float:
 
 
 def _by_class(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
-    """Return figures by QoS class, if several."""
     classes: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         classes[CLASS_NAMES.get(outcome.offered.parameters.get("priority", 0), "normal")].append(outcome)

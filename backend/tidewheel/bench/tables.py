@@ -25,7 +25,6 @@ class Table(NamedTuple):
 
 
 def number(value: float | None) -> str:
-    """Format with three digits."""
     if value is None or not math.isfinite(value):
         return NOTHING
     size = abs(value)
@@ -96,7 +95,6 @@ SHORT = tuple(column for column in (*RATES, *LATENCIES, *SERVER) if column.title
 
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:
-    """Return a row per measured load and target."""
     header = ["load", "target", *(f"{c.title} {c.unit}".strip() for c in columns)]
     rows = []
     for index, load in enumerate(result.stage.loads):

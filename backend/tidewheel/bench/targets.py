@@ -56,7 +56,6 @@ class Target:
 
     @property
     def model(self) -> str:
-        """Label in server metrics."""
         if self.kind == "grpc":
             return urlsplit(self.url).path.strip("/")
         match = re.search(r"/v2/models/([^/]+)/", self.url)

@@ -23,7 +23,7 @@ class Offered:
     conversation, then `input_ids`.
     """
 
-    at: float  # from the start of an open loop, for first turns
+    at: float  # seconds from the start, for first turns of an open loop
     input_ids: list[int]
     num_output_tokens: int
     parameters: Mapping[str, Any] = field(default_factory=dict)  # priority, tenant, session_id, deadline_ms, …
@@ -35,11 +35,11 @@ Conversation = tuple[Offered, ...]
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a request; seconds from its sending, None if never reached."""
+    """Outcome of a request; times in seconds from its sending, None if never reached."""
 
     offered: Offered
-    sent: float  # from the start of the run
-    lag: float = 0.0  # late sending: the client's fault
+    sent: float  # seconds from the start
+    lag: float = 0.0  # seconds sent late, by the client's fault
     num_prompt_tokens: int = 0
     first_token: float | None = None
     last_token: float | None = None
@@ -50,11 +50,10 @@ class Outcome:
     ended: float | None = None  # at last token or error
     error: str = ""  # server's message
     code: str = ""
-    streamed: bool = True  # tokens came as made
+    streamed: bool = True  # tokens came as they were made
     origin: float = 0.0  # perf_counter
 
     def add_tokens(self, count: int) -> None:
-        """Note `count` tokens arriving now."""
         if count < 1:
             return
         elapsed = time.perf_counter() - self.origin
@@ -96,7 +95,6 @@ class Outcome:
         return gaps
 
     def is_good(self, ttft_s: float, tpot_s: float) -> bool:
-        """Return whether the full answer met the objective."""
         if self.first_token is None or not self.is_complete:
             return False
         return self.first_token <= ttft_s and (self.tpot is None or self.tpot <= tpot_s)

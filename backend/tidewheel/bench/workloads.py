@@ -93,7 +93,6 @@ class Workload:
                 number += 1
 
     def summary(self) -> dict[str, Any]:
-        """Return what recreates the workload."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "trace"}
         fields["inputs"], fields["outputs"] = dataclasses.asdict(self.inputs), dataclasses.asdict(self.outputs)
         fields["kinds"] = [{"share": kind.share, "parameters": dict(kind.parameters)} for kind in self.kinds]

@@ -25,7 +25,7 @@ class Answer:
 
     @property
     def stats(self) -> str:
-        """Return one line: tokens, time to the first, speed after it, finish reason."""
+        """One line of token counts, timing and finish reason."""
         after_first = self.total_s - self.first_s
         speed = (self.num_output_tokens - 1) / after_first if self.num_output_tokens > 1 and after_first > 0 else 0.0
         return (

@@ -26,8 +26,6 @@ _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
 
 class Defaults(NamedTuple):
-    """Defaults of a suite."""
-
     text: str
     targets: tuple[str, ...]
     workload: str
@@ -67,8 +65,6 @@ SUITES: dict[str, Defaults] = {
 
 
 class Part(NamedTuple):
-    """Stages on one deployment."""
-
     deployment: Deployment
     stage: Stage
     run: Callable[[Suite], None]

@@ -141,7 +141,6 @@ class Plan:
 
 
 def simulate_all(plan: Plan) -> Iterator[Result]:
-    """Yield a result for each policy at each load."""
     for policy in plan.policies:
         if not plan.loads:
             yield Result(policy, None, simulate(plan, policy, plan.trace(plan.rate)))

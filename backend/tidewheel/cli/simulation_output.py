@@ -1,5 +1,3 @@
-"""Output of `tidewheel simulate`."""
-
 from __future__ import annotations
 
 import json
@@ -76,7 +74,6 @@ def _by_policy(results: Sequence[Result]) -> dict[str, list[Report]]:
 
 
 def with_progress(plan: Plan, results: Iterable[Result]) -> Iterator[Result]:
-    """Show progress, on a terminal only."""
     total = len(plan.policies) * max(len(plan.loads), 1)
     for number, result in enumerate(results, 1):
         if sys.stderr.isatty():

@@ -74,7 +74,6 @@ def fit(
 
 
 def choose_knots(tokens: FloatArray) -> tuple[int, ...]:
-    """Return powers of two with at least `MIN_STEPS_PER_SEGMENT` steps in each segment."""
     knots: list[int] = []
     previous = 0.0
     for knot in KNOTS:
@@ -138,7 +137,7 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
 def _step_inside(
     matrix: FloatArray, target: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
 ) -> FloatArray:
-    """Solve for the free terms; fix those that would turn negative at 0, one by one."""
+    """Solve for the free terms, fixing those below 0 one by one."""
     while True:
         candidate = np.zeros_like(solution)
         candidate[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]

@@ -132,7 +132,7 @@ class CostModel:
         return self._gemm_at_knots[segment - 1] + slope * (num_tokens - self.knots[segment - 1])
 
     def step_seconds(self, step: StepFeatures) -> float:
-        """Return seconds from the start of a step to its tokens."""
+        """Return seconds from start to tokens."""
         return (
             self.overhead_s
             + self.gemm_seconds(step.num_tokens)

@@ -2,8 +2,8 @@
 
 A recording holds no text and no real token. Decisions depend on tokens in two ways only: which requests share a
 prefix, and which token ends a request. So each token becomes a number drawn from the whole prefix that it ends
-(`names.PrefixNames`), and stop tokens become 0. Session, salt and tenant names are drawn the same way, except tenants
-named in the settings.
+(`names.PrefixNames`), or 0 if it stops a request. Session, salt and tenant names are drawn likewise, except tenants
+that the settings name.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Applied(Event, frozen=True, tag="apply"):
 
 
 class Full(Event, frozen=True, tag="full"):
-    """Mark a recording that reached its size limit; nothing follows."""
+    """Last event of a recording that reached its size limit."""
 
 
 AnyEvent = Header | Added | Cancelled | Expired | Failed | SessionClosed | Scheduled | Applied | Full

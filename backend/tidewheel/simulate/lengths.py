@@ -77,7 +77,7 @@ class Lengths:
                 return np.asarray(self.mean * (self.shape - 1) / self.shape * (1 + rng.pareto(self.shape, count)))
 
     def _scale(self) -> float:
-        """Find the factor that restores the mean, by bisection on a fixed sample."""
+        """Find the factor that restores the mean, by bisection."""
         sample = self._raw(1 << 16, np.random.default_rng(0))
         low, high = 1.0, 1.0
         while np.minimum(sample * high, self.maximum).mean() < self.mean and high < 1e6:

@@ -1,4 +1,4 @@
-"""Names for tokens and words of a recording: equal for equal contents, otherwise meaningless."""
+"""Names that hide tokens and words in recordings."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ class Knee(NamedTuple):
 
 
 def plot_throughput(series: Mapping[str, Sequence[Report]], path: Path) -> None:
-    """Plot output tokens per second against p99 TTFT: a line per policy, a point per load."""
     figure, axes = _figure()
     for (name, reports), (colour, marker) in zip(series.items(), _styles(len(series)), strict=True):
         points = [(r["output_tokens_per_s"], 1e3 * r["ttft_s"]["p99"]) for r in reports if r["ttft_s"]["p99"]]
@@ -43,7 +42,6 @@ def plot_throughput(series: Mapping[str, Sequence[Report]], path: Path) -> None:
 
 
 def plot_classes(reports: Mapping[str, Report], path: Path) -> None:
-    """Plot TTFT by class and policy: p50 full, p99 pale."""
     figure, axes = _figure()
     classes = list(dict.fromkeys(name for report in reports.values() for name in report["classes"]))
     width = 0.8 / len(classes)
@@ -61,7 +59,6 @@ def plot_classes(reports: Mapping[str, Report], path: Path) -> None:
 
 
 def plot_fairness(reports: Mapping[str, Report], path: Path) -> None:
-    """Plot tenants' shares of the served tokens and Jain's index, a bar per policy."""
     figure, axes = _figure()
     tenants = list(dict.fromkeys(name for report in reports.values() for name in report["tenants"]))
     bottom = np.zeros(len(reports))
@@ -78,7 +75,6 @@ def plot_fairness(reports: Mapping[str, Report], path: Path) -> None:
 
 
 def plot_knee(knees: Sequence[Knee], path: Path) -> None:
-    """Plot simulated queues of one server beside the formulas."""
     figure, axes = _figure()
     loads = np.linspace(0.5, 0.96, 200)
     axes.plot(loads, [mm1_mean_in_system(load) for load in loads], color="#444444", linestyle=":", label="M/M/1")
@@ -94,7 +90,6 @@ def plot_knee(knees: Sequence[Knee], path: Path) -> None:
 
 
 def plot_queue(series: Mapping[str, Sequence[tuple[float, Report]]], path: Path) -> None:
-    """Plot waiting requests of a batching engine by load, beside M/M/1."""
     figure, axes = _figure()
     for (name, points), (colour, marker) in zip(series.items(), _styles(len(series)), strict=True):
         x = [load for load, _ in points]
@@ -111,7 +106,7 @@ def plot_queue(series: Mapping[str, Sequence[tuple[float, Report]]], path: Path)
 
 
 def _styles(count: int) -> list[tuple[str, str]]:
-    """Return colour and marker by line; markers tell overlapping lines apart."""
+    """Return colours and markers; markers tell overlapping lines apart."""
     return [(_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]) for index in range(count)]
 
 

@@ -73,7 +73,7 @@ class Recorder:
         self._streams: dict[str, _Stream] = {}
         self._rows: dict[int, _Stream] = {}
         self._in_flight: deque[list[_Stream]] = deque()
-        self._pending_expire: float | None = None  # time of an `expire` that ended no request
+        self._pending_expire: float | None = None  # an `expire` that ended no request
         self._write(Header(SCHEMA, __version__, settings, info))
 
     def added(self, now: float, requests: Sequence[Request], refused: str, evicted: Sequence[Request]) -> None:
@@ -153,7 +153,7 @@ class Recorder:
             self.flush()
 
     def _recorded(self, request: Request, *, with_contents: bool) -> RecordedRequest:
-        """Describe a request; a refusal needs no contents, as it never depends on them."""
+        """Describe a request; refusals do not depend on contents."""
         state, names = self._names.root, b""
         if self._with_contents and with_contents:
             state, ids = self._names.extend(state, request.prompt_token_ids.tolist())

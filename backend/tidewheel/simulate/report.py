@@ -52,7 +52,7 @@ def latencies(outcomes: Outcomes, chosen: npt.NDArray[np.bool_]) -> Report:
 
 
 def distribution(values: FloatArray) -> dict[str, float | None]:
-    """Return mean and quantiles without NaN; None if all are."""
+    """Return mean and quantiles without NaN; None for each if nothing is left."""
     values = values[~np.isnan(values)]
     if not len(values):
         return dict.fromkeys(("mean", *(f"p{quantile}" for quantile in QUANTILES)))
@@ -138,7 +138,6 @@ _COLUMNS = (
 
 
 def table(reports: dict[str, Report], *, title: str) -> str:
-    """Return a line per run; `title` heads the names."""
     width = max(len(title), *(len(name) for name in reports))
     lines = [title.ljust(width) + "".join(heading.rjust(11) for heading, *_ in _COLUMNS)]
     for name, report in reports.items():
@@ -148,7 +147,6 @@ def table(reports: dict[str, Report], *, title: str) -> str:
 
 
 def parts_table(report: Report) -> str:
-    """Return figures by class, and by tenant if there are several."""
     lines = [f"{'':18}{'requests':>9}{'refused':>9}{'TTFT p50':>10}{'p99 ms':>9}{'latency p50':>13}{'p99 s':>9}"]
     parts = [("class", report["classes"])]
     if len(report["tenants"]) > 1:

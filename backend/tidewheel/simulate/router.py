@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from tidewheel.errors import ConfigError
 
 VIRTUAL_NODES = 64  # ring points per replica
-LOAD_FACTOR = 1.25  # most load of a replica over the mean
+LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
 
 
 class RouteKey(NamedTuple):
@@ -109,7 +109,7 @@ class PrefixAware:
 
 
 def load_bound(loads: list[int]) -> int:
-    """Return how many requests a replica may hold, the new one included."""
+    """Return the bound on a replica's requests, the new one included."""
     return math.ceil(LOAD_FACTOR * (sum(loads) + 1) / len(loads))
 
 

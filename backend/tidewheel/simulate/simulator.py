@@ -27,8 +27,6 @@ _SAMPLING = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Settings of the engine that `make_scheduler` makes."""
-
     num_rows: int
     max_model_len: int
     enable_prefix_caching: bool = True
@@ -72,7 +70,6 @@ class Simulator:
         ]
 
     def run(self) -> Outcomes:
-        """Run until every request has ended."""
         turns: list[tuple[float, int]] = []  # heap of (time, replica)
         for index, arrival in enumerate(self._trace.arrivals.tolist()):
             self._advance(turns, arrival)

@@ -156,7 +156,6 @@ def _integer(
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write JSONL without absent fields."""
     with path.open("w") as file:
         for record in _records(trace):
             file.write(json.dumps(record) + "\n")

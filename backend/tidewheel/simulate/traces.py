@@ -31,7 +31,7 @@ NOBODY = -1  # no session or prefix group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Columns [n] by arrival; names are indices into the tuples beside them."""
+    """Columns [n] in order of arrival; names are indices into the tuples beside them."""
 
     arrivals: FloatArray  # seconds
     prompt_tokens: Int32Array
@@ -74,8 +74,6 @@ class Prefixes(NamedTuple):
 
 
 class Tenants(NamedTuple):
-    """Tenants with shares of the requests, and classes."""
-
     names: tuple[str, ...] = ("",)
     shares: tuple[float, ...] = (1.0,)
     priorities: tuple[Priority, ...] = (Priority.NORMAL,)

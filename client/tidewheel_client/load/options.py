@@ -76,7 +76,6 @@ class Mix:
 
     @classmethod
     def parse_qos(cls, text: str) -> Mix:
-        """Parse a mix of QoS classes."""
         found = cls.parse(text)
         unknown = sorted(found.weights.keys() - PRIORITIES.keys())
         if unknown:
@@ -89,7 +88,6 @@ class Mix:
 
 @lru_cache(maxsize=4)
 def read_prompts(path: str) -> tuple[str, ...]:
-    """Return the non-blank lines of a UTF-8 file."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

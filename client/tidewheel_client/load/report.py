@@ -31,7 +31,6 @@ class Timing:
         self.num_bytes = 0  # of text
 
     def arrived(self, num_tokens: int, num_bytes: int) -> None:
-        """Note a part of the answer."""
         self.num_bytes += num_bytes
         if num_tokens == 0:
             return

@@ -122,7 +122,6 @@ class _HttpUser(LoadUser):
         raise NotImplementedError
 
     def request(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
-        """Return an accepted request's response."""
         assert self._session is not None
         url = f"{str(self.host).rstrip('/')}/v2/models/{self.target_model()}/{path}"
         response = self._session.post(url, json=body, stream=stream, timeout=self.options.request_timeout_s)

@@ -1,5 +1,3 @@
-"""Requests of one user."""
-
 from __future__ import annotations
 
 import random
@@ -54,7 +52,6 @@ class Work:
         )
 
     def think_time(self) -> float:
-        """Return seconds."""
         return self._options.think_time_s.draw(self._rng)
 
     def _words(self) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's engine in this process, for CPU or CUDA as installed."""
+"""vLLM's engine, for CPU or CUDA as installed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Peer(Protocol):
     """Greedy decoding to the given length, ignoring end of sequence."""
 
     versions: dict[str, str]
-    streams: bool  # tokens come as made
+    streams: bool  # tokens come as they are made
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 

@@ -66,7 +66,6 @@ class _Http:
             raise RequestFailed("CONNECTION", str(error) or type(error).__name__) from None
 
     async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield server-sent events as JSON."""
         async for line in self._post(body):
             data = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and data != b"[DONE]":
@@ -74,7 +73,7 @@ class _Http:
 
 
 class _TritonModel(_Http):
-    """`url` ends with /v2/models/NAME/VERB."""
+    """Triton model; `url` ends with /v2/models/NAME/VERB."""
 
     async def _probe(self) -> None:
         model_url = self.url.rpartition("/")[0]

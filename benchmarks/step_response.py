@@ -4,7 +4,7 @@
 
 * `tpot`: the token budget, when four times as many rows decode and when the target changes;
 * `governor`: the number of running requests, when outputs become three times as long and short again, and when a
-  target of the step time is set;
+  step time target is set;
 * `window`: the window of dynamic batches, when the load changes.
 
 Prints how each settled. `--save` writes benchmarks/results/step_response_<name>.png and .json.
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_POINTS = 200  # of a recorded trace
-TAIL = 0.3  # of a phase, in which it is to have settled
-WITHIN = 0.15  # of the settled value: settled
+TAIL = 0.3  # end of a phase, taken as settled
+WITHIN = 0.15  # of the settled value
 
 
 class Phase(NamedTuple):
-    """Between two changes."""
+    """Phase between two changes."""
 
     begin_s: float
     end_s: float
@@ -55,7 +55,7 @@ class Phase(NamedTuple):
 
 
 def phases(trace: Trace, column: str, changes: list[float]) -> list[Phase]:
-    """How a knob settled after each change."""
+    """Return how a knob settled after each change."""
     seconds = trace["seconds"]
     found = []
     for begin, end in pairwise([*sorted(changes), seconds[-1]]):
@@ -132,7 +132,7 @@ def draw_window(figure: Figure, trace: Trace, scenario: WindowScenario) -> None:
 
 
 def annotate(axes: tuple[Axes, ...], notes: list[tuple[float, str]]) -> None:
-    """A line at each change through all plots, named in the topmost."""
+    """Draw a line at each change through all plots, named in the topmost."""
     for axis in axes:
         for begin, _ in notes:
             if begin > 0.0:
@@ -151,7 +151,7 @@ class Response(NamedTuple):
     scenario: Any
     run: Callable[[Any], Trace]
     draw: Callable[[Figure, Trace, Any], None]
-    knob: str  # the column that is moved
+    knob: str  # controlled column
     changes: list[float]
 
 

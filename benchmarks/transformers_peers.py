@@ -1,4 +1,4 @@
-"""What transformers itself offers, used with care: `generate` over static batches, and `generate_batch`.
+"""Careful use of transformers: `generate` over static batches, and `generate_batch`.
 
 Both run the same weights on the same ids, greedy, to the given output lengths.
 """
@@ -60,7 +60,7 @@ class StaticBatches:
 
 
 class GenerateBatch:
-    """transformers' own continuous batching, on paged SDPA."""
+    """transformers' continuous batching, on paged SDPA."""
 
     name = "transformers generate_batch"
 

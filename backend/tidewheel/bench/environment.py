@@ -38,13 +38,13 @@ def processor() -> str:
 
 
 def gpu() -> str | None:
-    """Name, memory and driver version; None without a GPU."""
+    """Return name, memory and driver version; None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return _output(command) or None
 
 
 def commit() -> str:
-    """Measured commit, with "-dirty" for a changed tree."""
+    """Return the measured commit, with "-dirty" for a changed tree."""
     command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     return _output(command) or "unknown"
 

@@ -25,7 +25,7 @@ Figures = dict[str, float]
 
 
 def span(outcomes: Sequence[Outcome]) -> float:
-    """Seconds from first sending to last end."""
+    """Return seconds from first sending to last end."""
     ends = [o.sent + o.ended for o in outcomes if o.ended is not None]
     return max(ends) - min(o.sent for o in outcomes) if ends else 0.0
 

@@ -100,7 +100,7 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """Return shares: `sum_error`, signed, of the total time; `median_error`, absolute, of one step."""
+    """Return quality figures; as shares, `sum_error`, signed, of all time, `median_error`, absolute, of a step."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {

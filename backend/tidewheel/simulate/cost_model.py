@@ -50,7 +50,7 @@ def step_features(batch: ScheduledBatch) -> StepFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Coefficients in seconds per unit; raise `ConfigError` for a negative or infinite one."""
+    """Coefficients in seconds per unit; raise `ConfigError` if one is negative or not finite."""
 
     name: str
     device: str = ""

@@ -15,7 +15,7 @@ def mm1_mean_in_system(load: float) -> float:
 
 
 def mg1_mean_in_system(load: float, service_scv: float) -> float:
-    """Return the same for any service time.
+    """Return the mean number waiting and in service, for any service times.
 
     `service_scv` is its variance over its squared mean: 0 if constant, 1 if exponential.
     """

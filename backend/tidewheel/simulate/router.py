@@ -77,7 +77,7 @@ class HashRing:
 
 
 class SessionAffinity:
-    """Keep a session on one replica, whatever its load; send other requests to the least loaded."""
+    """One replica for a session, whatever its load; the least loaded for other requests."""
 
     def __init__(self, num_replicas: int) -> None:
         self._ring = HashRing(num_replicas)
@@ -88,7 +88,7 @@ class SessionAffinity:
 
 
 class PrefixAware:
-    """Keep prompts with a shared prefix on one replica while its load is bounded.
+    """One replica for prompts that share a prefix, while its load is bounded.
 
     The overflow goes to the next on the ring, so a popular prefix spreads only as far as needed. "Consistent Hashing
     with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam, SODA 2018: with n replicas and m requests, the new one

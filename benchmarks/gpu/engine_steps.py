@@ -1,4 +1,4 @@
-"""The engine in this process, with the time of every delivery: steps, first tokens and gaps between tokens."""
+"""In-process engine that times deliveries: steps, first tokens and gaps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from workload import WorkItem
 
 
 class Delivery(NamedTuple):
-    """The tokens of one step reached the host."""
+    """Arrival of one step's tokens on the host."""
 
     at: float  # perf_counter
     request_ids: list[str]
 
 
 class DecodeStep(NamedTuple):
-    """A step that gave a token to each of `batch` requests and computed nothing else."""
+    """Step that only gave a token to each of `batch` requests."""
 
     seconds: float
     batch: int
-    context: float  # tokens of a request, on average
+    context: float  # mean tokens of a request
 
 
 class TimedLLM(LLM):
-    """An `LLM` that notes when tokens arrive; it costs a list append a step."""
+    """`LLM` that notes when tokens arrive, at the cost of a list append a step."""
 
     deliveries: list[Delivery]
 
@@ -43,7 +43,7 @@ class TimedLLM(LLM):
         super()._deliver(outputs)
 
     def timed(self, work: Sequence[WorkItem], temperature: float) -> Timed:
-        """One `generate` of all. Raises RuntimeError if an answer is shorter than was asked for."""
+        """Generate all at once; raise RuntimeError if an answer is too short."""
         prompts, params = self._arguments(work, temperature)
         self.deliveries = []
         start = time.perf_counter()
@@ -70,7 +70,7 @@ class TimedLLM(LLM):
 
 
 class Timed(NamedTuple):
-    """One run. The id of request number i begins with "i."."""
+    """One run. The id of request i begins with "i."."""
 
     start: float
     end: float
@@ -82,7 +82,7 @@ class Timed(NamedTuple):
         return self.end - self.start
 
     def arrivals(self) -> dict[str, list[float]]:
-        """When the tokens of each request came, by request id."""
+        """Return the times of each request's tokens, by request id."""
         times: dict[str, list[float]] = {}
         for delivery in self.deliveries:
             for request_id in delivery.request_ids:
@@ -93,11 +93,11 @@ class Timed(NamedTuple):
         return [times[0] - self.start for times in self.arrivals().values()]
 
     def gaps(self) -> list[float]:
-        """Between consecutive tokens of each request (ITL)."""
+        """Return times between a request's tokens (ITL)."""
         return [b - a for times in self.arrivals().values() for a, b in itertools.pairwise(times)]
 
     def decode_steps(self) -> list[DecodeStep]:
-        """From when every request has had its first token: nothing is prefilled any more."""
+        """Return steps after every request's first token, when nothing is prefilled."""
         steps: list[DecodeStep] = []
         contexts: dict[str, int] = {}
         before: float | None = None
@@ -114,7 +114,7 @@ class Timed(NamedTuple):
 
 
 def limit_ratio(steps: Sequence[DecodeStep], shape: ModelShape, device: Device) -> float:
-    """Seconds that the steps took over those that they need at least."""
+    """Return the steps' seconds over the least they need."""
     least = sum(decode_seconds(shape, step.batch, step.context, device) for step in steps)
     return sum(step.seconds for step in steps) / least
 
@@ -124,7 +124,7 @@ DRY: Mapping[str, object] = {"kv_cache_memory_mb": 64, "num_threads": 1, "max_nu
 
 
 def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> TimedLLM:
-    """On random weights made on the device, without prefix caching: no run profits from the one before."""
+    """Open an engine on random weights made on the device, without prefix caching between runs."""
     chosen: dict[str, object] = {
         "device": stage.device.type, "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
         **OFFLINE, **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,
@@ -143,5 +143,5 @@ def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> T
 
 
 def warm_up(engine: TimedLLM, work: Sequence[WorkItem], temperature: float) -> None:
-    """Kernels are compiled and caches filled before anything is timed."""
+    """Compile kernels and fill caches."""
     engine.timed([WorkItem(item.input_ids, min(item.num_output_tokens, 16)) for item in work[:8]], temperature)

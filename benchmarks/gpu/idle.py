@@ -1,9 +1,9 @@
-"""How much of a decode-only second the device does nothing, from the kernels on torch.profiler's timeline.
+"""Idle share of the device in decode-only steps, from kernels on torch.profiler's timeline.
 
     python -m gpu.idle
 
-The tracer slows small kernels down a little, so idle time is, if anything, over-reported in small models. A part of
-the timeline is kept as `idle_MODEL.json.gz`, for Perfetto or chrome://tracing.
+The tracer slows small kernels, so idle time is at most over-reported in small models. Part of the timeline is kept as
+`idle_MODEL.json.gz`, for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from gpu.work import of_length
 
 BATCH, PROMPT = 128, 64
 SECONDS = 1.0
-MAX_STEPS = 600  # of the tracer: every kernel of every step is an event
+MAX_STEPS = 600  # traced; every kernel is an event
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of Kineto
-SKIPPED_FRACTION = 0.1  # at each end of the run: prefill, and requests that end
+SKIPPED_FRACTION = 0.1  # at each end: prefill, and requests that end
 KEPT_US = 100_000.0
-MAX_GAPS = 5000  # that are recorded
+MAX_GAPS = 5000  # recorded
 
 
 class Interval(NamedTuple):
-    """Something ran on the device; microseconds."""
+    """Activity of the device, in microseconds."""
 
     begin: float
     end: float
 
 
 class Timeline(NamedTuple):
-    """What ran on the device, by its begin, and the part of the run that is looked at."""
+    """Activity sorted by begin, and the window of the run."""
 
-    events: list[dict[str, Any]]  # as Kineto writes them
+    events: list[dict[str, Any]]  # as written by Kineto
     intervals: list[Interval]
     window: Interval
 
 
 def read_timeline(trace: dict[str, Any]) -> Timeline:
-    """Raises RuntimeError when nothing ran on the device."""
+    """Raise RuntimeError if nothing ran on the device."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
     if not events:
         raise RuntimeError("the profiler saw no kernel")
@@ -62,7 +62,7 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
 
 
 def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
-    """Part of the window that no interval covers; intervals are sorted by their begin and may overlap."""
+    """Return the uncovered share of the window; sorted intervals may overlap."""
     busy, reached = 0.0, window.begin
     for begin, end in intervals:
         begin, end = max(begin, reached), min(end, window.end)
@@ -73,7 +73,7 @@ def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
 
 
 def gaps(intervals: Iterable[Interval], window: Interval) -> list[float]:
-    """Microseconds in which nothing runs, inside the window."""
+    """Return idle stretches of the window, in microseconds."""
     found: list[float] = []
     reached = window.begin
     for begin, end in intervals:
@@ -89,7 +89,7 @@ def body(stage: Stage) -> None:
     if not stage.is_cuda:
         stage.skip("idle device", "the timeline of kernels exists on CUDA only")
         return
-    # The tracer hooks into the driver when it first runs, which must not be after graphs were captured.
+    # The tracer hooks into the driver on first use, which must precede the capture of graphs.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         torch.zeros(1, device=stage.device)
         torch.cuda.synchronize(stage.device)
@@ -138,7 +138,7 @@ def _profile(stage: Stage, model: str, engine: TimedLLM, path: Path) -> None:
 
 
 def _busiest(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Share of the device's busy time, of the kernels that take most of it."""
+    """Return the busiest kernels' shares of busy time."""
     totals: dict[str, float] = {}
     for event in events:
         name = str(event["name"])[:80]
@@ -160,7 +160,7 @@ def _keep(path: Path, timeline: Timeline) -> None:
 
 
 def main() -> None:
-    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # as torch asks for with CUDA graphs
+    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # torch needs these with CUDA graphs
     run("idle", body, parser(__doc__).parse_args())
 
 

@@ -1,4 +1,4 @@
-"""Options that the suite and every stage share."""
+"""Options of the suite and every stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_dry(options: argparse.Namespace) -> bool:
 
 
 def model_names(options: argparse.Namespace) -> list[str]:
-    """Raises `SystemExit` for one that is unknown."""
+    """Raise `SystemExit` for an unknown model."""
     known = (*MODEL_NAMES, *DRY_MODELS)
     wanted = [name for name in options.models.split(",") if name]
     if unknown := [name for name in wanted if name not in known]:

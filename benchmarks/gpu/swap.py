@@ -1,9 +1,9 @@
-"""Preemption: bringing a request back by a swap against computing it again, beside what the scheduler would choose.
+"""Preemption: swapping a request back against computing it again, and the scheduler's choice.
 
     python -m gpu.swap
 
-For each context, the time of one swap out and in of its blocks, and of one prefill of its tokens; then a workload
-that does not fit into the cache, with either way forced and with the choice left to the cost model.
+For each context, one swap out and in of its blocks, and one prefill of its tokens; then a workload beyond the cache,
+with either way forced and with the cost model's choice.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _workload(stage: Stage, model: str, folder: Path, mode: str) -> None:
     needed = count * -(-(num_input + num_output) // block_size)
     settings = {
         "preemption_mode": mode,
-        "enable_prefix_caching": True,  # the host tier keeps blocks by their content
+        "enable_prefix_caching": True,  # the host tier keeps blocks by content
         "swap_space": 0.0 if mode == "recompute" else 0.01 if stage.is_dry else SWAP_GIB,
         "max_model_len": num_input + num_output,
         "num_blocks": max(round(ROOM * needed), needed // count),

@@ -50,7 +50,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> dict[str, object]:
-    """Return the given sampling options under their wire names."""
     params: dict[str, object] = {
         name: value for name in (*_SAMPLING, "stop") if (value := getattr(args, name)) is not None
     }

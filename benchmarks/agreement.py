@@ -1,8 +1,8 @@
-"""Compares `tidewheel bench` with other load tools on one load, in turns.
+"""Compares `tidewheel bench` with other load tools, in turns.
 
-Each tool keeps the same number of requests in flight: locust's users with locust's own statistics, and AIPerf in an
-environment that has it (`pip install aiperf`), whose template endpoint speaks Triton's generate_stream. All use one
-server without prefix cache; prompts are random and of equal length.
+Each tool keeps equal requests in flight on one server without prefix cache, with random prompts: locust's users with
+locust's statistics, and AIPerf where it is installed (`pip install aiperf`), whose template endpoint speaks Triton's
+generate_stream.
 
     python benchmarks/agreement.py build/qwen3-40m --aiperf ENVIRONMENT/bin/aiperf --save
 """
@@ -26,7 +26,6 @@ from serving import Address, served
 ROOT = Path(__file__).parents[1]
 LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
 NUM_PROMPTS = 2048
-# Payload and answer of generate_stream, for AIPerf.
 TEMPLATE = (
     '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens }}, "stream": true, "ignore_eos": true, '
     '"temperature": 0}'
@@ -45,7 +44,7 @@ def write(environment, **_):
     }
     Path(__file__).with_name("locust.json").write_text(json.dumps(rows))
 """
-PAIRS = (  # ours, theirs: over one protocol
+PAIRS = (  # ours, theirs
     ("bench gRPC", "locust GrpcStreamUser"),
     ("bench generate_stream", "locust HttpStreamUser"),
     ("bench generate_stream", "aiperf"),
@@ -62,7 +61,7 @@ class Size(NamedTuple):
 class Bench(NamedTuple):
     address: Address
     size: Size
-    folder: Path  # scratch, with the prompts
+    folder: Path
     vocab: int
 
 
@@ -70,7 +69,6 @@ Figures = dict[str, float]  # means of ttft_ms, tpot_ms, requests_per_s, output_
 
 
 def write_inputs(folder: Path, size: Size, vocab: int) -> None:
-    """Write prompts as lines, and as AIPerf's JSONL."""
     rng = random.Random(0)
     texts = [" ".join(f"t{rng.randrange(4, vocab)}" for _ in range(size.prompt_tokens)) for _ in range(NUM_PROMPTS)]
     (folder / "prompts.txt").write_text("\n".join(texts))
@@ -169,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, served(arguments.model, settings) as address:
         bench = Bench(address, size, Path(scratch), vocab)
         write_inputs(bench.folder, size, vocab)
-        for repeat in range(-1, arguments.repeats):  # the first round is an uncounted warm-up
+        for repeat in range(-1, arguments.repeats):  # a warm-up round first
             for name, run in tools.items():
                 figures = run(bench if repeat >= 0 else bench._replace(size=size._replace(seconds=3)))
                 if repeat >= 0:
@@ -181,7 +179,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def differences(samples: dict[str, list[Figures]]) -> dict[str, Figures]:
-    """Return ours over theirs, less 1: medians over pairs of neighbours in time."""
+    """Return ours over theirs, less 1: medians over pairs in time."""
     found = {}
     for ours, theirs in PAIRS:
         if theirs in samples:

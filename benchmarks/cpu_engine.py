@@ -1,10 +1,10 @@
-"""Output tokens/s on CPU: the engine alone, through Triton, and transformers on the same requests.
+"""Output tokens/s on CPU: the engine alone, through Triton, and transformers.
 
     python benchmarks/cpu_engine.py                 64 mixed-length requests, 40M-parameter Qwen3 shape, greedy
     python benchmarks/cpu_engine.py --repeats 5 --save
 
-Targets take turns, so machine drift hits all alike. Weights are random; token ids and output lengths are equal, and
-end of sequence is ignored. Every token counts once.
+Targets take turns, so machine drift hits all alike. Weights are random; ids and output lengths are equal, ends of
+sequence are ignored, and every token counts once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def in_process(folder: Path, dtype: str, threads: int) -> Target:
 
 @contextmanager
 def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Target]:
-    """Send each request as its own gRPC stream, as an application does."""
+    """Send each request as its own gRPC stream, as applications do."""
     settings = {"dtype": dtype, "num_threads": threads, "max_model_len": 512}
     with served(folder, settings) as address, Client(address.grpc, model=address.model) as client:
 
@@ -74,7 +74,6 @@ def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Target]:
 
 
 def measure(target: Target, work: list[WorkItem]) -> tuple[float, list[list[int]]]:
-    """Return output tokens per second and the tokens."""
     start = time.perf_counter()
     outputs = target.run(work)
     seconds = time.perf_counter() - start

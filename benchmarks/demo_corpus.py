@@ -1,9 +1,9 @@
-"""Prose and small conversations from the documentation that Debian installs.
+"""Prose and small conversations from Debian's documentation packages.
 
     apt-get install python3.11-doc postgresql-doc-15
 
-From HTML by Sphinx and DocBook, sentences stay; code, tables, signatures and navigation go. In a conversation, a
-page's headings and terms are questions, and the sentences after them answers.
+From HTML by Sphinx and DocBook, sentences stay; code, tables, signatures and navigation go. Conversations ask with a
+page's headings and terms, and answer with the sentences after them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GENERIC_HEADING = re.compile(
 ADMONITION = re.compile(r"Note|Tip|Caution|Warning|Important|See Also|Authors?|Footnotes")
 MIN_WORDS = 8
 MIN_NAME_LETTERS = 3
-TERM_SHARE = 0.3  # of terms used in conversations; all would be a third of the text
+TERM_SHARE = 0.3  # of terms in conversations; all would be a third of the text
 MAX_ANSWER_WORDS = 110
 
 HEADING_QUESTIONS = (
@@ -96,8 +96,6 @@ class MissingCorpusError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """Debian package and its folder of pages."""
-
     package: str
     folder: Path
 
@@ -213,7 +211,6 @@ class Document:
         return "\n\n".join(self.paragraphs)
 
     def topics(self) -> Iterator[Topic]:
-        """Return headings and terms directly followed by prose."""
         title = next((block.text for block in self.blocks if block.kind == "heading"), "")
         for index, block in enumerate(self.blocks):
             following = takewhile(lambda item: item.kind == "paragraph", self.blocks[index + 1 :])
@@ -228,7 +225,7 @@ def is_topic(name: str) -> bool:
 
 
 def shortened(paragraphs: list[str]) -> str:
-    """Return leading paragraphs of at most `MAX_ANSWER_WORDS` words; a longer first one is cut at a sentence."""
+    """Return leading paragraphs up to `MAX_ANSWER_WORDS` words; cut a longer first one at a sentence."""
     chosen: list[str] = []
     for paragraph in paragraphs[:3]:
         if len(" ".join([*chosen, paragraph]).split()) > MAX_ANSWER_WORDS:
@@ -249,7 +246,7 @@ def clean_page(name: str, html: str) -> Document:
 
 
 def without_repeats(documents: Iterable[Document]) -> Iterator[Document]:
-    """Drop repeated paragraphs (boilerplate), and documents with hardly any prose left."""
+    """Drop repeated paragraphs (boilerplate), and documents with hardly any prose."""
     seen: set[str] = set()
     for document in documents:
         fresh = [block for block in document.blocks if block.kind != "paragraph" or block.text not in seen]
@@ -260,7 +257,7 @@ def without_repeats(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def load_documents(sources: Iterable[Source] = SOURCES, every: int = 1) -> list[Document]:
-    """Read all pages, or one in `every`; raise `MissingCorpusError` if a package is absent."""
+    """Read all pages, or one in `every`; raise `MissingCorpusError` without a package."""
     pages = [(source, page) for source in sources for page in source.pages()][::every]
     return list(
         without_repeats(
@@ -271,12 +268,12 @@ def load_documents(sources: Iterable[Source] = SOURCES, every: int = 1) -> list[
 
 
 def is_validation(document: Document) -> bool:
-    """Hold out one page in twenty by a hash of its name, independent of order and seed."""
+    """Select one page in twenty by a hash of its name, independent of order and seed."""
     return zlib.crc32(document.name.encode()) % 20 == 0
 
 
 def everyday_case(heading: str) -> str:
-    """Write `Transaction Isolation` as people type it: in lower case, except names and acronyms."""
+    """Write `Transaction Isolation` as people type: in lower case, except names and acronyms."""
     return " ".join(word.lower() if word.istitle() and word != "Python" else word for word in heading.split())
 
 
@@ -288,7 +285,7 @@ def question(topic: Topic, rng: random.Random) -> str:
 
 
 def conversations(document: Document, rng: random.Random) -> Iterator[list[Message]]:
-    """Make conversations of one to three turns on the document's topics, one in eight with a system prompt."""
+    """Make conversations of one to three turns, one in eight with a system prompt."""
     topics = [topic for topic in document.topics() if topic.kind == "heading" or rng.random() < TERM_SHARE]
     rng.shuffle(topics)
     while topics:

@@ -29,7 +29,7 @@ IM_START_ID = SPECIAL_TOKENS.index(IM_START)
 
 
 def model_config(vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
-    """Return config.json: 2.9 M parameters at the full vocabulary."""
+    """Return the configuration: 2.9 M parameters at the full vocabulary."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -82,7 +82,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE, which encodes any text without loss."""
+    """Train a lossless byte-level BPE."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

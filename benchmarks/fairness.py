@@ -1,9 +1,9 @@
-"""Two tenants, one sending ten times as much: the shares of each under `fair` and `priority`.
+"""Shares of two tenants under `fair` and `priority`, one sending ten times as much.
 
     python benchmarks/fairness.py FOLDER [--seconds 60] [--save]
 
-Through Triton, the small tenant asks for 60 % of the capacity, the big one for ten times that. Served tokens have the
-policy's weights: one for a prompt token, two for an output token.
+Through Triton, the small tenant asks for 60 % of the capacity. Served tokens have the policy's weights: one for a
+prompt token, two for an output token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMES_AS_MUCH = 10
 
 
 def served_tokens(outcomes: Sequence[Outcome], tenant: str, seconds: float) -> int:
-    """Return the weighted tokens of requests that ended while both tenants sent, after the start."""
+    """Return weighted tokens of requests that ended while both tenants sent, after the start."""
     return sum(
         len(o.offered.input_ids) + 2 * o.num_tokens
         for o in outcomes

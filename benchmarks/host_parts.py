@@ -1,4 +1,4 @@
-"""Times of the host's parts of a step, by wrapping methods of live objects."""
+"""Times of the host's parts of a step, by wrapping live objects' methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Segment(NamedTuple):
-    """Stretch of time in one part, without the parts it calls."""
+    """Time in one part, without the parts it calls."""
 
     part: str
     begin: float
@@ -24,7 +24,7 @@ class Parts:
         self._since = 0.0
 
     def wrap(self, owner: object, names: str, part: str) -> None:
-        """Count calls of these methods of `owner` as `part`, except for calls into other parts."""
+        """Count these methods of `owner` as `part`, without calls into other parts."""
         for name in names.split():
             setattr(owner, name, self.wrapped(getattr(owner, name), part))
 
@@ -57,7 +57,7 @@ class Parts:
 
 
 def seconds_by_step(segments: list[Segment], ends: list[float]) -> dict[str, list[float]]:
-    """Return each part's time in each step; `ends` starts with the begin of the first."""
+    """Return seconds by part and step; `ends` starts with the first step's begin."""
     steps = np.searchsorted(ends, [segment.begin for segment in segments], side="right") - 1
     found = {part: [0.0] * (len(ends) - 1) for part in dict.fromkeys(segment.part for segment in segments)}
     for segment, step in zip(segments, steps.tolist(), strict=True):

@@ -1,14 +1,14 @@
-"""Host work of a decode step by part, and the device's wait for it: scheduling off, after a step is read, or on, one
-step ahead.
+"""Host work of a decode step by part, and the device's wait for it: scheduling after a step is read (off), or one
+step ahead (on).
 
     python benchmarks/host_timeline.py [--model qwen3-0.6b llama-3.1-8b] [--running 256] [--context 512] [--save]
 
-A whole engine process runs, from the ZeroMQ socket to the real `ModelRunner`, on a modelled device. Its steps take
-the seconds of the roofline (`gpu.limits`), which no kernel beats, so the host's share is at its worst. A client
-process reads the output. Times are CPU time of the engine's thread, and device waits are skipped, so other programs
-take no turns from it, though they may slow it down. With `--clock wall`, times are wall time and waits sleep.
+A whole engine process runs, from the ZeroMQ socket to the real `ModelRunner`, on a modelled device. Steps take the
+seconds of the roofline (`gpu.limits`), which no kernel beats, so the host's share is at its worst. A client process
+reads the output. Times are CPU time of the engine's thread without waits for the device: other programs may slow it
+but take no turns from it. With `--clock wall`, times are wall time and waits sleep.
 
-Left out: launches by the CUDA driver (with graphs, two graph launches, three copies and three events a decode step),
+Left out: the CUDA driver's launches (with graphs, two graph launches, three copies and three events a decode step),
 ZeroMQ's threads, and prompts.
 """
 
@@ -44,7 +44,7 @@ from tidewheel.sampling import SamplingParams
 WARM_UP_STEPS = 50  # after all requests run
 SHOWN_STEPS = 10
 SEED = 0
-PARTS = {  # in the order of a step
+PARTS = {  # in step order
     "receive": "read commands from the socket",
     "schedule": "deadlines and schedule",
     "inputs": "input arrays of the step",
@@ -63,11 +63,9 @@ COLOURS = dict(zip(PARTS, ("#9ecae1", "#3182bd", "#fdd0a2", "#fdae6b", "#fd8d3c"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Results of one engine."""
-
     is_async: bool
     host_us: dict[str, float]  # medians over steps
-    host_us_total: float  # median over steps of the sum
+    host_us_total: float  # median of the steps' sums
     host_us_p99: float
     idle_fraction: float  # of the device over the measured steps
     step_us: float  # between completions, median
@@ -81,7 +79,7 @@ class Timeline(msgspec.Struct):
 
 
 def client(address: str, count: int, prompt_tokens: int, max_tokens: int) -> None:
-    """Send requests as a front end without a model does, and read output until ended."""
+    """Send requests without a model, and read output until ended."""
     generator = np.random.default_rng(SEED)
     socket = zmq.Context().socket(zmq.DEALER)
     socket.set(zmq.RCVHWM, 0)
@@ -176,7 +174,6 @@ class Engine:
         return self._run(), self._timeline()
 
     def _must_stop_after(self, server: EngineServer) -> Any:
-        """Count steps with all requests running; called after every step."""
         num_full = 0
         flush = server._front_ends.flush
 

@@ -1,14 +1,13 @@
-"""Preemptions and recomputed tokens with a KV cache too small for the requests that may run.
+"""Preemptions and recomputed tokens with a KV cache smaller than its requests.
 
     python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--growth on off] [--save]
 
 The scheduler runs under the simulator's clock (an 8B model on an H200, by its data sheet). The pool holds `--pool`
-requests of mean size and `--rows` may run; output lengths vary widely, so requests outgrow the pool. Arrivals are
-Poisson, several times as fast as requests end. Every request names the same `max_tokens`, so the scheduler cannot
-know lengths.
+mean requests and `--rows` may run; output lengths vary widely, so requests outgrow it. Arrivals are Poisson, several
+times as fast as ends. Requests share one `max_tokens`, which hides their lengths from the scheduler.
 
 A token is computed twice when a preempted request returns without its blocks. Figures by seed: preemptions per
-request, tokens computed over needed, and output tokens per second until the last end. `--growth off` admits by free
+request, tokens computed over needed, output tokens per second until the last end. `--growth off` admits by free
 blocks alone (`admit_by_growth` false).
 """
 
@@ -41,7 +40,7 @@ MAX_PREEMPTIONS, MAX_TOKENS_RATIO = 0.10, 1.05  # goals: per request, and comput
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     requests: int
-    pool: int  # requests of mean size that fit
+    pool: int  # mean requests that fit
     rows: int
     prompt: str
     output: str
@@ -115,7 +114,6 @@ def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
 
 
 def summary(runs: list[Figures]) -> str:
-    """Summarise one load and policy by means over the seeds."""
     preemptions, ratio, tokens = (
         statistics.mean(getattr(run, name) for run in runs)
         for name in ("preemptions_per_request", "tokens_over_needed", "output_tokens_per_s")

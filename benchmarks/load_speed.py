@@ -1,13 +1,13 @@
-"""Speed of reading weights: the loader's stream against a plain copy of the same bytes.
+"""Speed of reading weights: the loader's stream against a plain copy of the bytes.
 
 ``python benchmarks/load_speed.py [--record]``
 
-With the file in the page cache, processor time is compared: it is the cost to a reader thread and does not depend on
-other programs. All take turns. `straight` reads into a model's tensors on the host. `ring` reads into the ring's
-slots without the copies to the device, the host's part of loading onto a GPU. `mapped` copies to such slots from a
-new mapping of the file, which the loader does not do. `memcpy` copies between two tensors written before. The seconds
-for 16 GB are the ring's on eight such processors with a bus as fast. Then the file is dropped from the cache before
-each run, and ring and mapping take turns in elapsed time, which the disk decides.
+First the file is in the page cache, and processor time is compared: a reader thread's cost, whatever else runs. All
+take turns: `straight` reads into a model's tensors on the host; `ring` reads into the ring's slots without copies to
+the device, the host's part of loading onto a GPU; `mapped`, which the loader does not do, copies to such slots from a
+new mapping; `memcpy` copies between two tensors written before. The seconds for 16 GB are the ring's on eight such
+processors with a bus as fast. Then the file leaves the cache before each run, and ring and mapping take turns in
+elapsed time, which the disk decides.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ NUM_SAMPLES = 7
 
 
 class _NoDevice:
-    """Lane whose device accepts everything at once."""
-
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
@@ -62,7 +60,7 @@ def processor_seconds(run: Callable[[], object]) -> float:
 
 
 def elapsed_cold(path: Path, run: Callable[[], object]) -> float:
-    """Return elapsed seconds with nothing of the file in the page cache."""
+    """Return elapsed seconds with an empty page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -72,7 +70,7 @@ def elapsed_cold(path: Path, run: Callable[[], object]) -> float:
 
 
 def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return samples by name: processor seconds with a warm cache, elapsed seconds with a cold one."""
+    """Return samples by name: processor seconds (warm cache) and elapsed seconds (cold)."""
     tensors = {str(i): torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16) for i in range(NUM_TENSORS)}
     path = folder / "model.safetensors"
     save_file(tensors, path)
@@ -94,7 +92,7 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
             source = torch.frombuffer(content, dtype=torch.uint8)
             for piece in torch.split(source, SLOT_BYTES):
                 slot[: len(piece)].copy_(piece)
-            del source, piece  # a mapping cannot be closed while it is viewed
+            del source, piece  # viewed mappings cannot be closed
 
     runs = {
         "mapped": mapped,

@@ -1,7 +1,7 @@
 """Drives the demo model with locust users of each kind, and watches server and client.
 
-Records failures, rates and times by locust, the server's own count, its memory over time, and the cores of both
-sides. Rates over numbers of users show where the server is full.
+Records failures, rates and times by locust, the server's own count and memory, and cores of both sides. Rates over
+numbers of users show where the server is full.
 
     python benchmarks/locust_load.py --save
 """
@@ -33,7 +33,7 @@ MIB = 1 << 20
 
 
 def processes() -> list[psutil.Process]:
-    """Return the server's processes; locust starts beside them later."""
+    """Return the server's processes, before locust starts."""
     return psutil.Process().children(recursive=True)
 
 
@@ -50,7 +50,7 @@ def num_answered(address: Address) -> float:
 
 
 def run_locust(address: Address, kind: str, users: int, seconds: int, server: list[psutil.Process]) -> dict[str, Any]:
-    """Measure one run, including its start and end, when users come and go."""
+    """Measure one run, including users' arrival and departure."""
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--json", "--skip-log"]
     command += ["-u", str(users), "-r", str(max(users // 4, 1)), "-t", f"{seconds}s", "--stop-timeout", "60"]
     command += ["--grpc-url", address.grpc, "--host", f"http://{address.http}", "--model", address.model, kind]
@@ -87,7 +87,6 @@ def run_locust(address: Address, kind: str, users: int, seconds: int, server: li
 
 
 def summarise(row: dict[str, Any]) -> dict[str, Any]:
-    """Return one row of locust's statistics, in milliseconds."""
     times = {float(key): int(count) for key, count in row["response_times"].items()}
     ordered = sorted(times.items())
     return {
@@ -100,7 +99,7 @@ def summarise(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def percentile(ordered: list[tuple[float, int]], share: float) -> float:
-    """Return a quantile of ordered (value, count) pairs; locust has rounded the values."""
+    """Return a quantile of ordered (value, count) pairs, rounded by locust."""
     left = share * sum(count for _, count in ordered)
     for value, count in ordered:
         left -= count
@@ -110,7 +109,7 @@ def percentile(ordered: list[tuple[float, int]], share: float) -> float:
 
 
 def growth(samples: list[float]) -> float:
-    """Return the last quarter less the second, as medians; the first holds the warm-up."""
+    """Return the last quarter's median less the second's; the first holds the warm-up."""
     quarter = max(len(samples) // 4, 1)
     return statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter] or samples)
 
@@ -136,11 +135,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def checks(run: dict[str, Any], sweep: list[dict[str, Any]], kind: str) -> dict[str, float | None]:
-    """Return evidence that the server was full and that the numbers agree.
+    """Return evidence that the server was full and the numbers agree.
 
-    `client_share`: of the one core a locust process can use; well below 1, its loop is not what users wait for.
-    `rate_over_fewer_users`: about 1 if more users get no more out of the server. `users_by_littles_law`: rate times
-    mean time in the system, a little below the number of users, as they come and go within the run.
+    `client_share`: of a locust process's one core; well below 1, its loop is no bottleneck. `rate_over_fewer_users`:
+    about 1 if more users gain nothing. `users_by_littles_law`: rate times mean time in the system, a little below the
+    number of users, who come and go within the run.
     """
     before = max((one["requests_per_s"] for one in sweep), default=0.0)
     return {

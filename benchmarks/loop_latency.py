@@ -1,12 +1,12 @@
-"""Latency of the engine's loop: from a request's arrival to its first step, and the longest turn.
+"""Latency of the engine's loop: from arrival to first step, and the longest turn.
 
     python benchmarks/loop_latency.py [--blocks 20000 75000 200000] [--strategy continuous static dynamic]
         [--repeats 10] [--json] [--save]
 
 `EngineServer.serve` runs with the real scheduler, a device that answers at once, and messages in memory. In each
-repeat a lone request for one token reaches the idle engine; `static` has a timeout of 50 ms. Reported are the
-milliseconds from arrival to launch, the part that the strategy asked for, and the longest time between looks at the
-messages. Nothing may depend on the number of blocks: an H200 has pools of 200,000.
+repeat a lone request for one token reaches the idle engine; `static` has a timeout of 50 ms. Reported are
+milliseconds from arrival to launch, the strategy's part of them, and the longest time between looks at messages. None
+may depend on the number of blocks: an H200 has pools of 200,000.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ VOCAB_SIZE = 32_000
 PROMPT = np.arange(3, 35, dtype=np.int32).tobytes()
 IDENTITY = b"front end"
 BATCH_TIMEOUT_MS = 50.0
-IDLE_S = 0.3  # between requests; longer than the loop waits for a message
+IDLE_S = 0.3  # longer than the loop waits for a message
 STRATEGIES = ("continuous", "static", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Milliseconds over lone requests on an idle engine."""
+    """Milliseconds of lone requests on an idle engine."""
 
     strategy: str
     blocks: int
@@ -52,8 +52,6 @@ class Latency:
 
 
 class Device:
-    """Device that answers at once and notes when it got a step."""
-
     def __init__(self) -> None:
         self.launches: deque[float] = deque()
 
@@ -70,7 +68,7 @@ class Device:
 class Line:
     """In-memory socket that sends a request `IDLE_S` after the last launch.
 
-    Time between the end of a look and the start of the next is the loop's own, and counts as a gap.
+    Time between looks is the loop's own and counts as a gap.
     """
 
     def __init__(self, device: Device, repeats: int) -> None:
@@ -79,7 +77,7 @@ class Line:
         self.inbox = deque([encoder.encode(Hello(PROTOCOL, "one", ""))])
         self.next_arrival = time.perf_counter() + IDLE_S
         self.last_look: float | None = None
-        self.arrival: float | None = None  # of the current request
+        self.arrival: float | None = None
         self.latencies: list[float] = []
         self.gaps: list[float] = []
 

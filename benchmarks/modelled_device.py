@@ -1,7 +1,7 @@
 """Modelled device under the real `ModelRunner`: the host works, nothing is computed.
 
-Work takes its stated seconds, one piece after the other, as on a stream. `WallClock` sleeps until the device is done.
-`CpuClock` counts the thread's CPU time and skips waits, so other programs take no part in it.
+Work takes stated seconds, piece after piece, as on a stream. `WallClock` sleeps until the device is done; `CpuClock`
+counts the thread's CPU time and skips waits, so other programs take no part in it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class Busy(NamedTuple):
 
 
 class ModelledDevice:
-    """Accelerator of a runner."""
-
     device = torch.device("cpu")
 
     def __init__(self, clock: Clock) -> None:
@@ -68,7 +66,6 @@ class ModelledDevice:
         self.busy: list[Busy] = []  # in order, without overlap
 
     def compute(self, seconds: float) -> None:
-        """Queue work behind the rest."""
         begin = max(self.clock(), self.free_at)
         self.free_at = begin + seconds
         self.busy.append(Busy(begin, self.free_at))
@@ -83,7 +80,6 @@ class ModelledDevice:
         return ModelledPool(self)
 
     def idle_fraction(self, begin: float, end: float) -> float:
-        """Return the idle share of the time from `begin` to `end`."""
         busy = sum(max(min(work.end, end) - max(work.begin, begin), 0.0) for work in self.busy)
         return 1.0 - busy / (end - begin)
 
@@ -129,8 +125,7 @@ class ModelledPool:
 
 
 class ModelledModel:
-    """Model that takes `decode_seconds` for a pure decode step, else `prefill_seconds` per token; its logits are
-    alike."""
+    """Model with `decode_seconds` a pure decode step, else `prefill_seconds` a token, and equal logits."""
 
     shape = ModelShape(
         num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE, hidden_size=1, intermediate_size=1
@@ -169,7 +164,7 @@ def modelled_runner(
     max_model_len: int,
     graph_sizes: Sequence[int],
 ) -> ModelRunner:
-    """Make a runner with room for every request at full length, and graphs of these sizes."""
+    """Make a runner with room for all requests at full length, and graphs of these sizes."""
     num_blocks = max_num_seqs * -(-max_model_len // BLOCK_SIZE)
     model = ModelledModel(device, decode_seconds, prefill_seconds)
     layout = CacheLayout(model.shape, BLOCK_SIZE, torch.float32)

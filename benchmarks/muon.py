@@ -1,5 +1,3 @@
-"""Muon: orthogonalised momentum for the matrices of a network's layers."""
-
 from __future__ import annotations
 
 import math

@@ -12,7 +12,7 @@ from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.bench.values import Offered, Outcome
 from workload import Lengths
 
-TIMEOUT_S = 300.0  # of one request, far beyond need
+TIMEOUT_S = 300.0  # far beyond need
 
 
 def offer(
@@ -37,7 +37,6 @@ def offer(
 
 
 def run(address: str, model: str, load: Sequence[Offered]) -> list[Outcome]:
-    """Send the load in order of time and wait for all answers."""
     return asyncio.run(_run(address, model, load))
 
 

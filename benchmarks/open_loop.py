@@ -1,4 +1,4 @@
-"""The real engine in this process, fed by a trace in real time, to check the simulator."""
+"""The real engine in this process, fed by a trace in real time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIRST_ID = 4  # of prompts
 
 
 class Engine(NamedTuple):
-    """Loaded model; each run has its own scheduler and so no other run's cache."""
+    """Loaded model; each run has its own scheduler, and so its own cache."""
 
     config: EngineConfig
     runner: LoadedRunner
@@ -62,9 +62,9 @@ class EndingTokens(NamedTuple):
 
 
 class EndingRunner:
-    """Runner whose requests sample their stop token at the trace's length; a random model would end anywhere.
+    """Runner whose requests sample their stop token at the trace's length, unknown to the scheduler.
 
-    The scheduler does not know the lengths, as with a real model.
+    A random model would end anywhere.
     """
 
     def __init__(self, runner: LoadedRunner, trace: Trace) -> None:
@@ -89,7 +89,7 @@ class WallClock:
 
 
 class CpuClock:
-    """Processor time plus pauses, which are skipped: wall time on an otherwise idle machine."""
+    """Processor time plus skipped pauses: wall time on an idle machine."""
 
     def __init__(self) -> None:
         self._paused = 0.0
@@ -107,8 +107,6 @@ class RealRun(NamedTuple):
 
 
 class OpenLoop:
-    """Loop that adds each request when due and ends it at its length."""
-
     def __init__(self, engine: Engine, trace: Trace, config: EngineConfig, clock: WallClock | CpuClock) -> None:
         self._clock = clock
         self._trace = trace

@@ -1,12 +1,11 @@
-"""Twice the capacity through Triton on one machine: service of each class, and refusals.
+"""Twice the capacity through Triton on one machine: service by class, and refusals.
 
     python benchmarks/overload.py FOLDER                 a folder of benchmarks/random_model.py
     python benchmarks/overload.py FOLDER --seconds 120 --save
 
 One run on one server measures the capacity (a closed loop keeps it full), CRITICAL alone (its unloaded time to first
-token), 0.5 to 1.5 times the capacity (the peak of goodput), and twice the capacity. Goodput counts full answers
-within the objective: time to first token and time per output token. CRITICAL is a fifth of the capacity, so that it
-can always be served.
+token), 0.5 to 1.5 times the capacity (the peak of goodput), and twice. Goodput counts full answers within the
+objective: time to first token and per output token. CRITICAL is a fifth of the capacity, so it can always be served.
 """
 
 from __future__ import annotations
@@ -50,21 +49,18 @@ PORTS = 18_700
 
 
 def step_seconds(folder: Path) -> list[float]:
-    """Return the seconds of every step recorded so far, in order."""
     recordings = (Recording(path) for path in sorted(folder.glob("*.jsonl")))
     return [step.seconds for recording in recordings for step in measured_steps(recording.events())]
 
 
 class LowWaits(NamedTuple):
-    """Waiting of LOW requests, from the engine's recording."""
-
     started: int
     longest_s: float  # from arrival to the first step
     overtaken_after_ageing: int  # by later requests, not CRITICAL, that started first once it was in HIGH
 
 
 def low_waits(folder: Path, since: float) -> LowWaits:
-    """Return the waiting of requests that arrived after `since`, on the engine's clock."""
+    """Return waits of requests that arrived after `since` on the engine's clock."""
     arrived: dict[str, tuple[float, int]] = {}
     started: list[tuple[float, float, int]] = []  # start, arrival, class
     for path in sorted(folder.glob("*.jsonl")):
@@ -91,14 +87,13 @@ def class_mix(load: float) -> list[tuple[float, dict[str, Any]]]:
 
 
 def measure_capacity(address: Address, seconds: float, rng: random.Random) -> float:
-    """Return the capacity, by an open loop far beyond it."""
     times = poisson_arrivals(40.0, seconds, rng)
     outcomes = run(address.grpc, address.model, offer(times, [(1.0, {})], INPUTS, OUTPUTS, rng))
     return throughput([o for o in outcomes if o.finish_reason == "length"], seconds)
 
 
 def throughput(outcomes: Sequence[Outcome], seconds: float) -> float:
-    """Return requests per second ended while requests were offered, without start-up and tail."""
+    """Return requests ended per second of the offered time, without start-up and tail."""
     begin = 0.2 * seconds
     ends = [o.sent + (o.last_token or math.inf) for o in outcomes]
     return sum(begin <= end < seconds for end in ends) / (seconds - begin)
@@ -129,13 +124,12 @@ def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def refusals_within(address: Address, bound: str) -> float:
-    """Return the share of refusals within `bound` seconds of arrival."""
     total = metric(address, "tidewheel_refusal_seconds_count")
     return metric(address, "tidewheel_refusal_seconds_bucket", le=bound) / total if total else math.nan
 
 
 def low_start_bound(capacity: float) -> float:
-    """Return the seconds within which a LOW request that keeps its place starts, at the mean rate of ends.
+    """Return seconds until a LOW request that keeps its place starts, at the mean rate of ends.
 
     Two lifts bring it to HIGH, behind at most a full waiting set, which starts at the rate that CRITICAL leaves.
     """
@@ -143,7 +137,7 @@ def low_start_bound(capacity: float) -> float:
 
 
 def is_idle_soon(address: Address) -> bool:
-    """Return whether nothing runs or waits and all blocks are back, by metrics that lag about a second."""
+    """Return whether nothing runs or waits and all blocks are back; metrics lag about a second."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:

@@ -2,10 +2,10 @@
 
     python benchmarks/policy_comparison.py [--seconds 60] [--ageing-s 120] [--cpu-clock] [--save]
 
-Short and long answers, lognormal and three to one, differ by tenant and prompt length, as real traffic does. All
-requests name the same `max_tokens`; `sjf` uses lengths learned from earlier requests. The engine runs a random
-40M-parameter model in this process, and the simulator a cost model fitted to the steps of the `fifo` run. The load is
-a little over the capacity, as order matters only with a queue. Ageing far below the waiting times makes `sjf` `fifo`.
+Short and long answers, lognormal and three to one, differ by tenant and prompt length, as in real traffic. All
+requests share one `max_tokens`; `sjf` learns lengths from earlier requests. The engine runs a random 40M-parameter
+model in this process; the simulator's cost model is fitted to the `fifo` run. The load slightly exceeds capacity, as
+order matters only with a queue. Ageing far below the waiting times turns `sjf` into `fifo`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ KINDS = (
     ("chat", "lognormal:32:0.5:256", "lognormal:12:0.6:256"),
     ("report", "lognormal:96:0.5:256", "lognormal:120:0.6:256"),
 )
-MAX_NUM_SEQS = 8  # few rows make the waiting order matter
+MAX_NUM_SEQS = 8  # makes the waiting order matter
 
 
 def make_trace(count: int, rate: float | None, seed: int) -> Trace:
-    """Return a trace of Poisson arrivals, or of all at once without a rate."""
     rng = np.random.default_rng(seed)
     is_long = rng.random(count) < LONG_SHARE
     drawn = [
@@ -66,7 +65,6 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
 
 
 def capacity(engine: Engine, *, cpu_clock: bool) -> float:
-    """Return requests per second ended with every row taken."""
     outcomes, _ = run_engine(engine, make_trace(96, None, 99), cpu_clock=cpu_clock)
     ends = np.sort(outcomes.last_token)
     first, last = len(ends) // 5, len(ends) * 7 // 10
@@ -127,7 +125,6 @@ def measure(engine: Engine, arguments: argparse.Namespace, folder: Path) -> dict
 
 
 def reduction(part: dict[str, dict[str, float]]) -> float:
-    """Return the relative reduction of mean latency by `sjf`."""
     return 1 - part["sjf"]["mean_latency_s"] / part["fifo"]["mean_latency_s"]
 
 

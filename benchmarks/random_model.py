@@ -1,4 +1,4 @@
-"""Random weights of real shapes, as a Hugging Face folder that every engine can load.
+"""Random weights of real shapes, as a Hugging Face folder for every engine.
 
     python benchmarks/random_model.py FOLDER --shape qwen3-40m
 
@@ -51,7 +51,7 @@ SHAPES = {
 def weights(
     shape: Shape, dtype: torch.dtype, seed: int, device: torch.device = CPU
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return Normal(0, 0.02) matrices and unit norms under Hugging Face's names, in host memory.
+    """Yield Normal(0, 0.02) matrices and unit norms under Hugging Face's names, in host memory.
 
     A seed's values depend on the kind of `device`, which draws them.
     """

@@ -1,4 +1,4 @@
-"""Provenance of recorded results: machine, versions, commit, command."""
+"""Provenance of results: machine, versions, commit, command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host time of a refusal, which the thread that runs the steps pays.
+"""Host time of a refusal, paid by the thread that runs the steps.
 
     python benchmarks/refusal_cost.py [--waiting 1024 4096 8192 16384] [--policy …] [--tenants 1 16 4096 16384]
         [--repeats 1000] [--seconds 3] [--json] [--save]
@@ -11,7 +11,7 @@ Times are microseconds of one call:
 * *message*: decoding an engine message, `to_requests` and `add_group`, accepted or over the tenant's rate, with and
   without 1,024 biases.
 
-The waiting set is restored before each repeat. A case ends after `--repeats` calls, or `--seconds`.
+Repeats start from the same waiting set. A case ends after `--repeats` calls, or `--seconds`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Cost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     policy: str
-    waiting: int  # as many requests as may wait
-    tenants: int = 1  # that share them
+    waiting: int  # all that may wait
+    tenants: int = 1
     spare_tokens: int = 1 << 20
     priority: Priority = Priority.LOW
-    requests_per_s: float | None = None  # of each tenant
+    requests_per_s: float | None = None  # by tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,6 @@ class Scene:
         )
 
     def timed_add(self, request: Request) -> tuple[float, str, int]:
-        """Return microseconds, the outcome, and the number of evicted requests."""
         begin = time.perf_counter_ns()
         try:
             evicted = self.scheduler.add(request, self.now)
@@ -124,7 +123,6 @@ class Scene:
 
 
 def repeat(once: Callable[[], tuple[float, str]], patience: Patience) -> tuple[list[float], str]:
-    """Return the calls' times and the last outcome."""
     times: list[float] = []
     outcome = ""
     gc.collect()
@@ -154,7 +152,7 @@ def cost(case: str, setting: Setting, once: Callable[[], tuple[float, str]], pat
 
 
 def full(setting: Setting, patience: Patience) -> Cost:
-    """Measure a newcomer of the lowest class, of a tenant already waiting."""
+    """Measure a newcomer of the lowest class and a known tenant."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
@@ -166,7 +164,7 @@ def full(setting: Setting, patience: Patience) -> Cost:
 
 
 def evicting(setting: Setting, patience: Patience) -> Cost:
-    """Measure a newcomer of a better class and a new tenant, restoring the waiting set after each."""
+    """Measure a newcomer of a better class and a new tenant."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
@@ -181,7 +179,7 @@ def evicting(setting: Setting, patience: Patience) -> Cost:
 
 
 def displacing(setting: Setting, patience: Patience) -> Cost:
-    """Measure a prompt as long as `NUM_DISPLACED` waiting requests, with no waiting tokens left."""
+    """Measure a prompt as long as `NUM_DISPLACED` requests, when no more tokens may wait."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 

@@ -1,7 +1,7 @@
-"""How much of a row the sampling kernel rereads for its filters, on random logits of known shape.
+"""How much of a row the sampling kernel rereads for its filters, on random logits.
 
 ``python benchmarks/sampling_candidates.py``: repeats in numpy what the kernel decides (docs/kernels.md, "Sampling").
-Logits are normal with standard deviation `spread`; eight of them get `peak` on top.
+Logits are normal with standard deviation `spread`; eight get `peak` on top.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def reads(logits: np.ndarray, filters: Filters) -> Reads:
 
 
 def search(logits: np.ndarray, weights: np.ndarray, low: np.float32, target: float) -> tuple[np.float32, int]:
-    """Return the largest logit with `target` of the weight at or above it, and the halvings to find it."""
+    """Return the largest logit with `target` of the weight at or above it, and the halvings made."""
     high, passes = logits.max(), 0
     while low < high:
         passes += 1

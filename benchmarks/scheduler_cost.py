@@ -1,15 +1,15 @@
-"""Host time of scheduling: `schedule` + `apply` of the real Scheduler, with tokens at no cost.
+"""Host time of scheduling: `schedule` + `apply` of the real Scheduler, with free tokens.
 
     python benchmarks/scheduler_cost.py --running 256 4096 [--policy priority fair] [--finished 0 20000] [--json]
 
-In steady decoding with prefix caching, every row gets a token a step. Rows stand at different places in their blocks,
-so each step allocates, hashes and registers blocks for one row in `block_size`. `--finished N` first runs N requests
-to their end: the cost must not depend on them. `--save` records the results.
+In steady decoding with prefix caching, each step gives every row a token, and allocates, hashes and registers blocks
+for one row in `block_size`, as rows stand at different places. `--finished N` first runs N requests to their end: the
+cost must not depend on them. `--save` records the results.
 
     python benchmarks/scheduler_cost.py --against DIR [--rounds 5] …
 
-compares with the scheduler of another checkout, such as a git worktree of an older commit. Processes take turns, so
-machine drift hits both. Figures are medians of the rounds; a ratio below 1 means this checkout is faster.
+compares with another checkout, such as a git worktree of an older commit, in processes that take turns, so machine
+drift hits both. Figures are medians of rounds; a ratio below 1 means this checkout is faster.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NUM_TENANTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds a step, over `steps` steps of `running` decoding requests."""
+    """Microseconds a step, for `running` decoding requests."""
 
     running: int
     policy: str
@@ -143,7 +143,7 @@ KEY = ("running", "policy", "finished")
 
 
 def run_in(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the scheduler of another checkout, by this program in its own process."""
+    """Measure another checkout by this program in its own process."""
     command = [sys.executable, __file__, "--json", "--steps", str(options.steps)]
     for name in ("running", "finished", "policy"):
         command += [f"--{name}", *map(str, getattr(options, name))]
@@ -161,7 +161,6 @@ def commit_of(checkout: Path) -> str:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return each case's samples of both checkouts, medians and ratio."""
     sides = {"this": record.ROOT, "against": options.against.resolve()}
     rounds: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in sides}
     for number in range(options.rounds):

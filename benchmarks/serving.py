@@ -43,7 +43,7 @@ def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
-    """Raise RuntimeError if the server ends before it is ready; its output is above."""
+    """Raise RuntimeError if the server ends too early; its output is above."""
     end = time.monotonic() + START_LIMIT_S
     with Client(address.grpc, model=address.model) as client:
         while not client.is_ready():
@@ -55,7 +55,6 @@ def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
 
 
 def metric(address: Address, name: str, **labels: str) -> float:
-    """Sum a metric over samples with these labels."""
     text = requests.get(f"http://{address.metrics}/metrics", timeout=10).text
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     samples = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))

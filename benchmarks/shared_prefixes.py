@@ -2,17 +2,17 @@
 
     python benchmarks/shared_prefixes.py [--order arrival cache] [--engine] [--seeds 3] [--json] [--save]
 
-*Conversations*: 64, each with one of 8 system prompts and several turns. A turn repeats the conversation, and the
-next follows soon after the answer. More wait than can run, and the KV cache holds little more than the running ones,
-so cached tokens are soon lost. The hit rate is the share of prompt tokens in the cache when their request starts;
-`arrival` serves in order of arrival (`fifo`), `cache` the longest cached prefix first (`cache_aware_order`).
+*Conversations*: 64, each with one of 8 system prompts and several turns, which repeat the conversation and follow
+soon after answers. More wait than can run, and the KV cache holds little more than running ones, so cached tokens are
+soon lost. The hit rate is the share of prompt tokens in the cache when their request starts; `arrival` serves in
+order of arrival (`fifo`), `cache` the longest cached prefix first (`cache_aware_order`).
 
 *Bursts*: 32 requests with a common prefix and separate tails arrive at once while others decode. The figure is prompt
 tokens computed over distinct ones; 1 means that nothing was computed twice.
 
-Distinct are a burst's prefix and tails, and a conversation's questions; its answers are cached when repeated.
-Everything runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on an H200, by its data
-sheet), and with `--engine` also on a small random model on this CPU.
+Distinct are a burst's prefix and tails, and a conversation's questions; its answers are cached when repeated. All
+runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on an H200, by its data sheet), and
+with `--engine` also on a small random model on this CPU.
 """
 
 from __future__ import annotations
@@ -139,8 +139,6 @@ class ModelledStep(NamedTuple):
 
 
 class ModelledRunner:
-    """Modelled device with random tokens."""
-
     def __init__(self, clock: ModelledClock, seed: int) -> None:
         self._clock = clock
         self._rng = np.random.default_rng(seed)
@@ -188,8 +186,6 @@ def small_model() -> Iterator[MakePlace]:
 
 
 class Player:
-    """Loop that adds requests when due and collects results."""
-
     def __init__(self, place: Place, config: EngineConfig) -> None:
         self.place = place
         self.clock = place.clock
@@ -203,7 +199,6 @@ class Player:
         self.on_end: Callable[[Request], None] = lambda _request: None
 
     def ask(self, prompt: list[int], max_tokens: int, moment: float) -> Request:
-        """Add a request that arrives at `moment`."""
         number = len(self.requests)
         request = Request(
             str(number), np.array(prompt, dtype=np.int32), GREEDY, max_tokens=max_tokens, arrival_time=moment
@@ -281,7 +276,7 @@ def converse(make_place: MakePlace, order: str, seed: int, chats: Chats) -> Figu
     for number, place in enumerate(places):
         ask(prefixes[place % chats.prefixes], chats.turns, begin + 1e-3 * number)
     player.run()
-    asked = chats.conversations * chats.turns * chats.turn_tokens  # answers are cached when repeated
+    asked = chats.conversations * chats.turns * chats.turn_tokens  # answers are cached
     num_distinct = chats.prefixes * chats.prefix_tokens + asked
     return player.figures("conversations", order, seed, num_distinct)
 
@@ -317,7 +312,6 @@ def mean(runs: list[Figures], name: str) -> float:
 
 
 def summary(runs: list[Figures]) -> Iterator[str]:
-    """Yield lines of means over the seeds, at one place."""
     where = runs[0].where
     chats = {order: [run for run in runs if (run.load, run.order) == ("conversations", order)] for order in ORDERS}
     for order, found in chats.items():

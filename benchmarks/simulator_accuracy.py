@@ -2,10 +2,10 @@
 
     python benchmarks/simulator_accuracy.py [--save] [--seconds 60] [--cpu-clock]
 
-The engine runs a random 40M-parameter model (Qwen3 shape) in this process, recorded at three loads, and a cost model
-is fitted to the steps. Three loads of other rates, lengths and arrivals then run on engine and simulator. Compared
-are output tokens per second and p99 of the time to first token. Calibration and prediction take turns, so drift hits
-both. `--cpu-clock` uses processor time, for a shared machine.
+The engine runs a random 40M-parameter model (Qwen3 shape) in this process at three recorded loads, and a cost model
+is fitted. Engine and simulator then run three loads of other rates, lengths and arrivals, and are compared by output
+tokens per second and p99 of the time to first token. Calibration and prediction take turns, so drift hits both.
+`--cpu-clock` uses processor time, for a shared machine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PROMPT_WEIGHT = 4.0  # prompt tokens that cost about one output token; only sets
 
 
 def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
-    """Return weighted tokens per second of requests that come at once: 64 prompt, on average 32 output tokens."""
+    """Return weighted tokens per second of requests that come at once."""
     rng = np.random.default_rng(99)
     constant = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
     outcomes, _ = run_engine(engine, synthesise(requests, np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
@@ -88,7 +88,6 @@ def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
 
 
 def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: bool) -> list[MeasuredStep]:
-    """Run the trace and read its recording."""
     before = set(folder.iterdir())
     run_engine(engine, trace, dataclasses.replace(engine.config, record=str(folder)), cpu_clock=cpu_clock)
     (path,) = set(folder.iterdir()) - before
@@ -156,7 +155,7 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
 
 
 def show(result: dict[str, Any]) -> float:
-    """Print a line per load; return the largest error."""
+    """Print the loads; return the largest error."""
     worst = 0.0
     for load in result["loads"]:
         cells = []

@@ -32,7 +32,7 @@ class Run:
     tokens: int
     us_per_step: float  # of processor time
     us_per_request: float
-    requests_per_s: float  # simulated, of the wall clock
+    requests_per_s: float  # simulated, by wall clock
     simulated_s: float
     finished: int
     ttft_p99_s: float

@@ -1,4 +1,4 @@
-"""Engine overhead beside the arithmetic, step by step, against vLLM on the same requests.
+"""Engine overhead beside the arithmetic, step by step, against vLLM.
 
 Three ratios judge a scheduler on any machine; `tidewheel bench --suite efficiency` has two more.
 
@@ -6,9 +6,9 @@ Three ratios judge a scheduler on any machine; `tidewheel bench --suite efficien
 
 overhead       CPU time of the process per scheduled token, on a model with next to no arithmetic
 steps          steps for requests of mixed lengths in 16 rows, over their output tokens / 16
-long_prompt    worst time to first token of 15 short requests that come while a long prompt is computed in chunks, and
-               that of the long prompt alone, both in CPU time, which other programs do not change. Their ratio shows
-               how the engine shares its steps, whatever their cost.
+long_prompt    worst time to first token of 15 short requests that come while a long prompt is computed in chunks,
+               over that of the long prompt alone, both in CPU time, which other programs do not change: how the
+               engine shares its steps, whatever their cost.
 
 The last two use a 40M-parameter Qwen3 shape. Each engine has a process per model; rounds take turns.
 """
@@ -46,7 +46,7 @@ class Stepwise(Protocol):
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 
     def step(self) -> list[tuple[int, int, bool]]:
-        """Return (request, new tokens, done) of requests with new tokens."""
+        """Return (request, new tokens, done), for new tokens only."""
 
 
 def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
@@ -61,7 +61,7 @@ def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
 
 
 def first_tokens(engine: Stepwise, long: list[Item], short: list[Item], first_id: int) -> list[float]:
-    """Return CPU seconds to the first token of each short request, added after the first step of the long ones."""
+    """Return CPU seconds to the first token of each short request; they follow the long ones' first step."""
     for i, (prompt, count) in enumerate(long):
         engine.add(first_id + i, prompt, count)
     left = len(long) + len(short)
@@ -117,7 +117,7 @@ def drawn_ids(length: int, seed: int) -> list[int]:
 
 
 def serve(kind: str, part: str, options: dict[str, Any]) -> None:
-    """Serve in the child: answer each line with the figures of one round."""
+    """Answer each line with the figures of one round, in the child."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:0] = [str(HERE), str(PEERS)]
@@ -148,7 +148,7 @@ def start(kind: str, python: str, part: str, folder: Path) -> Engine:
 
 
 def measure(engines: list[Engine], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Measure rounds in turns, leaving out the first, a warm-up."""
+    """Measure rounds in turns, without the first, a warm-up."""
     results: dict[str, list[dict[str, float]]] = {kind: [] for kind, _ in engines}
     for number in range(rounds + 1):
         for kind, process in engines:

@@ -30,8 +30,6 @@ def add(trace: Trace, *values: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Seconds of a step, by its contents."""
-
     overhead_s: float = 0.008
     per_token_s: float = 40e-6
     per_kv_token_s: float = 80e-9
@@ -44,7 +42,7 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class TpotScenario:
-    """Load on which prompts always wait, so every step fills its budget."""
+    """Load whose waiting prompts fill every step's budget."""
 
     model: StepModel = StepModel()
     max_budget: int = 2048
@@ -71,7 +69,7 @@ def run_tpot(scenario: TpotScenario) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class GovernorScenario:
-    """Load with more waiting requests than may run; prompt and output lengths depend on the time."""
+    """Load with more requests than may run, whose lengths change over time."""
 
     model: StepModel = StepModel(overhead_s=0.010, per_token_s=150e-6)
     max_num_seqs: int = 256
@@ -84,8 +82,6 @@ class GovernorScenario:
 
 @dataclass(slots=True)
 class Rows:
-    """Running requests: tokens held, and tokens to come."""
-
     chance: random.Random
     held: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
@@ -131,13 +127,13 @@ def run_governor(scenario: GovernorScenario, governed: bool = True) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class WindowScenario:
-    """Load of Poisson arrivals. Each joining batch costs a prefill step, which all others wait for."""
+    """Load of Poisson arrivals; a joining batch costs all others a prefill step."""
 
     model: StepModel = StepModel(overhead_s=0.010, per_token_s=40e-6)
     prompt_tokens: int = 128
     arrivals_per_s: Schedule[float] = ((0.0, 40.0), (60.0, 110.0), (140.0, 40.0))
     target_latency_s: float = 0.080
-    life_s: float = 1.0  # of a running request
+    life_s: float = 1.0
     max_num_seqs: int = 256
     seconds: float = 220.0
 
@@ -148,7 +144,7 @@ def run_window(scenario: WindowScenario) -> Trace:
     names = ("seconds", "window_ms", "latency_ms", "smoothed_ms", "batch_size", "arrivals_per_s")
     trace: Trace = {name: [] for name in names}
     waiting: list[float] = []
-    ends: list[float] = []  # of running requests
+    ends: list[float] = []
     next_arrival = 0.0
     while now < scenario.seconds:
         rate = at(scenario.arrivals_per_s, now)

@@ -38,24 +38,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NUM_POINTS = 200  # of a recorded trace
+NUM_POINTS = 200
 TAIL = 0.3  # end of a phase, taken as settled
 WITHIN = 0.15  # of the settled value
 
 
 class Phase(NamedTuple):
-    """Phase between two changes."""
-
     begin_s: float
     end_s: float
-    settled_value: float  # mean over the end of the phase
-    lowest: float  # over the same
+    settled_value: float  # over the end of the phase
+    lowest: float
     highest: float
     settling_s: float  # until the value stays within 15 % of the settled one
 
 
 def phases(trace: Trace, column: str, changes: list[float]) -> list[Phase]:
-    """Return how a knob settled after each change."""
     seconds = trace["seconds"]
     found = []
     for begin, end in pairwise([*sorted(changes), seconds[-1]]):
@@ -132,7 +129,7 @@ def draw_window(figure: Figure, trace: Trace, scenario: WindowScenario) -> None:
 
 
 def annotate(axes: tuple[Axes, ...], notes: list[tuple[float, str]]) -> None:
-    """Draw a line at each change through all plots, named in the topmost."""
+    """Draw changes as lines through all plots, named in the topmost."""
     for axis in axes:
         for begin, _ in notes:
             if begin > 0.0:

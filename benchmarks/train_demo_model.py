@@ -51,7 +51,7 @@ Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings that decide the result. Training ends at `steps` or `minutes`, whichever comes first."""
+    """Settings that decide the result; training ends at `steps` or `minutes`."""
 
     steps: int = 3_500
     minutes: float = 40.0
@@ -71,7 +71,7 @@ class Recipe:
 
 
 class Point(NamedTuple):
-    """Line of the loss curve, in nats a token; the training loss is over the last 100 steps."""
+    """Losses in nats a token; the training loss is over the last 100 steps."""
 
     step: int
     minutes: float
@@ -87,7 +87,6 @@ class Corpus(NamedTuple):
 
 
 def training_texts(documents: list[Document], seed: int) -> Iterator[str]:
-    """Return each document as prose, then conversations on its topics."""
     rng = random.Random(seed)
     for document in documents:
         yield document.prose
@@ -100,7 +99,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
 
 
 def windows(texts: list[Tokens], length: int, rng: random.Random) -> Iterator[Tokens]:
-    """Yield windows of length + 1 without end; each epoch joins texts in a new order and visits windows at random."""
+    """Yield windows of length + 1 without end; each epoch has a new order of texts and of windows."""
     while True:
         stream = np.concatenate(rng.sample(texts, len(texts)))
         starts = list(range(rng.randrange(length), len(stream) - length, length))
@@ -117,7 +116,7 @@ def batches(corpus: Corpus, length: int, recipe: Recipe) -> Iterator[torch.Tenso
 
 
 def validation_rows(corpus: Corpus, length: int, limit: int | None) -> torch.Tensor:
-    """Return windows [rows, length + 1] spread evenly over the validation text."""
+    """Return evenly spread windows [rows, length + 1] of the validation text."""
     stream = np.concatenate(corpus.validation)
     starts = np.arange(0, len(stream) - length, length)
     if limit is not None:
@@ -158,8 +157,6 @@ def learning_rate_scale(step: int, progress: float, recipe: Recipe) -> float:
 
 
 class Trainer:
-    """Trainer with the model, its optimizers and the loss curve."""
-
     def __init__(self, corpus: Corpus, out: Path, recipe: Recipe, vocab_size: int) -> None:
         torch.manual_seed(recipe.seed)
         self.model = LlamaForCausalLM(LlamaConfig(**model_config(vocab_size))).float()  # type: ignore[no-untyped-call]
@@ -173,7 +170,7 @@ class Trainer:
         return (time.monotonic() - self._started) / 60
 
     def progress(self) -> float:
-        """Return 0 to 1, by the nearer limit."""
+        """Share of the training done, by the nearer limit."""
         return max(self.steps_done / self._recipe.steps, self.minutes() / self._recipe.minutes)
 
     def train(self) -> None:
@@ -213,7 +210,6 @@ class Trainer:
 
 
 def build_corpus(recipe: Recipe, vocab_size: int, every: int = 1) -> tuple[Tokenizer, Corpus, dict[str, Any]]:
-    """Return tokenizer, tokens and counts, from one page in `every`."""
     documents = load_documents(every=every)
     train = [document for document in documents if not is_validation(document)]
     held_out = [document for document in documents if is_validation(document)]
@@ -235,7 +231,7 @@ def build_corpus(recipe: Recipe, vocab_size: int, every: int = 1) -> tuple[Token
 
 
 def result_of(trainer: Trainer, corpus: Corpus, counts: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return final validation losses at both lengths over all held-out text, and the cost."""
+    """Return final validation losses over all held-out text, and the cost."""
     rows = {length: validation_rows(corpus, length, None) for length in (recipe.short_length, recipe.long_length)}
     final = {length: validation_loss(trainer.model, part) for length, part in rows.items()}
     bytes_per_token = counts["validation_bytes"] / counts["validation_tokens"]

@@ -1,1 +1,1 @@
-"""Measurements on a GPU: kernels, engine, latency, Triton's share, and other engines."""
+"""Measurements on a GPU."""

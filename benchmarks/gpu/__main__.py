@@ -42,8 +42,8 @@ PACKAGES = (
     "sglang",
     "lmdeploy",
 )
-SECONDS = 555.0  # under ten minutes with the last stage's end and the plots
-OURS = ("results.json", "results.md", "*.png", "idle_*.json.gz")  # files that a run writes
+SECONDS = 555.0  # with the last stage's end and the plots, under ten minutes
+OURS = ("results.json", "results.md", "*.png", "idle_*.json.gz")
 INTERRUPTED, NOTHING_TO_MEASURE = 130, 2
 
 
@@ -112,7 +112,6 @@ def _names(text: str) -> list[str]:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    """Return a line on why nothing can be measured, or None."""
     for package in ("torch", "msgspec", "zmq", "tritonclient"):
         if importlib.util.find_spec(package) is None:
             return f"this Python has no {package}: benchmarks/gpu/README.md says how to bring what is missing"
@@ -139,7 +138,6 @@ def _emptied(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _unpacked(bundle: Path | None, folder: Path) -> Any:
-    """Yield the folder with the peers, unpacked if need be."""
     if bundle is None or bundle.is_dir():
         yield bundle
         return
@@ -153,7 +151,6 @@ def _interrupt(*_: object) -> None:
 
 
 def _save(out: Path, facts: dict[str, Any], findings: Findings, is_dry: bool, *, with_plots: bool = False) -> None:
-    """Write results.json and results.md, at the end also the plots."""
     result = {
         **facts,
         "dry_run": is_dry,

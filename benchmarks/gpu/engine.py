@@ -1,9 +1,9 @@
-"""Output tokens per second of the engine in-process, beside the speed of light and with parts switched off.
+"""Output tokens per second in-process, beside the speed of light and with parts switched off.
 
     python -m gpu.engine
 
-256 requests of 100 to 1,024 tokens in and out, and 1,000 of ShareGPT-like lengths; random weights, bfloat16,
-temperature 0.6, end of sequence ignored. All requests wait at the start.
+256 requests of 100 to 1,024 tokens in and out, and 1,000 of ShareGPT-like lengths, all waiting at the start; random
+weights, bfloat16, temperature 0.6, end of sequence ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIANTS = (
     ("without overlap", {"async_scheduling": False}),
     ("without CUDA graphs", {"enforce_eager": True}),
 )
-NEEDS_S = {"qwen3-0.6b": 12.0, "llama-3.1-8b": 30.0}  # bound on one run with its start
+NEEDS_S = {"qwen3-0.6b": 12.0, "llama-3.1-8b": 30.0}  # of one run with its start, at most
 
 
 def headline_work(stage: Stage, model: str) -> list[WorkItem]:
@@ -42,7 +42,6 @@ def sharegpt_work(stage: Stage, model: str) -> list[WorkItem]:
 def report(
     stage: Stage, model: str, workload: str, work: list[WorkItem], seconds: list[float], who: str, **details: object
 ) -> None:
-    """Report tokens per second beside the speed of light on this run's ceilings."""
     lengths = [(len(item.input_ids), item.num_output_tokens) for item in work]
     num_output = sum(output for _, output in lengths)
     max_num_seqs = OFFLINE["max_num_seqs"]
@@ -58,13 +57,12 @@ def report(
 
 
 def report_in_process(stage: Stage, model: str, timed: Timed, work: list[WorkItem]) -> None:
-    """Report the baseline of the path through tritonserver."""
+    """Report what tritonserver is compared with."""
     num_tokens = sum(item.num_output_tokens for item in work)
     report_streams(stage, model, IN_PROCESS, num_tokens, timed.seconds, timed.gaps(), timed.first_token_seconds())
 
 
 def _steps(stage: Stage, model: str, workload: str, timed: Timed) -> None:
-    """Report decode-only steps against their limits."""
     steps = timed.decode_steps()
     if not steps:
         stage.skip(f"decode steps, {model}, {workload}", "no step was a decode only")

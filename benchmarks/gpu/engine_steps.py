@@ -1,4 +1,4 @@
-"""In-process engine that times deliveries: steps, first tokens and gaps."""
+"""In-process engine with the times of deliveries."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from workload import WorkItem
 
 
 class Delivery(NamedTuple):
-    """Arrival of one step's tokens on the host."""
-
     at: float  # perf_counter
     request_ids: list[str]
 
 
 class DecodeStep(NamedTuple):
-    """Step that only gave a token to each of `batch` requests."""
+    """Pure decode step of `batch` requests."""
 
     seconds: float
     batch: int
-    context: float  # mean tokens of a request
+    context: float  # mean
 
 
 class TimedLLM(LLM):
-    """`LLM` that notes when tokens arrive, at the cost of a list append a step."""
+    """`LLM` that notes arrivals of tokens, for a list append a step."""
 
     deliveries: list[Delivery]
 
@@ -43,7 +41,7 @@ class TimedLLM(LLM):
         super()._deliver(outputs)
 
     def timed(self, work: Sequence[WorkItem], temperature: float) -> Timed:
-        """Generate all at once; raise RuntimeError if an answer is too short."""
+        """Generate all at once; raise RuntimeError for a short answer."""
         prompts, params = self._arguments(work, temperature)
         self.deliveries = []
         start = time.perf_counter()
@@ -82,7 +80,6 @@ class Timed(NamedTuple):
         return self.end - self.start
 
     def arrivals(self) -> dict[str, list[float]]:
-        """Return the times of each request's tokens, by request id."""
         times: dict[str, list[float]] = {}
         for delivery in self.deliveries:
             for request_id in delivery.request_ids:
@@ -93,11 +90,11 @@ class Timed(NamedTuple):
         return [times[0] - self.start for times in self.arrivals().values()]
 
     def gaps(self) -> list[float]:
-        """Return times between a request's tokens (ITL)."""
+        """Return times between tokens (ITL)."""
         return [b - a for times in self.arrivals().values() for a, b in itertools.pairwise(times)]
 
     def decode_steps(self) -> list[DecodeStep]:
-        """Return steps after every request's first token, when nothing is prefilled."""
+        """Return steps after all first tokens, when nothing is prefilled."""
         steps: list[DecodeStep] = []
         contexts: dict[str, int] = {}
         before: float | None = None
@@ -114,7 +111,7 @@ class Timed(NamedTuple):
 
 
 def limit_ratio(steps: Sequence[DecodeStep], shape: ModelShape, device: Device) -> float:
-    """Return the steps' seconds over the least they need."""
+    """Return the steps' seconds over their least."""
     least = sum(decode_seconds(shape, step.batch, step.context, device) for step in steps)
     return sum(step.seconds for step in steps) / least
 
@@ -124,7 +121,7 @@ DRY: Mapping[str, object] = {"kv_cache_memory_mb": 64, "num_threads": 1, "max_nu
 
 
 def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> TimedLLM:
-    """Open an engine on random weights made on the device, without prefix caching between runs."""
+    """Open an engine on random weights made on the device, without prefix caching, which would help later runs."""
     chosen: dict[str, object] = {
         "device": stage.device.type, "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
         **OFFLINE, **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,
@@ -143,5 +140,4 @@ def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> T
 
 
 def warm_up(engine: TimedLLM, work: Sequence[WorkItem], temperature: float) -> None:
-    """Compile kernels and fill caches."""
     engine.timed([WorkItem(item.input_ids, min(item.num_output_tokens, 16)) for item in work[:8]], temperature)

@@ -1,8 +1,8 @@
-"""Idle share of the device in decode-only steps, from kernels on torch.profiler's timeline.
+"""Idle share of the device in decode-only steps, by torch.profiler's timeline of kernels.
 
     python -m gpu.idle
 
-The tracer slows small kernels, so idle time is at most over-reported in small models. Part of the timeline is kept as
+The tracer slows small kernels, so small models may over-report idle time. Part of the timeline is kept as
 `idle_MODEL.json.gz`, for Perfetto or chrome://tracing.
 """
 
@@ -27,24 +27,22 @@ from gpu.work import of_length
 
 BATCH, PROMPT = 128, 64
 SECONDS = 1.0
-MAX_STEPS = 600  # traced; every kernel is an event
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of Kineto
-SKIPPED_FRACTION = 0.1  # at each end: prefill, and requests that end
+MAX_STEPS = 600  # every kernel is a traced event
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # of Kineto
+SKIPPED_FRACTION = 0.1  # at each end: prefill, and ends of requests
 KEPT_US = 100_000.0
-MAX_GAPS = 5000  # recorded
+MAX_GAPS = 5000
 
 
 class Interval(NamedTuple):
-    """Activity of the device, in microseconds."""
-
     begin: float
     end: float
 
 
 class Timeline(NamedTuple):
-    """Activity sorted by begin, and the window of the run."""
+    """Activity by begin, and the window of interest."""
 
-    events: list[dict[str, Any]]  # as written by Kineto
+    events: list[dict[str, Any]]
     intervals: list[Interval]
     window: Interval
 
@@ -73,7 +71,6 @@ def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
 
 
 def gaps(intervals: Iterable[Interval], window: Interval) -> list[float]:
-    """Return idle stretches of the window, in microseconds."""
     found: list[float] = []
     reached = window.begin
     for begin, end in intervals:
@@ -89,12 +86,12 @@ def body(stage: Stage) -> None:
     if not stage.is_cuda:
         stage.skip("idle device", "the timeline of kernels exists on CUDA only")
         return
-    # The tracer hooks into the driver on first use, which must precede the capture of graphs.
+    # The tracer hooks into the driver on first use, which must come before graphs are captured.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         torch.zeros(1, device=stage.device)
         torch.cuda.synchronize(stage.device)
     with tempfile.TemporaryDirectory() as scratch:
-        for model in reversed(stage.models):  # the largest first
+        for model in reversed(stage.models):
             with stage.part(f"idle device, {model}"):
                 stage.check_time(12.0)
                 engine = open_engine(stage, model, Path(scratch))
@@ -138,7 +135,6 @@ def _profile(stage: Stage, model: str, engine: TimedLLM, path: Path) -> None:
 
 
 def _busiest(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the busiest kernels' shares of busy time."""
     totals: dict[str, float] = {}
     for event in events:
         name = str(event["name"])[:80]
@@ -160,7 +156,7 @@ def _keep(path: Path, timeline: Timeline) -> None:
 
 
 def main() -> None:
-    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # torch needs these with CUDA graphs
+    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # for CUDA graphs, by torch
     run("idle", body, parser(__doc__).parse_args())
 
 

@@ -1,4 +1,4 @@
-"""Attention on random inputs of equal shapes: ours over a paged cache, others over their own layout."""
+"""Attention on equal shapes: ours over a paged cache, others over their own layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENT_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """`batch` equal sequences of `context` tokens, `query` of them new."""
+    """Equal sequences of `context` tokens, `query` of them new."""
 
     batch: int
     context: int
@@ -35,13 +35,12 @@ class AttentionCase:
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values once, queries in, results out."""
         kv = 2 * self.context * self.kv_heads
         return ELEMENT_BYTES * self.batch * self.head_dim * (kv + 2 * self.query * self.heads)
 
     @property
     def flops(self) -> float:
-        """Two products over the keys each query sees (causal)."""
+        """Two products over the keys each query sees."""
         seen = self.query * (self.context - self.query) + self.query * (self.query + 1) / 2
         return 4.0 * self.batch * self.heads * self.head_dim * seen
 
@@ -87,7 +86,6 @@ def _dense(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def torch_sdpa(case: AttentionCase, device: torch.device) -> Call:
-    """Attend over dense keys and values, without a block table."""
     q, k, v = _dense(case, device)
     causal = case.query > 1
 
@@ -98,7 +96,6 @@ def torch_sdpa(case: AttentionCase, device: torch.device) -> Call:
 
 
 def flex_attention(case: AttentionCase, device: torch.device) -> Call:
-    """Use FlexAttention under torch.compile, dense."""
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as attend
 
@@ -119,7 +116,7 @@ def _is_causal(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
 
 
 def flash_attention_3() -> Callable[[AttentionCase, torch.device], Call] | None:
-    """Return None without `flash_attn_interface`. Decodes read a paged cache, prompts dense keys."""
+    """Return None without `flash_attn_interface`; decodes read a paged cache, prompts dense keys."""
     try:
         library: Any = importlib.import_module("flash_attn_interface")
     except (ImportError, OSError):

@@ -1,4 +1,4 @@
-"""Row operations on tokens or logits at real shapes, with the bytes each must move."""
+"""Operations on rows of tokens or logits, and the bytes each must move."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ Maker = Callable[[torch.device], Call]
 
 @dataclass(frozen=True, slots=True)
 class RowCase:
-    """`num_bytes`: least bytes a call reads and writes."""
-
     name: str
     case: str
     num_bytes: int
@@ -95,7 +93,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 
 def sampling(batch: int, vocab: int, sampler: str) -> RowCase:
-    """Count one read of the logits, the least."""
+    """Count one read of the logits."""
     values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, **SAMPLERS[sampler]}
 
     def make(device: torch.device) -> Call:

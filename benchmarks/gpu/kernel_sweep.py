@@ -1,6 +1,6 @@
-"""Other launch configurations beside the table's, to correct the table from one run.
+"""Launch configurations beside the table's, to correct it from one run.
 
-A function of `tidewheel_kernels.launch_config` is replaced during a measurement, wherever launchers imported it.
+A function of `tidewheel_kernels.launch_config` is replaced wherever launchers imported it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORDED = "as recorded"
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`fields`: values to try in the result of `function`; "" stands for a plain number."""
+    """`fields` are values to try in the result of `function`; "" means a plain number."""
 
     function: str
     name: str
@@ -95,7 +95,7 @@ def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
     found: dict[str, list[float]] = {RECORDED: timer.measure(lambda _: one.make(stage.device), one.num_bytes).seconds}
     refused: dict[str, str] = {}
     for changes in _candidates(one.fields):
-        if stage.seconds_left < 4.0:  # report what was found so far
+        if stage.seconds_left < 4.0:  # report what was found
             break
         label = ", ".join(f"{key or 'splits'} {value}" for key, value in changes.items())
         try:
@@ -104,7 +104,7 @@ def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
         except UnknownField as unknown:
             stage.skip(f"sweep of {one.function}", str(unknown))
             break
-        except Exception as error:  # a tile that does not fit is an answer too
+        except Exception as error:  # some tiles do not fit
             if is_device_lost(error):
                 raise
             refused[label] = " ".join(str(error).split())[:120] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Kernels beside torch's and FlashAttention's on equal shapes, in percent of this device's ceilings.
+"""Kernels beside torch's and FlashAttention's, in percent of this device's ceilings.
 
 python -m gpu.kernels
 python -m gpu.kernels --sweep       alternative launch configurations beside the recorded ones
@@ -25,13 +25,12 @@ from gpu.values import OURS, throughput
 SAMPLED_VOCAB = 151_936
 LLAMA, QWEN = (32, 8), (16, 8)  # query and KV heads
 PEER_DECODES = ((1, 512), (1, 8192), (32, 2048), (128, 512), (128, 2048))  # batch, context
-FLEX_CASES = (AttentionCase(128, 2048), AttentionCase(1, 8192, 8192))  # each takes seconds to compile
+FLEX_CASES = (AttentionCase(128, 2048), AttentionCase(1, 8192, 8192))  # seconds to compile
 FLEX_NEEDS_S = 20.0
 MakeAttention = Callable[[AttentionCase, torch.device], Call]
 
 
 def decode_cases(is_dry: bool) -> list[AttentionCase]:
-    """Return cases, those of the objectives first."""
     if is_dry:
         return [AttentionCase(2, 64, heads=4, kv_heads=2, head_dim=16, block_size=16)]
     first = [AttentionCase(128, 2048), AttentionCase(1, 8192)]
@@ -87,7 +86,7 @@ class Kernels:
         *,
         needs_s: float = 3.0,
     ) -> None:
-        """Report bandwidth of decodes, arithmetic of prompts; `needs_s` bounds a case, compilation included."""
+        """Report decodes by bandwidth, prompts by arithmetic; `needs_s` includes compilation."""
         stage, ceilings = self._stage, self._stage.ceilings
         for case in cases:
             with stage.part(f"{name}, {case.label}, {who}"):
@@ -119,7 +118,7 @@ class Kernels:
 
 
 def _release(stage: Stage) -> None:
-    """Free the last case's gigabytes before the next are made."""
+    """Free the last case's gigabytes."""
     gc.collect()
     if stage.is_cuda:
         torch.cuda.empty_cache()
@@ -129,7 +128,7 @@ def body(stage: Stage) -> None:
     if stage.options.sweep:
         sweep(stage)
         return
-    gc.freeze()  # spares imported objects the collection after each case
+    gc.freeze()  # keeps imported objects out of each case's collection
     kernels, is_dry = Kernels(stage), stage.is_dry
     decodes, prompts = decode_cases(is_dry), prefill_cases(is_dry)
     beside = [case for case in decodes if (case.batch, case.context) in PEER_DECODES and case.heads == LLAMA[0]]

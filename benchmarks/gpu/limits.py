@@ -1,8 +1,8 @@
-"""Least cost of a step: bytes over bandwidth or operations over arithmetic, whichever takes longer.
+"""Least cost of a step: bytes over bandwidth or operations over arithmetic, whichever is longer.
 
 The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009) for a decoder: every step streams the
-weights once (the embedding table is not streamed), every decode reads the keys and values of its context. Gaps
-between kernels and on the host are left out, so a measured step takes at least this long.
+weights once, without the embedding table; every decode reads its context's keys and values. Gaps between kernels and
+on the host are left out, so measured steps take at least this long.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Reachable ceilings, rather than the data sheet's; defaults measured on an H200."""
+    """Reachable ceilings, below the data sheet's; measured on an H200 by default."""
 
     copy_bandwidth: float = 4.3e12  # bytes per second, read and written
     flops: float = 790e12  # bf16 operations per second; a multiply-add is two
@@ -54,7 +54,6 @@ H200 = Device()
 
 
 def weights_bytes(shape: ModelShape) -> int:
-    """Return the bytes streamed by every step that samples."""
     return (shape.num_layer_weights + shape.num_head_weights) * shape.bytes_per_weight
 
 
@@ -63,19 +62,19 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
 
 
 def activation_bytes(shape: ModelShape, num_tokens: int) -> int:
-    """Return a decode step's float32 logits and two-byte values between layers."""
+    """Return bytes of a decode step's float32 logits and two-byte values between layers."""
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = 2 * (4 * shape.hidden_size + 2 * qkv + 3 * shape.intermediate_size)
     return num_tokens * (4 * shape.vocab_size + shape.num_layers * layer)
 
 
 def attention_flops(shape: ModelShape, num_positions: float) -> float:
-    """Count scores and their product with values; `num_positions` is summed over queries."""
+    """Count scores and their product with values, over `num_positions` of all queries."""
     return 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_positions
 
 
 def decode_seconds(shape: ModelShape, batch: int, context: float, device: Device = H200) -> float:
-    """Return the seconds of a token for each of `batch` requests with a mean `context`."""
+    """Return the seconds of a step of `batch` requests with a mean `context`."""
     moved = weights_bytes(shape) + batch * context * kv_bytes_per_token(shape) + activation_bytes(shape, batch)
     products = 2 * batch * (shape.num_layer_weights + shape.num_head_weights)
     return max(moved / device.copy_bandwidth, (products + attention_flops(shape, batch * context)) / device.flops)
@@ -84,9 +83,9 @@ def decode_seconds(shape: ModelShape, batch: int, context: float, device: Device
 def prefill_seconds(
     shape: ModelShape, num_tokens: Sequence[int], device: Device = H200, *, num_cached: Sequence[int] = ()
 ) -> float:
-    """Return the seconds of causal prompts in one step, by new tokens and cached ones (default 0).
+    """Return the seconds of causal prompts in one step, by new and cached tokens (default 0).
 
-    Bound by arithmetic; the output layer, needed by the last token alone, is not counted.
+    Bound by arithmetic; the output layer, which only last tokens need, is not counted.
     """
     cached = num_cached or [0] * len(num_tokens)
     num_positions = sum(new * (old + new / 2) for new, old in zip(num_tokens, cached, strict=True))
@@ -96,10 +95,10 @@ def prefill_seconds(
 def workload_seconds(
     shape: ModelShape, lengths: Sequence[tuple[int, int]], max_num_seqs: int, device: Device = H200
 ) -> float:
-    """Return the seconds of (input, output) requests that all wait at the start, at the speed of light.
+    """Return the seconds of (input, output) requests that all wait at the start.
 
-    As many run as may; a prompt costs its prefill and gives the first token, and every step gives all others one.
-    Room for keys and values is unlimited, and prefill never shares a step's weights with decodes.
+    As many run as may; a prefill gives a prompt's first token, every step one to all others. Room for keys and values
+    is unlimited, and prefill never shares a step's weights with decodes.
     """
     waiting = deque(lengths)
     running: list[list[int]] = []  # context, tokens to come

@@ -1,4 +1,4 @@
-"""Measured models: real shapes with random weights, as folders for an engine."""
+"""Real shapes with random weights, as folders for an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def shape_of(name: str) -> Shape:
 
 
 def limits_of(name: str) -> ModelShape:
-    """Return the shape for the roofline."""
     if name in MODELS:
         return MODELS[name]
     shape = shape_of(name)

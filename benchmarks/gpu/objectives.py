@@ -1,4 +1,4 @@
-"""Objectives of speed on a GPU beside measurements. Made for an H200; ratios are within one run."""
+"""Objectives of speed on an H200 beside measurements; ratios are within one run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gpu.values import OURS, Measurement
 
-LEVEL = 0.95  # of the other: counts as level
+LEVEL = 0.95  # counts as level
 BANDWIDTH = "% of bandwidth"
 QWEN, LLAMA = "qwen3-0.6b", "llama-3.1-8b"
 SMALL_KERNELS = ("residual RMSNorm", "qk-norm, RoPE, KV write", "RoPE, KV write", "SiLU-mul")

@@ -1,5 +1,3 @@
-"""Options of the suite and every stage."""
-
 from __future__ import annotations
 
 import argparse
@@ -24,7 +22,6 @@ def is_dry(options: argparse.Namespace) -> bool:
 
 
 def model_names(options: argparse.Namespace) -> list[str]:
-    """Raise `SystemExit` for an unknown model."""
     known = (*MODEL_NAMES, *DRY_MODELS)
     wanted = [name for name in options.models.split(",") if name]
     if unknown := [name for name in wanted if name not in known]:

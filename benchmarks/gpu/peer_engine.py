@@ -2,7 +2,7 @@
 
 Options: model (a folder), requests (a file of [[input ids, output tokens], …]), repeats, device, max_model_len.
 Prints one JSON line: seconds of each run, tokens received, and the first of them. Greedy, end of sequence ignored, no
-text. Imports only the standard library and the engine, so any Python environment with the engine can run it.
+text. Imports only the standard library and the engine, so any environment with the engine can run it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def vllm(options: dict[str, Any], **settings: Any) -> Run:
 
 
 def vllm_triton(options: dict[str, Any]) -> Run:
-    """Run vLLM with attention in triton-lang, like ours."""
+    """Use attention in triton-lang, like ours."""
     return vllm(options, attention_backend="TRITON_ATTN")
 
 
@@ -82,7 +82,7 @@ def sglang(options: dict[str, Any]) -> Run:
 
 
 def lmdeploy(options: dict[str, Any]) -> Run:
-    """Run lmdeploy's PyTorch engine, with kernels in triton-lang."""
+    """Use the PyTorch engine, with kernels in triton-lang."""
     import asyncio
 
     from lmdeploy import GenerationConfig, PytorchEngineConfig, pipeline
@@ -110,7 +110,6 @@ def lmdeploy(options: dict[str, Any]) -> Run:
 
 
 def transformers(options: dict[str, Any], attention: str = "paged|sdpa") -> Run:
-    """Run `generate_batch`'s continuous batching."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -187,13 +186,13 @@ def measure(options: dict[str, Any], make: Callable[[dict[str, Any]], Run]) -> d
 
 def main() -> None:
     name, options = sys.argv[1], json.loads(sys.argv[2])
-    # Libraries print to standard output, so the answer uses a copy of it.
+    # Libraries print to standard output; the answer uses a copy.
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     output.write(json.dumps(measure(options, ENGINES[name])) + "\n")
     output.flush()
-    os._exit(0)  # despite threads and processes of the engine
+    os._exit(0)  # despite the engine's threads and processes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Other engines beside ours: equal weight files and requests, greedy, each in a process on an empty device.
+"""Other engines beside ours: equal weights and requests, greedy, each in a process on an empty device.
 
     python -m gpu.peers [--peers BUNDLE.tar.xz]
 
@@ -26,10 +26,10 @@ from gpu.stage import Stage, parser, run
 from gpu.values import OURS, Measurement
 from workload import WorkItem
 
-# With -P, modules of this folder cannot shadow packages that an engine imports.
+# -P keeps modules of this folder from shadowing an engine's imports.
 PROGRAM = Path(__file__).parent / "peer_engine.py"
 RANDOM_MODEL = Path(__file__).parents[1] / "random_model.py"
-START_S = 40.0  # engine start, besides its runs
+START_S = 40.0  # besides the runs
 
 
 class Peer(NamedTuple):
@@ -51,7 +51,7 @@ PEERS = (
 
 
 def peer_environment(peer: Peer, bundle: Path | None) -> dict[str, str] | None:
-    """Return the environment, or None without the peer's bundle."""
+    """Return None without the peer's bundle."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not peer.folders:
         return environment
@@ -81,7 +81,7 @@ def _bundle(path: Path, folder: Path) -> Path:
 
 
 def _make_weights(stage: Stage, model: str, folder: Path) -> Path:
-    """Make weights in another process, which leaves the device empty."""
+    """Make weights in another process, to leave the device empty."""
     command = [sys.executable, str(RANDOM_MODEL), str(folder), "--shape", model, "--device", stage.device.type]
     subprocess.run(command, check=True, timeout=max(stage.seconds_left, 1.0), stdout=subprocess.DEVNULL)
     return folder
@@ -132,7 +132,7 @@ def _run(stage: Stage, peer: Peer, weights: Path, requests: Path, environment: d
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """End the engine's processes too, as they hold the device."""
+    """End the engine's processes, which hold the device."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,5 +1,3 @@
-"""Plots: kernels against ceilings, decode steps against limits, engines side by side."""
-
 from __future__ import annotations
 
 import re
@@ -15,7 +13,7 @@ GAP = 0.6  # between groups, in bars
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[str]:
-    """Return the names of the files written, for measured data only."""
+    """Return the names of written files."""
     pictures: dict[str, Callable[[Sequence[Measurement], Path], bool]] = {
         "kernels.png": _kernels,
         "decode_steps.png": _decode_steps,
@@ -25,7 +23,6 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[str]:
 
 
 def _kernels(measurements: Sequence[Measurement], path: Path) -> bool:
-    """Plot percent of measured ceilings."""
     units = ("GB/s", "TFLOP/s")
     kernels = [m for m in measurements if m.unit in units and m.percent is not None]
     labels = [f"{m.name}, {m.case}" for m in kernels]
@@ -50,7 +47,6 @@ def _bars(
     values: Sequence[float],
     mark: float | None = None,
 ) -> bool:
-    """Plot a group per label, with a bar per owner."""
     from matplotlib.figure import Figure
 
     if not values:
@@ -85,7 +81,6 @@ def _bars(
 
 
 def _decode_steps(measurements: Sequence[Measurement], path: Path) -> bool:
-    """Plot a decode step's milliseconds by batch size, limits dashed."""
     from matplotlib.figure import Figure
 
     steps = [m for m in measurements if m.name == "decode step" and "batch" in m.details]

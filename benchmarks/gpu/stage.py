@@ -1,7 +1,7 @@
 """Common parts of stages: options, time left, and results.
 
-A stage is a process: its end frees its memory, and a device error ends only it. It prints a line per result; with
-`--records` it writes each at once as JSON, so nothing is lost.
+A stage is a process, so its end frees its memory and a device error ends only it. It prints a line per result;
+`--records` also writes each at once as JSON, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ NO_DEVICE, INTERRUPTED = 2, 130  # exit status
 
 
 class OutOfTime(Exception):
-    """The stage's share of time is used up; the rest is skipped."""
+    """No time is left for the stage; the rest is skipped."""
 
 
 @dataclass
 class Stage:
-    """Run of a stage."""
-
     name: str
     device: torch.device
     models: list[str]
-    is_dry: bool  # tiny sizes, few samples: proves the program, measures nothing
+    is_dry: bool  # tiny sizes: proves the program, measures nothing
     end: float  # time.monotonic
     ceilings: Ceilings
-    out: Path  # for files beside the results
+    out: Path  # beside the results
     records: TextIO | None
     options: argparse.Namespace
 
@@ -61,12 +59,11 @@ class Stage:
         self._write({"type": "skipped", "what": what, "reason": reason})
 
     def facts(self, **facts: Any) -> None:
-        """Record values other than figures."""
         self._write({"type": "facts", **facts})
 
     @contextlib.contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """Record an error, or lack of time by `check_time`, and go on."""
+        """Record an error, or `check_time`'s refusal, and go on."""
         try:
             yield
         except OutOfTime as late:
@@ -90,7 +87,7 @@ class Stage:
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Return whether the device is lost, so that every later call in the process fails."""
+    """Return whether every later call in the process fails too."""
     text = str(error).lower()
     fatal = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
     return any(words in text for words in fatal)
@@ -106,14 +103,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def device_problem(device: str) -> str | None:
-    """Return why nothing can be measured, or None."""
     if device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device is seen by torch; --device cpu tries the programs without measuring anything"
     return None
 
 
 def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -> None:
-    """Run a stage as a program."""
     problem = device_problem(options.device)
     if problem:
         print(f"gpu.{name}: {problem}", file=sys.stderr)
@@ -140,4 +135,4 @@ def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -
     sys.stdout.flush()
     sys.stderr.flush()
     if stage.is_cuda:
-        os._exit(0)  # orderly device shutdown would cost seconds
+        os._exit(0)  # device shutdown would cost seconds

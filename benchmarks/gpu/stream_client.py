@@ -25,13 +25,13 @@ TIMEOUT_S = 120.0
 
 
 class Stream(NamedTuple):
-    """Answer as seen by its client, on the machine's monotonic clock."""
+    """Answer on the machine's monotonic clock."""
 
     arrivals: list[tuple[float, int]]  # (when, tokens)
     error: str
 
     def gaps(self) -> list[float]:
-        """Return times between tokens; tokens arriving together split theirs, as in `Outcome`."""
+        """Return times between tokens; tokens together split theirs, as in `Outcome`."""
         found: list[float] = []
         for (before, _), (now, count) in pairwise(self.arrivals):
             found += [(now - before) / count] * count
@@ -39,7 +39,7 @@ class Stream(NamedTuple):
 
 
 def stream_all(address: str, model: str, work: Sequence[WorkItem], num_clients: int) -> tuple[float, list[Stream]]:
-    """Return the time of sending and the streams; raise RuntimeError if a client failed."""
+    """Return the time of sending, and streams; raise RuntimeError if a client failed."""
     clients = [
         subprocess.Popen(
             [sys.executable, "-P", "-m", "gpu.stream_client"],

@@ -1,4 +1,4 @@
-"""Stages in order of importance, each in its own process with a share of the time."""
+"""Stages by importance, each in its own process with a share of the time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from gpu.bundle import FA3_FOLDER, FA3_LIBRARY
 
-END_S = 20.0  # for a stage to stop
+END_S = 20.0
 POLL_S = 0.1
 FREE_BYTES = 3 << 30  # device memory in use when idle
 FREE_WAIT_S = 20.0
 
 
 class StagePlan(NamedTuple):
-    """`seconds`: its largest share; a stage needs half of it to start."""
+    """`seconds` is the largest share; a stage needs half of it to start."""
 
     name: str
     seconds: float
@@ -41,18 +41,18 @@ DEFAULT = (
     StagePlan("swap", 50.0),
 )
 PEERS = StagePlan("peers", 420.0)
-BESIDE = (StagePlan("ceilings", 40.0), StagePlan("kernels", 100.0), PEERS)  # for a bundle of peers
+BESIDE = (StagePlan("ceilings", 40.0), StagePlan("kernels", 100.0), PEERS)  # with a bundle of peers
 SWEEP = StagePlan("kernels", 480.0, ("--sweep",))
 NAMES = (*(plan.name for plan in DEFAULT), "peers", "sweep")
 
 
 def choose(names: Sequence[str], *, with_peers: bool) -> list[StagePlan]:
-    """Return plans by name, ceilings first for percentages; raise ValueError for an unknown name."""
+    """Return plans, ceilings first for percentages; raise ValueError for an unknown name."""
     known = {plan.name: plan for plan in DEFAULT} | {"peers": PEERS, "sweep": SWEEP}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--stages {','.join(unknown)}: choose from {', '.join(NAMES)}")
     if names:
-        if "engine" not in names:  # measures the same requests in-process
+        if "engine" not in names:  # measures equal requests in-process
             known["triton_tax"] = known["triton_tax"]._replace(arguments=("--in-process",))
         return [known["ceilings"], *(known[name] for name in names if name != "ceilings")]
     return list(BESIDE if with_peers else DEFAULT)
@@ -60,8 +60,6 @@ def choose(names: Sequence[str], *, with_peers: bool) -> list[StagePlan]:
 
 @dataclass
 class Findings:
-    """Output of all stages, in order."""
-
     records: list[dict[str, Any]] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)  # name, seconds, outcome
 
@@ -88,7 +86,7 @@ class Suite:
         self._bundle = bundle
 
     def run(self, save: Callable[[Findings], None]) -> None:
-        """Run the stages, calling `save` after each; Ctrl-C ends the current one and keeps results."""
+        """Run the stages, with `save` after each; Ctrl-C ends the current one and keeps results."""
         for number, plan in enumerate(self._plans):
             left = self._end - time.monotonic()
             label = plan.name + "".join(f" {argument}" for argument in plan.arguments)
@@ -142,7 +140,7 @@ class Suite:
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run in a process group of which nothing is left."""
+    """Run in a process group, and end all of it."""
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         yield process
@@ -180,7 +178,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_in_use() -> int | None:
-    """Return bytes used by all processes on the first device; None if unknown."""
+    """Return bytes of all processes on the first device; None if unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -190,7 +188,7 @@ def memory_in_use() -> int | None:
 
 
 def wait_for_free_memory() -> None:
-    """Wait until engine processes end, some seconds after their server."""
+    """Wait for engine processes, which outlive their server by seconds."""
     end = time.monotonic() + FREE_WAIT_S
     while time.monotonic() < end:
         used = memory_in_use()

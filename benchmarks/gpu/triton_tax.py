@@ -2,7 +2,7 @@
 
     python -m gpu.triton_tax --in-process
 
-Settings, temperature and random weights are equal; the clients are several processes.
+Settings, temperature and random weights are equal; clients are several processes.
 """
 
 from __future__ import annotations

@@ -16,8 +16,6 @@ OURS = "tidewheel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Figure with its samples."""
-
     name: str  # such as "decode attention"
     case: str  # conditions: "32:8 heads, batch 128, context 2048"
     value: float
@@ -25,7 +23,7 @@ class Measurement:
     samples: list[float]
     sample_unit: str
     who: str = OURS
-    limit: float | None = None  # the device's most, or least, in `unit`
+    limit: float | None = None  # the device's most or least, in `unit`
     percent: float | None = None  # of the limit
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -66,11 +64,11 @@ def duration(name: str, case: str, seconds: list[float], limit_s: float | None, 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes and bf16 operations per second, measured on this device."""
+    """Bytes and bf16 operations per second of this device."""
 
     copy_bandwidth: float = H200.copy_bandwidth  # read and written
     flops: float = H200.flops
-    to_host: float = 0.0  # one direction; 0: not measured
+    to_host: float = 0.0  # 0: not measured
     from_host: float = 0.0
 
     @property

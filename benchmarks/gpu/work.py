@@ -1,4 +1,4 @@
-"""Requests of the engine benchmarks: equal ids and lengths for every engine."""
+"""Requests of the engine benchmarks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TEMPERATURE = 0.6
 def headline(count: int = HEADLINE_COUNT, low: int = HEADLINE_LOW, high: int = HEADLINE_HIGH) -> list[WorkItem]:
     """Return prompts of `low` to `high` random ids and as many output tokens, seed 0.
 
-    By default, the published workload of nano-vllm and mini-sglang (142,827 tokens in, 133,966 out): ids 0 to 10,000,
-    lengths and ids of all prompts drawn before output lengths.
+    Defaults give the published workload of nano-vllm and mini-sglang (142,827 tokens in, 133,966 out): ids 0 to
+    10,000, lengths and ids of all prompts drawn before output lengths.
     """
     rng = random.Random(0)
     prompts = [[rng.randint(0, LAST_ID) for _ in range(rng.randint(low, high))] for _ in range(count)]

@@ -167,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, served(arguments.model, settings) as address:
         bench = Bench(address, size, Path(scratch), vocab)
         write_inputs(bench.folder, size, vocab)
-        for repeat in range(-1, arguments.repeats):  # a warm-up round first
+        for repeat in range(-1, arguments.repeats):  # warm-up first
             for name, run in tools.items():
                 figures = run(bench if repeat >= 0 else bench._replace(size=size._replace(seconds=3)))
                 if repeat >= 0:

@@ -179,7 +179,7 @@ def sentences(paragraph: str) -> str:
 
 
 def term_name(text: str) -> str:
-    """Turn `class queue.Queue(maxsize=0)` into `queue.Queue`, `PyObject *PyList_New(…)` into `PyList_New`."""
+    """Return the bare name: `class queue.Queue(maxsize=0)` becomes `queue.Queue`."""
     name = re.split(r"\(| = |:| ¶", text)[0].strip()
     words = name.split()
     looks_like_code = len(words) > 1 and re.search(r"[._*]", words[-1]) is not None
@@ -268,12 +268,12 @@ def load_documents(sources: Iterable[Source] = SOURCES, every: int = 1) -> list[
 
 
 def is_validation(document: Document) -> bool:
-    """Select one page in twenty by a hash of its name, independent of order and seed."""
+    """Select one page in twenty by a hash of its name."""
     return zlib.crc32(document.name.encode()) % 20 == 0
 
 
 def everyday_case(heading: str) -> str:
-    """Write `Transaction Isolation` as people type: in lower case, except names and acronyms."""
+    """Lower the case, except of names and acronyms."""
     return " ".join(word.lower() if word.istitle() and word != "Python" else word for word in heading.split())
 
 

@@ -38,7 +38,7 @@ def median_us(work: Callable[[], object], rounds: int) -> float:
 
 
 def stop_cost(rounds: int) -> dict[str, float]:
-    """Time building a request's matcher, and an output character of a sequence."""
+    """Time building a request's matcher, and one output character."""
     strings = ["a" * (MAX_STOP_BYTES - 1) + chr(ord("b") + index) for index in range(MAX_STOP_STRINGS)]
     output = ("a" * (MAX_STOP_BYTES - 1) + "z") * (NUM_CHARS // MAX_STOP_BYTES)
     matcher = StopStrings(strings)
@@ -49,7 +49,7 @@ def stop_cost(rounds: int) -> dict[str, float]:
 
 
 def full_door(sent: int) -> RefusingDoor:
-    """Return a door with one place left, for one request but not the next."""
+    """Return a door with room for one request."""
     door = RefusingDoor()
     door.hear(Room(0, sent + 1, 0, 1 << 40, Priority.CRITICAL, 250, []))
     for key in range(sent):

@@ -3,10 +3,10 @@ step ahead (on).
 
     python benchmarks/host_timeline.py [--model qwen3-0.6b llama-3.1-8b] [--running 256] [--context 512] [--save]
 
-A whole engine process runs, from the ZeroMQ socket to the real `ModelRunner`, on a modelled device. Steps take the
-seconds of the roofline (`gpu.limits`), which no kernel beats, so the host's share is at its worst. A client process
-reads the output. Times are CPU time of the engine's thread without waits for the device: other programs may slow it
-but take no turns from it. With `--clock wall`, times are wall time and waits sleep.
+A whole engine process, from the ZeroMQ socket to the real `ModelRunner`, runs on a modelled device, and a client
+process reads the output. Steps take the seconds of the roofline (`gpu.limits`), which no kernel beats, so the host's
+share is at its worst. Times are CPU time of the engine's thread without waits for the device: other programs may slow
+it but take no turns from it. With `--clock wall`, times are wall time and waits sleep.
 
 Left out: the CUDA driver's launches (with graphs, two graph launches, three copies and three events a decode step),
 ZeroMQ's threads, and prompts.
@@ -67,7 +67,7 @@ class Run:
     host_us: dict[str, float]  # medians over steps
     host_us_total: float  # median of the steps' sums
     host_us_p99: float
-    idle_fraction: float  # of the device over the measured steps
+    idle_fraction: float  # of the device
     step_us: float  # between completions, median
 
 
@@ -239,7 +239,6 @@ def plot(timelines: dict[bool, Timeline], title: str, path: Path) -> None:
 
 
 def measure(options: argparse.Namespace, model: str) -> tuple[dict[str, Any], dict[bool, Timeline]]:
-    """Measure off and on in turns."""
     timelines: dict[bool, Timeline] = {}
     runs: list[Run] = []
     for _ in range(options.rounds):

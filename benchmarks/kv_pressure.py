@@ -3,8 +3,8 @@
     python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--growth on off] [--save]
 
 The scheduler runs under the simulator's clock (an 8B model on an H200, by its data sheet). The pool holds `--pool`
-mean requests and `--rows` may run; output lengths vary widely, so requests outgrow it. Arrivals are Poisson, several
-times as fast as ends. Requests share one `max_tokens`, which hides their lengths from the scheduler.
+mean requests and `--rows` may run; output lengths vary widely and are hidden by one common `max_tokens`. Arrivals are
+Poisson, several times as fast as ends.
 
 A token is computed twice when a preempted request returns without its blocks. Figures by seed: preemptions per
 request, tokens computed over needed, output tokens per second until the last end. `--growth off` admits by free

@@ -45,10 +45,10 @@ class Latency:
     strategy: str
     blocks: int
     repeats: int
-    median_ms: float  # from arrival to launch of the first step
+    median_ms: float  # from arrival to first launch
     max_ms: float
-    window_ms: float  # wait that the strategy asks for
-    longest_gap_ms: float  # between two looks at the messages, waits excluded
+    window_ms: float  # the strategy's wait
+    longest_gap_ms: float  # between looks at messages, waits excluded
 
 
 class Device:
@@ -118,7 +118,7 @@ class Line:
         self._arrive()
 
     def _arrive(self) -> None:
-        """Add the next request when due, timed as of then."""
+        """Add the next request once due, as of that moment."""
         if self.arrival is not None or not self.left or time.perf_counter() < self.next_arrival:
             return
         self.arrival = self.next_arrival

@@ -107,7 +107,7 @@ class ModelledGraph:
 
 
 class ModelledPool:
-    """Pool whose graphs take as long as the work queued during their capture."""
+    """Pool of graphs as long as the work captured in them."""
 
     num_bytes = 0
 
@@ -164,7 +164,7 @@ def modelled_runner(
     max_model_len: int,
     graph_sizes: Sequence[int],
 ) -> ModelRunner:
-    """Make a runner with room for all requests at full length, and graphs of these sizes."""
+    """Make a runner with room for all requests at full length."""
     num_blocks = max_num_seqs * -(-max_model_len // BLOCK_SIZE)
     model = ModelledModel(device, decode_seconds, prefill_seconds)
     layout = CacheLayout(model.shape, BLOCK_SIZE, torch.float32)

@@ -55,12 +55,11 @@ def step_seconds(folder: Path) -> list[float]:
 
 class LowWaits(NamedTuple):
     started: int
-    longest_s: float  # from arrival to the first step
-    overtaken_after_ageing: int  # by later requests, not CRITICAL, that started first once it was in HIGH
+    longest_s: float  # from arrival to first step
+    overtaken_after_ageing: int  # by later requests, not CRITICAL, that started first once in HIGH
 
 
 def low_waits(folder: Path, since: float) -> LowWaits:
-    """Return waits of requests that arrived after `since` on the engine's clock."""
     arrived: dict[str, tuple[float, int]] = {}
     started: list[tuple[float, float, int]] = []  # start, arrival, class
     for path in sorted(folder.glob("*.jsonl")):
@@ -80,7 +79,7 @@ def low_waits(folder: Path, since: float) -> LowWaits:
 
 
 def class_mix(load: float) -> list[tuple[float, dict[str, Any]]]:
-    """Return (share, parameters) of each class at `load` times the capacity."""
+    """Return the classes' (share, parameters) at `load` times the capacity."""
     critical = CRITICAL_SHARE / load
     rest = {name: share * (1.0 - critical) for name, share in OTHERS.items()}
     return [(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()]

@@ -4,8 +4,8 @@
 
 Short and long answers, lognormal and three to one, differ by tenant and prompt length, as in real traffic. All
 requests share one `max_tokens`; `sjf` learns lengths from earlier requests. The engine runs a random 40M-parameter
-model in this process; the simulator's cost model is fitted to the `fifo` run. The load slightly exceeds capacity, as
-order matters only with a queue. Ageing far below the waiting times turns `sjf` into `fifo`.
+model in this process; the simulator's cost model is fitted to the `fifo` run. The load slightly exceeds capacity:
+without a queue order does not matter. Ageing far below the waiting times turns `sjf` into `fifo`.
 """
 
 from __future__ import annotations

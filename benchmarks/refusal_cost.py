@@ -77,7 +77,7 @@ class Patience:
 
 
 class Scene:
-    """Scheduler with a waiting set full of small requests, at a stopped clock."""
+    """Scheduler with a full waiting set, at a stopped clock."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -179,7 +179,7 @@ def evicting(setting: Setting, patience: Patience) -> Cost:
 
 
 def displacing(setting: Setting, patience: Patience) -> Cost:
-    """Measure a prompt as long as `NUM_DISPLACED` requests, when no more tokens may wait."""
+    """Measure a prompt as long as `NUM_DISPLACED` requests, with no room for its tokens."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 

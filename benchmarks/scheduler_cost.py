@@ -143,7 +143,6 @@ KEY = ("running", "policy", "finished")
 
 
 def run_in(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure another checkout by this program in its own process."""
     command = [sys.executable, __file__, "--json", "--steps", str(options.steps)]
     for name in ("running", "finished", "policy"):
         command += [f"--{name}", *map(str, getattr(options, name))]

@@ -43,7 +43,7 @@ def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
-    """Raise RuntimeError if the server ends too early; its output is above."""
+    """Raise RuntimeError if the server ends too early."""
     end = time.monotonic() + START_LIMIT_S
     with Client(address.grpc, model=address.model) as client:
         while not client.is_ready():

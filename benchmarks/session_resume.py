@@ -72,7 +72,7 @@ class Turns:
         return self.session(between=self.fill_the_pool)
 
     def fill_the_pool(self) -> None:
-        """Send other conversations until the session leaves the device."""
+        """Send other conversations until the session is off the device."""
         for _ in range(2 * NUM_BLOCKS * 16 // FIRST_TURN):
             self.send(self.ids(FIRST_TURN))
 

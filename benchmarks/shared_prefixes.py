@@ -3,15 +3,15 @@
     python benchmarks/shared_prefixes.py [--order arrival cache] [--engine] [--seeds 3] [--json] [--save]
 
 *Conversations*: 64, each with one of 8 system prompts and several turns, which repeat the conversation and follow
-soon after answers. More wait than can run, and the KV cache holds little more than running ones, so cached tokens are
-soon lost. The hit rate is the share of prompt tokens in the cache when their request starts; `arrival` serves in
+soon after answers. More wait than can run, and the KV cache holds little beyond the running ones, so cached tokens
+are soon lost. The hit rate is the share of prompt tokens in the cache when their request starts; `arrival` serves in
 order of arrival (`fifo`), `cache` the longest cached prefix first (`cache_aware_order`).
 
 *Bursts*: 32 requests with a common prefix and separate tails arrive at once while others decode. The figure is prompt
-tokens computed over distinct ones; 1 means that nothing was computed twice.
+tokens computed over distinct ones, 1 at best. Distinct are a burst's prefix and tails, and a conversation's
+questions; its answers are cached when repeated.
 
-Distinct are a burst's prefix and tails, and a conversation's questions; its answers are cached when repeated. All
-runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on an H200, by its data sheet), and
+All runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on an H200, by its data sheet), and
 with `--engine` also on a small random model on this CPU.
 """
 
@@ -63,7 +63,7 @@ class Chats:
     turns: int = 5
     turn_tokens: int = 96  # of a question
     answer_tokens: int = 32
-    think_s: float = 0.5  # from answer to next question
+    think_s: float = 0.5  # from answer to question
     rows: int = 4
 
     @property
@@ -77,7 +77,7 @@ class Chats:
 
 
 CHATS = Chats()
-QUICK_CHATS = Chats(think_s=0.1)  # for the small model, which answers five times as fast
+QUICK_CHATS = Chats(think_s=0.1)  # answers five times as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Bursts:
     requests: int = 32  # of a burst
     prefix_tokens: int = 512
     longest_tail: int = 96
-    decoding: int = 16  # throughout
+    decoding: int = 16
     gap_s: float = 0.5
 
 
@@ -169,7 +169,6 @@ def modelled(config: EngineConfig, seed: int) -> Place:
 
 @contextmanager
 def small_model() -> Iterator[MakePlace]:
-    """Real engine on a random model, loaded for each run with its settings."""
     import torch
 
     from random_model import SHAPES, make_model
@@ -258,7 +257,7 @@ def converse(make_place: MakePlace, order: str, seed: int, chats: Chats) -> Figu
     chance = random.Random(seed)
     player = Player(make_place(config, seed), config)
     prefixes = [words(chance, chats.prefix_tokens) for _ in range(chats.prefixes)]
-    left: dict[str, int] = {}  # turns left of a conversation, by its latest request
+    left: dict[str, int] = {}  # turns left, by latest request
 
     def ask(prompt: list[int], turns: int, moment: float) -> None:
         request = player.ask(prompt + words(chance, chats.turn_tokens), chats.answer_tokens, moment)

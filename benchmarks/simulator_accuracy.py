@@ -75,7 +75,7 @@ def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Tr
     return synthesise(count, load.arrivals(count, rate, rng), prompt, output, rng)
 
 
-PROMPT_WEIGHT = 4.0  # prompt tokens that cost about one output token; only sets rates
+PROMPT_WEIGHT = 4.0  # prompt tokens worth one output token; only sets rates
 
 
 def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:

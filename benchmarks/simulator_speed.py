@@ -3,7 +3,7 @@
     python benchmarks/simulator_speed.py [--requests 1000000] [--replicas 100] [--output-mean 64 256] [--save [NAME]]
 
 Prompts average 128 tokens and outputs 64, both lognormal; arrivals are Poisson at 80 % of the capacity, to the least
-loaded replica of an 8B model on an H200, by its data sheet. Prompts share nothing, so prefix caching is off without
+loaded replica of an 8B model on an H200, by its data sheet. Prompts share nothing, so prefix caching needs
 `--prefix-caching`. `--output-mean` takes several values: longer outputs take more steps.
 """
 

@@ -50,7 +50,6 @@ class Stepwise(Protocol):
 
 
 def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
-    """Return the steps until all are done."""
     for i, (prompt, count) in enumerate(items):
         engine.add(first_id + i, prompt, count)
     left, steps = len(items), 0
@@ -61,7 +60,7 @@ def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
 
 
 def first_tokens(engine: Stepwise, long: list[Item], short: list[Item], first_id: int) -> list[float]:
-    """Return CPU seconds to the first token of each short request; they follow the long ones' first step."""
+    """Return CPU seconds to first tokens of short requests that follow the long ones' first step."""
     for i, (prompt, count) in enumerate(long):
         engine.add(first_id + i, prompt, count)
     left = len(long) + len(short)
@@ -117,7 +116,7 @@ def drawn_ids(length: int, seed: int) -> list[int]:
 
 
 def serve(kind: str, part: str, options: dict[str, Any]) -> None:
-    """Answer each line with the figures of one round, in the child."""
+    """Answer each line with a round's figures."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:0] = [str(HERE), str(PEERS)]
@@ -148,7 +147,7 @@ def start(kind: str, python: str, part: str, folder: Path) -> Engine:
 
 
 def measure(engines: list[Engine], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Measure rounds in turns, without the first, a warm-up."""
+    """Measure rounds in turns after a warm-up."""
     results: dict[str, list[dict[str, float]]] = {kind: [] for kind, _ in engines}
     for number in range(rounds + 1):
         for kind, process in engines:

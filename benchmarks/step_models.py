@@ -69,7 +69,7 @@ def run_tpot(scenario: TpotScenario) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class GovernorScenario:
-    """Load with more requests than may run, whose lengths change over time."""
+    """Load beyond what may run, whose lengths change over time."""
 
     model: StepModel = StepModel(overhead_s=0.010, per_token_s=150e-6)
     max_num_seqs: int = 256

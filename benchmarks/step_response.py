@@ -49,7 +49,7 @@ class Phase(NamedTuple):
     settled_value: float  # over the end of the phase
     lowest: float
     highest: float
-    settling_s: float  # until the value stays within 15 % of the settled one
+    settling_s: float  # until within 15 % of the settled value
 
 
 def phases(trace: Trace, column: str, changes: list[float]) -> list[Phase]:
@@ -129,7 +129,7 @@ def draw_window(figure: Figure, trace: Trace, scenario: WindowScenario) -> None:
 
 
 def annotate(axes: tuple[Axes, ...], notes: list[tuple[float, str]]) -> None:
-    """Draw changes as lines through all plots, named in the topmost."""
+    """Draw changes through all plots, named in the topmost."""
     for axis in axes:
         for begin, _ in notes:
             if begin > 0.0:
@@ -148,7 +148,7 @@ class Response(NamedTuple):
     scenario: Any
     run: Callable[[Any], Trace]
     draw: Callable[[Figure, Trace, Any], None]
-    knob: str  # controlled column
+    knob: str
     changes: list[float]
 
 

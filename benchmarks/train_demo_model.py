@@ -60,7 +60,7 @@ class Recipe:
     tokens_per_step: int = 2_048
     short_length: int = 256
     long_length: int = CONTEXT
-    long_from: float = 0.85  # share of the training before long sequences
+    long_from: float = 0.85  # share of the training in short sequences
     warmup_steps: int = 50
     decay_from: float = 0.4
     muon_lr: float = 0.02
@@ -170,7 +170,7 @@ class Trainer:
         return (time.monotonic() - self._started) / 60
 
     def progress(self) -> float:
-        """Share of the training done, by the nearer limit."""
+        """Share of the training done."""
         return max(self.steps_done / self._recipe.steps, self.minutes() / self._recipe.minutes)
 
     def train(self) -> None:
@@ -231,7 +231,7 @@ def build_corpus(recipe: Recipe, vocab_size: int, every: int = 1) -> tuple[Token
 
 
 def result_of(trainer: Trainer, corpus: Corpus, counts: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return final validation losses over all held-out text, and the cost."""
+    """Return final validation losses, and the cost."""
     rows = {length: validation_rows(corpus, length, None) for length in (recipe.short_length, recipe.long_length)}
     final = {length: validation_loss(trainer.model, part) for length, part in rows.items()}
     bytes_per_token = counts["validation_bytes"] / counts["validation_tokens"]

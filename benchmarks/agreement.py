@@ -1,8 +1,8 @@
 """Compares `tidewheel bench` with other load tools, in turns.
 
-Each tool keeps equal requests in flight on one server without prefix cache, with random prompts: locust's users with
-locust's statistics, and AIPerf where it is installed (`pip install aiperf`), whose template endpoint speaks Triton's
-generate_stream.
+Each tool keeps the same number of requests of one size in flight, on one server without prefix cache, with random
+prompts: locust's users with locust's statistics, and AIPerf where it is installed (`pip install aiperf`), whose
+template endpoint speaks Triton's generate_stream.
 
     python benchmarks/agreement.py build/qwen3-40m --aiperf ENVIRONMENT/bin/aiperf --save
 """
@@ -44,7 +44,7 @@ def write(environment, **_):
     }
     Path(__file__).with_name("locust.json").write_text(json.dumps(rows))
 """
-PAIRS = (  # ours, theirs
+PAIRS = (  # Tidewheel's target, the other tool's
     ("bench gRPC", "locust GrpcStreamUser"),
     ("bench generate_stream", "locust HttpStreamUser"),
     ("bench generate_stream", "aiperf"),
@@ -179,7 +179,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def differences(samples: dict[str, list[Figures]]) -> dict[str, Figures]:
-    """Return ours over theirs, less 1: medians over pairs in time."""
+    """Return Tidewheel's figures over the other tool's, less 1, as medians over pairs in time."""
     found = {}
     for ours, theirs in PAIRS:
         if theirs in samples:

@@ -52,7 +52,6 @@ def in_process(folder: Path, dtype: str, threads: int) -> Target:
 
 @contextmanager
 def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Target]:
-    """Send each request as its own gRPC stream, as applications do."""
     settings = {"dtype": dtype, "num_threads": threads, "max_model_len": 512}
     with served(folder, settings) as address, Client(address.grpc, model=address.model) as client:
 
@@ -84,7 +83,6 @@ def measure(target: Target, work: list[WorkItem]) -> tuple[float, list[list[int]
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Return the share of requests with equal tokens from both."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 

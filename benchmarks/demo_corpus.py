@@ -124,8 +124,6 @@ class Topic(NamedTuple):
 
 
 class PageParser(HTMLParser):
-    """Collector of headings, terms and paragraphs outside skipped elements."""
-
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.blocks: list[Block] = []
@@ -197,8 +195,6 @@ def clean_block(block: Block) -> Block:
 
 @dataclass(frozen=True)
 class Document:
-    """Cleaned blocks of one page, in order."""
-
     name: str
     blocks: tuple[Block, ...]
 

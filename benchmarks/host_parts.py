@@ -9,8 +9,6 @@ import numpy as np
 
 
 class Segment(NamedTuple):
-    """Time in one part, without the parts it calls."""
-
     part: str
     begin: float
     end: float

@@ -79,7 +79,6 @@ class Timeline(msgspec.Struct):
 
 
 def client(address: str, count: int, prompt_tokens: int, max_tokens: int) -> None:
-    """Send requests without a model, and read output until ended."""
     generator = np.random.default_rng(SEED)
     socket = zmq.Context().socket(zmq.DEALER)
     socket.set(zmq.RCVHWM, 0)

@@ -44,7 +44,7 @@ class Load:
     rows: int
     prompt: str
     output: str
-    rate: float  # arrivals per second
+    rate: float
 
     def lengths(self) -> tuple[Lengths, Lengths]:
         return Lengths.parse(self.prompt, name="--prompt"), Lengths.parse(self.output, name="--output")

@@ -59,7 +59,6 @@ def processor_seconds(run: Callable[[], object]) -> float:
 
 
 def elapsed_cold(path: Path, run: Callable[[], object]) -> float:
-    """Return elapsed seconds with an empty page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

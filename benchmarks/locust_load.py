@@ -33,7 +33,6 @@ MIB = 1 << 20
 
 
 def processes() -> list[psutil.Process]:
-    """Return the server's processes, before locust starts."""
     return psutil.Process().children(recursive=True)
 
 
@@ -50,7 +49,6 @@ def num_answered(address: Address) -> float:
 
 
 def run_locust(address: Address, kind: str, users: int, seconds: int, server: list[psutil.Process]) -> dict[str, Any]:
-    """Measure one run, including users' arrival and departure."""
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--json", "--skip-log"]
     command += ["-u", str(users), "-r", str(max(users // 4, 1)), "-t", f"{seconds}s", "--stop-timeout", "60"]
     command += ["--grpc-url", address.grpc, "--host", f"http://{address.http}", "--model", address.model, kind]

@@ -40,8 +40,6 @@ STRATEGIES = ("continuous", "static", "dynamic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Milliseconds of lone requests on an idle engine."""
-
     strategy: str
     blocks: int
     repeats: int

@@ -23,7 +23,6 @@ def offer(
     rng: random.Random,
     vocab: int = 10_000,
 ) -> list[Offered]:
-    """Make a request for each time; `mix` has shares and parameters."""
     weights = [share for share, _ in mix]
     return [
         Offered(

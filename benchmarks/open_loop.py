@@ -163,7 +163,6 @@ class OpenLoop:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        """Record the outcome, with times in seconds of the trace."""
         self._num_ended += 1
         for name in ("first_scheduled_time", "first_token_time", "last_token_time"):
             if (value := getattr(request, name)) is not None:

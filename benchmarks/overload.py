@@ -42,7 +42,7 @@ SETTINGS: dict[str, Any] = {
     "ageing_s": 0.2,
 }
 CLASSES = {"CRITICAL": 1, "HIGH": 2, "NORMAL": 3, "LOW": 4}
-CRITICAL_SHARE = 0.2  # of the capacity
+CRITICAL_SHARE = 0.2
 OTHERS = {"HIGH": 0.25, "NORMAL": 0.45, "LOW": 0.3}  # of the rest
 SWEEP = (0.5, 0.75, 1.0, 1.25, 1.5)
 PORTS = 18_700

@@ -125,7 +125,6 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
 def make_model(
     folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: torch.device = CPU
 ) -> Path:
-    """Write the folder, replacing what is there."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(weights(shape, dtype, seed, device)), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config(shape, dtype), indent=1))

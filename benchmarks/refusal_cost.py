@@ -11,7 +11,7 @@ Times are microseconds of one call:
 * *message*: decoding an engine message, `to_requests` and `add_group`, accepted or over the tenant's rate, with and
   without 1,024 biases.
 
-Repeats start from the same waiting set. A case ends after `--repeats` calls, or `--seconds`.
+Repeats start from the same waiting set and end after `--repeats` calls, or `--seconds`.
 """
 
 from __future__ import annotations
@@ -77,8 +77,6 @@ class Patience:
 
 
 class Scene:
-    """Scheduler with a full waiting set, at a stopped clock."""
-
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.ids = itertools.count()
@@ -152,7 +150,6 @@ def cost(case: str, setting: Setting, once: Callable[[], tuple[float, str]], pat
 
 
 def full(setting: Setting, patience: Patience) -> Cost:
-    """Measure a newcomer of the lowest class and a known tenant."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
@@ -164,7 +161,6 @@ def full(setting: Setting, patience: Patience) -> Cost:
 
 
 def evicting(setting: Setting, patience: Patience) -> Cost:
-    """Measure a newcomer of a better class and a new tenant."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
@@ -179,7 +175,6 @@ def evicting(setting: Setting, patience: Patience) -> Cost:
 
 
 def displacing(setting: Setting, patience: Patience) -> Cost:
-    """Measure a prompt as long as `NUM_DISPLACED` requests, with no room for its tokens."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 

@@ -48,8 +48,6 @@ NUM_TENANTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds a step, for `running` decoding requests."""
-
     running: int
     policy: str
     finished: int

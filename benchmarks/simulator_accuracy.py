@@ -2,9 +2,9 @@
 
     python benchmarks/simulator_accuracy.py [--save] [--seconds 60] [--cpu-clock]
 
-The engine runs a random 40M-parameter model (Qwen3 shape) in this process at three recorded loads, and a cost model
-is fitted. Engine and simulator then run three loads of other rates, lengths and arrivals, and are compared by output
-tokens per second and p99 of the time to first token. Calibration and prediction take turns, so drift hits both.
+A cost model is fitted to three recorded loads of the engine, which runs a random 40M-parameter model (Qwen3 shape) in
+this process. Engine and simulator then run three loads of other rates, lengths and arrivals, and are compared by
+output tokens per second and p99 of the time to first token. Both parts take turns, so drift hits both alike.
 `--cpu-clock` uses processor time, for a shared machine.
 """
 
@@ -45,8 +45,6 @@ Arrivals = Callable[[int, float, np.random.Generator], FloatArray]
 
 
 class Load(NamedTuple):
-    """`share` of the measured capacity."""
-
     name: str
     share: float
     prompt: str
@@ -155,7 +153,6 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
 
 
 def show(result: dict[str, Any]) -> float:
-    """Print the loads; return the largest error."""
     worst = 0.0
     for load in result["loads"]:
         cells = []

@@ -7,8 +7,7 @@ Three ratios judge a scheduler on any machine; `tidewheel bench --suite efficien
 overhead       CPU time of the process per scheduled token, on a model with next to no arithmetic
 steps          steps for requests of mixed lengths in 16 rows, over their output tokens / 16
 long_prompt    worst time to first token of 15 short requests that come while a long prompt is computed in chunks,
-               over that of the long prompt alone, both in CPU time, which other programs do not change: how the
-               engine shares its steps, whatever their cost.
+               over that of the long prompt alone, in CPU time: how the engine shares its steps, at any cost of one
 
 The last two use a 40M-parameter Qwen3 shape. Each engine has a process per model; rounds take turns.
 """
@@ -46,7 +45,7 @@ class Stepwise(Protocol):
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 
     def step(self) -> list[tuple[int, int, bool]]:
-        """Return (request, new tokens, done), for new tokens only."""
+        """Return (request, new tokens, done) of each request with new tokens."""
 
 
 def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
@@ -116,7 +115,6 @@ def drawn_ids(length: int, seed: int) -> list[int]:
 
 
 def serve(kind: str, part: str, options: dict[str, Any]) -> None:
-    """Answer each line with a round's figures."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:0] = [str(HERE), str(PEERS)]

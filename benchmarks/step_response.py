@@ -3,8 +3,7 @@
     python benchmarks/step_response.py [tpot governor window] [--save]
 
 * `tpot`: the token budget, when four times as many rows decode and when the target changes;
-* `governor`: the number of running requests, when outputs become three times as long and short again, and when a
-  step time target is set;
+* `governor`: the running requests, when outputs triple and shrink again, and when a step time target is set;
 * `window`: the window of dynamic batches, when the load changes.
 
 Prints how each settled. `--save` writes benchmarks/results/step_response_<name>.png and .json.

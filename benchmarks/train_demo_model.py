@@ -170,7 +170,6 @@ class Trainer:
         return (time.monotonic() - self._started) / 60
 
     def progress(self) -> float:
-        """Share of the training done."""
         return max(self.steps_done / self._recipe.steps, self.minutes() / self._recipe.minutes)
 
     def train(self) -> None:
@@ -231,7 +230,6 @@ def build_corpus(recipe: Recipe, vocab_size: int, every: int = 1) -> tuple[Token
 
 
 def result_of(trainer: Trainer, corpus: Corpus, counts: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Return final validation losses, and the cost."""
     rows = {length: validation_rows(corpus, length, None) for length in (recipe.short_length, recipe.long_length)}
     final = {length: validation_loss(trainer.model, part) for length, part in rows.items()}
     bytes_per_token = counts["validation_bytes"] / counts["validation_tokens"]

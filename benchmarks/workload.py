@@ -14,8 +14,6 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Uniform range, both ends included."""
-
     low: int
     high: int
 

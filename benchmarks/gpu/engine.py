@@ -57,7 +57,6 @@ def report(
 
 
 def report_in_process(stage: Stage, model: str, timed: Timed, work: list[WorkItem]) -> None:
-    """Report what tritonserver is compared with."""
     num_tokens = sum(item.num_output_tokens for item in work)
     report_streams(stage, model, IN_PROCESS, num_tokens, timed.seconds, timed.gaps(), timed.first_token_seconds())
 

@@ -22,8 +22,6 @@ class Delivery(NamedTuple):
 
 
 class DecodeStep(NamedTuple):
-    """Pure decode step of `batch` requests."""
-
     seconds: float
     batch: int
     context: float  # mean

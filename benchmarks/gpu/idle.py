@@ -40,8 +40,6 @@ class Interval(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """Activity by begin, and the window of interest."""
-
     events: list[dict[str, Any]]
     intervals: list[Interval]
     window: Interval

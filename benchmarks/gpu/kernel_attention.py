@@ -1,4 +1,4 @@
-"""Attention on equal shapes: ours over a paged cache, others over their own layout."""
+"""Attention on equal shapes: Tidewheel's over a paged cache, others over their own layout."""
 
 from __future__ import annotations
 

@@ -93,7 +93,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 
 def sampling(batch: int, vocab: int, sampler: str) -> RowCase:
-    """Count one read of the logits."""
     values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, **SAMPLERS[sampler]}
 
     def make(device: torch.device) -> Call:

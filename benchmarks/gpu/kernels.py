@@ -118,7 +118,6 @@ class Kernels:
 
 
 def _release(stage: Stage) -> None:
-    """Free the last case's gigabytes."""
     gc.collect()
     if stage.is_cuda:
         torch.cuda.empty_cache()

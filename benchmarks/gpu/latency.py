@@ -53,7 +53,7 @@ def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
             for repeat in range(1 + (1 if stage.is_dry else REPEATS)):
                 timed = engine.timed(of_length(1, length, 1, shape_of(model).vocab, seed=repeat), 0.0)
                 seconds.append(timed.first_token_seconds()[0])
-            del seconds[0]  # may compile
+            del seconds[0]
             least = prefill_seconds(shape, [length], device)
             case = f"{model}, lone prompt of {length}"
             stage.result(duration("time to first token", case, seconds, least, details={"model": model}))

@@ -60,7 +60,7 @@ def vllm(options: dict[str, Any], **settings: Any) -> Run:
 
 
 def vllm_triton(options: dict[str, Any]) -> Run:
-    """Use attention in triton-lang, like ours."""
+    """Use attention in triton-lang, like Tidewheel's."""
     return vllm(options, attention_backend="TRITON_ATTN")
 
 

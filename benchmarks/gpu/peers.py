@@ -1,4 +1,4 @@
-"""Other engines beside ours: equal weights and requests, greedy, each in a process on an empty device.
+"""Other engines beside Tidewheel: equal weights and requests, greedy, each in a process on an empty device.
 
     python -m gpu.peers [--peers BUNDLE.tar.xz]
 

@@ -31,7 +31,7 @@ class Stream(NamedTuple):
     error: str
 
     def gaps(self) -> list[float]:
-        """Return times between tokens; tokens together split theirs, as in `Outcome`."""
+        """Return times between tokens; tokens that arrive together split the gap, as in `Outcome`."""
         found: list[float] = []
         for (before, _), (now, count) in pairwise(self.arrivals):
             found += [(now - before) / count] * count

@@ -167,7 +167,6 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return complete records."""
     if not path.exists():
         return []
     records = []

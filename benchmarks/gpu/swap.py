@@ -28,7 +28,7 @@ from workload import WorkItem
 CONTEXTS = (512, 2048, 8192)
 REPEATS = 5
 COUNT, NUM_INPUT, NUM_OUTPUT = 96, 1024, 512
-ROOM = 0.6  # of the blocks needed at the end
+ROOM = 0.6
 MODES = ("recompute", "swap", "auto")
 SWAP_GIB = 8.0
 

@@ -1,8 +1,8 @@
 """Device seconds of an operation, without launch cost or a warm L2 cache.
 
 On CUDA, a graph of calls goes round over sets of inputs, together larger than the L2 cache, so no call finds its data
-there; larger sets need no copy. Two events time a replay, divided by its calls. It queues behind another replay,
-during which the host queues all of it, so the events contain no wait for the host. On a CPU each call is timed.
+there. Two events time a replay, divided by its calls. It queues behind another replay, during which the host queues
+all of it, so the events contain no wait for the host. On a CPU each call is timed.
 """
 
 from __future__ import annotations

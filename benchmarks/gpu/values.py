@@ -16,7 +16,7 @@ OURS = "tidewheel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    name: str  # such as "decode attention"
+    name: str
     case: str  # conditions: "32:8 heads, batch 128, context 2048"
     value: float
     unit: str

@@ -36,7 +36,7 @@ def lone_tpot(repeats: Sequence[Sequence[Outcome]], ttft: float) -> float:
 
 
 def comparison(result: StageResult, load: int, ours: str, reference: str) -> dict[str, Any]:
-    """Compare ours to the reference at one load; empty if either is missing."""
+    """Compare `ours` to `reference` at one load; return nothing if either is missing."""
     mine, theirs = result.outcomes(ours, load), result.outcomes(reference, load)
     if not mine or not theirs:
         return {}
@@ -96,7 +96,7 @@ def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
 
 
 def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]:
-    """Return each engine's speed against its own, and ours over the others'."""
+    """Return each engine's speed against its own, and the ratios of `ours` to the others."""
     findings: dict[str, Any] = {}
     for name, (tested, plain) in EFFICIENCIES.items():
         by_target = {target: _paired(values, speeds[plain][target]) for target, values in speeds[tested].items()}

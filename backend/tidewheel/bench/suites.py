@@ -191,5 +191,4 @@ class Suite:
 
 
 def _rounded(value: float) -> float:
-    """Round to the three digits shown."""
     return float(f"{value:.3g}")

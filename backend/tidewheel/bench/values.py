@@ -88,7 +88,7 @@ class Outcome:
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     def inter_token_latencies(self) -> list[float]:
-        """Return gaps before tokens after the first; tokens arriving together split theirs."""
+        """Return gaps before tokens after the first; tokens that arrive together split the gap."""
         gaps: list[float] = []
         for (before, _), (now, count) in zip(self.chunks, self.chunks[1:], strict=False):
             gaps += [(now - before) / count] * count

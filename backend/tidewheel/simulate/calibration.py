@@ -137,7 +137,7 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
 def _step_inside(
     matrix: FloatArray, target: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
 ) -> FloatArray:
-    """Solve for the free terms, fixing those below 0 one by one."""
+    """Solve for the free terms, fixing terms below 0 one by one."""
     while True:
         candidate = np.zeros_like(solution)
         candidate[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]

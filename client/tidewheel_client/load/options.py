@@ -135,7 +135,7 @@ class LoadOptions:
 
 
 def add_arguments(parser: Any) -> None:
-    """Add options to locust's parser itself: its web page omits those of groups."""
+    """Add options to locust's parser itself: its web page omits grouped options."""
     parser.add_argument("--grpc-url", default="127.0.0.1:8001", metavar="HOST:PORT", help="the server's gRPC address")
     parser.add_argument("--model", default="demo", metavar="NAME", help="the model that streams (default: demo)")
     parser.add_argument("--infer-model", default="", metavar="NAME", help="the one for /infer (default: MODEL_infer)")

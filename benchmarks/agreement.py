@@ -1,8 +1,8 @@
-"""Measures the same load with `tidewheel bench` and with tools of others, in turns, and compares what they say.
+"""Compares `tidewheel bench` with other load tools, in turns.
 
-Every tool keeps the same number of requests of one size in flight: locust's users with locust's own statistics, and
-AIPerf where an environment has it (`pip install aiperf`), whose template endpoint speaks Triton's generate_stream.
-One server, no prefix cache; prompts are random, and as long in tokens for all.
+Each tool keeps the same number of requests of one size in flight, on one server without prefix cache, with random
+prompts: locust's users with locust's statistics, and AIPerf where it is installed (`pip install aiperf`), whose
+template endpoint speaks Triton's generate_stream.
 
     python benchmarks/agreement.py build/qwen3-40m --aiperf ENVIRONMENT/bin/aiperf --save
 """
@@ -26,12 +26,11 @@ from serving import Address, served
 ROOT = Path(__file__).parents[1]
 LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
 NUM_PROMPTS = 2048
-# Payload and answer of Triton's generate_stream, for AIPerf's template endpoint.
 TEMPLATE = (
     '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens }}, "stream": true, "ignore_eos": true, '
     '"temperature": 0}'
 )
-# Locust's own figures by type of row; its --json has no rate over the whole test.
+# Locust's figures by row type; its --json has no rate over the whole test.
 STATISTICS = """
 import json
 from pathlib import Path
@@ -45,7 +44,7 @@ def write(environment, **_):
     }
     Path(__file__).with_name("locust.json").write_text(json.dumps(rows))
 """
-PAIRS = (  # ours, theirs: over the same protocol
+PAIRS = (  # Tidewheel's target, the other tool's
     ("bench gRPC", "locust GrpcStreamUser"),
     ("bench generate_stream", "locust HttpStreamUser"),
     ("bench generate_stream", "aiperf"),
@@ -53,8 +52,6 @@ PAIRS = (  # ours, theirs: over the same protocol
 
 
 class Size(NamedTuple):
-    """Of the load that every tool makes."""
-
     users: int
     seconds: int
     prompt_tokens: int
@@ -62,19 +59,16 @@ class Size(NamedTuple):
 
 
 class Bench(NamedTuple):
-    """What a tool is told."""
-
     address: Address
     size: Size
-    folder: Path  # scratch, with the prompts
+    folder: Path
     vocab: int
 
 
-Figures = dict[str, float]  # ttft_ms, tpot_ms, requests_per_s, output_tokens_per_s: means
+Figures = dict[str, float]  # means of ttft_ms, tpot_ms, requests_per_s, output_tokens_per_s
 
 
 def write_inputs(folder: Path, size: Size, vocab: int) -> None:
-    """Of the tools: prompts as lines, and as AIPerf's JSONL."""
     rng = random.Random(0)
     texts = [" ".join(f"t{rng.randrange(4, vocab)}" for _ in range(size.prompt_tokens)) for _ in range(NUM_PROMPTS)]
     (folder / "prompts.txt").write_text("\n".join(texts))
@@ -173,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch, served(arguments.model, settings) as address:
         bench = Bench(address, size, Path(scratch), vocab)
         write_inputs(bench.folder, size, vocab)
-        for repeat in range(-1, arguments.repeats):  # the first round warms up and counts nowhere
+        for repeat in range(-1, arguments.repeats):  # warm-up first
             for name, run in tools.items():
                 figures = run(bench if repeat >= 0 else bench._replace(size=size._replace(seconds=3)))
                 if repeat >= 0:
@@ -185,7 +179,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def differences(samples: dict[str, list[Figures]]) -> dict[str, Figures]:
-    """Ours over theirs, less 1: medians of the pairs of neighbours in time."""
+    """Return Tidewheel's figures over the other tool's, less 1, as medians over pairs in time."""
     found = {}
     for ours, theirs in PAIRS:
         if theirs in samples:

@@ -1,10 +1,10 @@
-"""Output tokens/s on CPU: the engine alone, through Triton, and transformers on the same requests in one run.
+"""Output tokens/s on CPU: the engine alone, through Triton, and transformers.
 
     python benchmarks/cpu_engine.py                 64 mixed-length requests, 40M-parameter Qwen3 shape, greedy
     python benchmarks/cpu_engine.py --repeats 5 --save
 
-Targets run one after the other and the round is repeated, so that a drifting machine hits all of them alike.
-Same random weights, same token ids, same output lengths (end of sequence ignored); every token is counted once.
+Targets take turns, so machine drift hits all alike. Weights are random; ids and output lengths are equal, ends of
+sequence are ignored, and every token counts once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def in_process(folder: Path, dtype: str, threads: int) -> Target:
 
 @contextmanager
 def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Target]:
-    """Every request a gRPC stream of its own, as an application would send it."""
     settings = {"dtype": dtype, "num_threads": threads, "max_model_len": 512}
     with served(folder, settings) as address, Client(address.grpc, model=address.model) as client:
 
@@ -74,7 +73,6 @@ def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Target]:
 
 
 def measure(target: Target, work: list[WorkItem]) -> tuple[float, list[list[int]]]:
-    """Output tokens per second, and the tokens."""
     start = time.perf_counter()
     outputs = target.run(work)
     seconds = time.perf_counter() - start
@@ -85,7 +83,6 @@ def measure(target: Target, work: list[WorkItem]) -> tuple[float, list[list[int]
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of requests whose tokens are all the same."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 

@@ -1,9 +1,8 @@
-"""The CPU's own kernels beside torch's operations for the same: one decode step's worth of rows of a 40M-parameter
-Qwen3 shape, in turns, on one thread.
+"""CPU kernels beside torch's operations, on one thread, for a decode step of a 40M-parameter Qwen3.
 
     python benchmarks/cpu_kernels.py --save
 
-Attention reads the caches of eight layers in turn, as a step does, so that keys come from memory.
+They take turns. Attention reads eight layers' caches in turn, as a step does, so keys come from memory.
 """
 
 from __future__ import annotations

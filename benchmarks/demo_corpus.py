@@ -1,9 +1,9 @@
-"""Running prose and small conversations out of the documentation that Debian installs.
+"""Prose and small conversations from Debian's documentation packages.
 
     apt-get install python3.11-doc postgresql-doc-15
 
-The pages are HTML by Sphinx and by DocBook. Code, tables, signatures and navigation are dropped; what stays are
-sentences. A conversation is made of a page's own headings and terms (the question) and the sentences after them.
+From HTML by Sphinx and DocBook, sentences stay; code, tables, signatures and navigation go. Conversations ask with a
+page's headings and terms, and answer with the sentences after them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ GENERIC_HEADING = re.compile(
 ADMONITION = re.compile(r"Note|Tip|Caution|Warning|Important|See Also|Authors?|Footnotes")
 MIN_WORDS = 8
 MIN_NAME_LETTERS = 3
-TERM_SHARE = 0.3  # of the terms in conversations; with all of them they would be a third of the text
+TERM_SHARE = 0.3  # of terms in conversations; all would be a third of the text
 MAX_ANSWER_WORDS = 110
 
 HEADING_QUESTIONS = (
@@ -91,13 +91,11 @@ SMALL_TALK = (
 
 
 class MissingCorpusError(RuntimeError):
-    """A documentation package is not installed."""
+    pass
 
 
 @dataclass(frozen=True)
 class Source:
-    """One Debian package and the folder where it puts its pages."""
-
     package: str
     folder: Path
 
@@ -126,8 +124,6 @@ class Topic(NamedTuple):
 
 
 class PageParser(HTMLParser):
-    """Collects headings, terms and paragraphs; everything inside a skipped element is ignored."""
-
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.blocks: list[Block] = []
@@ -169,9 +165,9 @@ class PageParser(HTMLParser):
 
 
 def sentences(paragraph: str) -> str:
-    """The paragraph up to its last full sentence; "" when what is left is not prose.
+    """Return the paragraph up to its last full sentence, "" if that is no prose.
 
-    A paragraph that introduces code ("… like this:") loses that last, dangling sentence.
+    A last sentence that introduces code ("… like this:") is dropped.
     """
     ends = [match.end() for match in SENTENCE_END.finditer(paragraph)]
     text = paragraph[: ends[-1]] if ends else ""
@@ -181,7 +177,7 @@ def sentences(paragraph: str) -> str:
 
 
 def term_name(text: str) -> str:
-    """`class queue.Queue(maxsize=0)` is `queue.Queue`; `PyObject *PyList_New(…)` is `PyList_New`."""
+    """Return the bare name: `class queue.Queue(maxsize=0)` becomes `queue.Queue`."""
     name = re.split(r"\(| = |:| ¶", text)[0].strip()
     words = name.split()
     looks_like_code = len(words) > 1 and re.search(r"[._*]", words[-1]) is not None
@@ -199,8 +195,6 @@ def clean_block(block: Block) -> Block:
 
 @dataclass(frozen=True)
 class Document:
-    """One page: its cleaned blocks in order."""
-
     name: str
     blocks: tuple[Block, ...]
 
@@ -213,7 +207,6 @@ class Document:
         return "\n\n".join(self.paragraphs)
 
     def topics(self) -> Iterator[Topic]:
-        """Every heading and term that prose follows at once."""
         title = next((block.text for block in self.blocks if block.kind == "heading"), "")
         for index, block in enumerate(self.blocks):
             following = takewhile(lambda item: item.kind == "paragraph", self.blocks[index + 1 :])
@@ -228,7 +221,7 @@ def is_topic(name: str) -> bool:
 
 
 def shortened(paragraphs: list[str]) -> str:
-    """Leading paragraphs of at most `MAX_ANSWER_WORDS` words together; a longer first one is cut at a sentence."""
+    """Return leading paragraphs up to `MAX_ANSWER_WORDS` words; cut a longer first one at a sentence."""
     chosen: list[str] = []
     for paragraph in paragraphs[:3]:
         if len(" ".join([*chosen, paragraph]).split()) > MAX_ANSWER_WORDS:
@@ -249,7 +242,7 @@ def clean_page(name: str, html: str) -> Document:
 
 
 def without_repeats(documents: Iterable[Document]) -> Iterator[Document]:
-    """Drop a paragraph seen before (boilerplate), and a document that has hardly any prose left."""
+    """Drop repeated paragraphs (boilerplate), and documents with hardly any prose."""
     seen: set[str] = set()
     for document in documents:
         fresh = [block for block in document.blocks if block.kind != "paragraph" or block.text not in seen]
@@ -260,7 +253,7 @@ def without_repeats(documents: Iterable[Document]) -> Iterator[Document]:
 
 
 def load_documents(sources: Iterable[Source] = SOURCES, every: int = 1) -> list[Document]:
-    """All pages of all packages, or one in `every`, cleaned. `MissingCorpusError` when a package is absent."""
+    """Read all pages, or one in `every`; raise `MissingCorpusError` without a package."""
     pages = [(source, page) for source in sources for page in source.pages()][::every]
     return list(
         without_repeats(
@@ -271,12 +264,12 @@ def load_documents(sources: Iterable[Source] = SOURCES, every: int = 1) -> list[
 
 
 def is_validation(document: Document) -> bool:
-    """One page in twenty, by a hash of its name, so that the split never depends on order or seed."""
+    """Select one page in twenty by a hash of its name."""
     return zlib.crc32(document.name.encode()) % 20 == 0
 
 
 def everyday_case(heading: str) -> str:
-    """`Transaction Isolation` as people type it: lower case, but names and acronyms as they are."""
+    """Lower the case, except of names and acronyms."""
     return " ".join(word.lower() if word.istitle() and word != "Python" else word for word in heading.split())
 
 
@@ -288,7 +281,7 @@ def question(topic: Topic, rng: random.Random) -> str:
 
 
 def conversations(document: Document, rng: random.Random) -> Iterator[list[Message]]:
-    """One to three turns each, over the document's topics; one in eight starts with a system prompt."""
+    """Make conversations of one to three turns, one in eight with a system prompt."""
     topics = [topic for topic in document.topics() if topic.kind == "heading" or rng.random() < TERM_SHARE]
     rng.shuffle(topics)
     while topics:

@@ -1,4 +1,4 @@
-"""The demo model's Hugging Face folder: configuration, tokenizer, chat template and weights."""
+"""Hugging Face folder of the demo model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IM_START_ID = SPECIAL_TOKENS.index(IM_START)
 
 
 def model_config(vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
-    """What config.json says: 2.9 M parameters at the full vocabulary."""
+    """Return the configuration: 2.9 M parameters at the full vocabulary."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -82,7 +82,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: every text can be encoded, and decoding gives it back exactly."""
+    """Train a lossless byte-level BPE."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -101,7 +101,7 @@ def chat_text(messages: list[Message]) -> str:
 
 
 def save_weights(model: LlamaForCausalLM, out: Path) -> None:
-    """Replace model.safetensors (bf16, without the tied head) in one step, so that a reader never sees half of it."""
+    """Replace model.safetensors (bf16, without the tied head) atomically."""
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()

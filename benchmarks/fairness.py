@@ -1,9 +1,9 @@
-"""Two tenants, one of which sends ten times as much: what each gets under `fair`, and under `priority`.
+"""Shares of two tenants under `fair` and `priority`, one sending ten times as much.
 
     python benchmarks/fairness.py FOLDER [--seconds 60] [--save]
 
-The small tenant asks for 60 % of the capacity, the big one for ten times that, through Triton. Served tokens are
-weighted as the policy weights them: one for a prompt token, two for an output token.
+Through Triton, the small tenant asks for 60 % of the capacity. Served tokens have the policy's weights: one for a
+prompt token, two for an output token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMES_AS_MUCH = 10
 
 
 def served_tokens(outcomes: Sequence[Outcome], tenant: str, seconds: float) -> int:
-    """Weighted tokens of requests that ended while both tenants sent, without the start."""
+    """Return weighted tokens of requests that ended while both tenants sent, after the start."""
     return sum(
         len(o.offered.input_ids) + 2 * o.num_tokens
         for o in outcomes

@@ -1,10 +1,10 @@
-"""What a front end spends on requests that a hostile client sends: stop strings, and the door to the engine.
+"""Front-end time for hostile requests: stop strings, and refusals at the engine's door.
 
     python benchmarks/front_end_cost.py [--sent 4000 16384] [--rounds 200] [--json]
 
-Stop strings are those of the worst legal request, and are followed through output that keeps most of them possible.
-The door is asked with as many requests sent that the engine has not heard of as `--sent` says: no figure may depend
-on their number. `refuse` is the refusal itself, with its error. Medians, in microseconds. `--save` records them.
+Stop strings are of the worst legal request, on output that keeps most of them possible. No door figure may depend on
+`--sent`, the requests that the engine has not seen. `refuse` includes making the error. Medians, in microseconds.
+`--save` records them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidewheel.frontend.text import StopChecker, StopStrings
 from tidewheel.request import Priority
 from tidewheel.sampling import MAX_STOP_BYTES, MAX_STOP_STRINGS, SamplingParams
 
-NUM_CHARS = 4096  # of output
+NUM_CHARS = 4096
 PROMPT = bytes(4 * 16)
 
 
@@ -38,7 +38,7 @@ def median_us(work: Callable[[], object], rounds: int) -> float:
 
 
 def stop_cost(rounds: int) -> dict[str, float]:
-    """Building the matcher of a request, and one character of output of one sequence."""
+    """Time building a request's matcher, and one output character."""
     strings = ["a" * (MAX_STOP_BYTES - 1) + chr(ord("b") + index) for index in range(MAX_STOP_STRINGS)]
     output = ("a" * (MAX_STOP_BYTES - 1) + "z") * (NUM_CHARS // MAX_STOP_BYTES)
     matcher = StopStrings(strings)
@@ -49,7 +49,7 @@ def stop_cost(rounds: int) -> dict[str, float]:
 
 
 def full_door(sent: int) -> RefusingDoor:
-    """One more place than was sent, so that a request passes and the next is refused."""
+    """Return a door with room for one request."""
     door = RefusingDoor()
     door.hear(Room(0, sent + 1, 0, 1 << 40, Priority.CRITICAL, 250, []))
     for key in range(sent):

@@ -1,4 +1,4 @@
-"""Which part of a step the host is in, moment by moment: methods of live objects are wrapped."""
+"""Times of the host's parts of a step, by wrapping live objects' methods."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 
 
 class Segment(NamedTuple):
-    """A stretch of time in one part; what it called that is a part of its own is left out."""
-
     part: str
     begin: float
     end: float
@@ -24,7 +22,7 @@ class Parts:
         self._since = 0.0
 
     def wrap(self, owner: object, names: str, part: str) -> None:
-        """Calls of these methods of `owner` are in `part`, but for what they call that is in another one."""
+        """Count these methods of `owner` as `part`, without calls into other parts."""
         for name in names.split():
             setattr(owner, name, self.wrapped(getattr(owner, name), part))
 
@@ -57,7 +55,7 @@ class Parts:
 
 
 def seconds_by_step(segments: list[Segment], ends: list[float]) -> dict[str, list[float]]:
-    """Of each part, in each of the steps that end at these moments; the first end is where the first step begins."""
+    """Return seconds by part and step; `ends` starts with the first step's begin."""
     steps = np.searchsorted(ends, [segment.begin for segment in segments], side="right") - 1
     found = {part: [0.0] * (len(ends) - 1) for part in dict.fromkeys(segment.part for segment in segments)}
     for segment, step in zip(segments, steps.tolist(), strict=True):

@@ -1,16 +1,15 @@
-"""The host's work for a decode step, part by part, and how long the device waits for it: scheduling after a step is
-read (off) against one step ahead (on).
+"""Host work of a decode step by part, and the device's wait for it: scheduling after a step is read (off), or one
+step ahead (on).
 
     python benchmarks/host_timeline.py [--model qwen3-0.6b llama-3.1-8b] [--running 256] [--context 512] [--save]
 
-Everything of an engine process runs, from the ZeroMQ socket to the real `ModelRunner`, but the device, which is a
-formula: a step takes the seconds of the roofline (`gpu.limits`), a bound that no kernel beats, so the share of the
-host is shown at its worst. A client process reads what is sent. Times are CPU time of the engine's thread, and waits
-for the device are skipped over: a busy machine makes the host slower, but takes no turns away from it. With
-`--clock wall` it is the time of the wall, and waits sleep.
+A whole engine process, from the ZeroMQ socket to the real `ModelRunner`, runs on a modelled device, and a client
+process reads the output. Steps take the seconds of the roofline (`gpu.limits`), which no kernel beats, so the host's
+share is at its worst. Times are CPU time of the engine's thread without waits for the device: other programs may slow
+it but take no turns from it. With `--clock wall`, times are wall time and waits sleep.
 
-Not in it: what the CUDA driver takes for a launch (a decode step with graphs is two graph launches, three copies and
-three events), threads of ZeroMQ, and prompts.
+Left out: the CUDA driver's launches (with graphs, two graph launches, three copies and three events a decode step),
+ZeroMQ's threads, and prompts.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from tidewheel.sampling import SamplingParams
 WARM_UP_STEPS = 50  # after all requests run
 SHOWN_STEPS = 10
 SEED = 0
-PARTS = {  # in the order of a step
+PARTS = {  # in step order
     "receive": "read commands from the socket",
     "schedule": "deadlines and schedule",
     "inputs": "input arrays of the step",
@@ -64,14 +63,12 @@ COLOURS = dict(zip(PARTS, ("#9ecae1", "#3182bd", "#fdd0a2", "#fdae6b", "#fd8d3c"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One engine, from its start to the last of its measured steps."""
-
     is_async: bool
-    host_us: dict[str, float]  # by part, median over steps
-    host_us_total: float  # median over steps of their sum
+    host_us: dict[str, float]  # medians over steps
+    host_us_total: float  # median of the steps' sums
     host_us_p99: float
-    idle_fraction: float  # of the device, between the first and the last measured step
-    step_us: float  # from one completion to the next, median
+    idle_fraction: float  # of the device
+    step_us: float  # between completions, median
 
 
 class Timeline(msgspec.Struct):
@@ -82,7 +79,6 @@ class Timeline(msgspec.Struct):
 
 
 def client(address: str, count: int, prompt_tokens: int, max_tokens: int) -> None:
-    """A front end without a model: sends the requests and reads whatever comes, until it is ended."""
     generator = np.random.default_rng(SEED)
     socket = zmq.Context().socket(zmq.DEALER)
     socket.set(zmq.RCVHWM, 0)
@@ -123,7 +119,7 @@ class Engine:
         self.info = engine_info(runner.info, config)
         self.scheduler = build_scheduler(config, self.info)
         self.runner = runner
-        self.ends: list[float] = []  # of the measured steps, and of the one before them
+        self.ends: list[float] = []  # of the measured steps and the one before
 
     def _measure(self, server: EngineServer) -> None:
         parts, core, runner = self.parts, server._core, self.runner
@@ -177,7 +173,6 @@ class Engine:
         return self._run(), self._timeline()
 
     def _must_stop_after(self, server: EngineServer) -> Any:
-        """Asked after every step: counts those with all requests running."""
         num_full = 0
         flush = server._front_ends.flush
 
@@ -243,7 +238,6 @@ def plot(timelines: dict[bool, Timeline], title: str, path: Path) -> None:
 
 
 def measure(options: argparse.Namespace, model: str) -> tuple[dict[str, Any], dict[bool, Timeline]]:
-    """Off and on in turns."""
     timelines: dict[bool, Timeline] = {}
     runs: list[Run] = []
     for _ in range(options.rounds):
@@ -273,7 +267,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/host_timeline*")
     options = parser.parse_args()
-    front_ends.SILENCE_LIMIT_S = float("inf")  # the clock of the engine is not the one of the client
+    front_ends.SILENCE_LIMIT_S = float("inf")  # engine and client clocks differ
     environment = record.environment("numpy", "torch", "pyzmq", "msgspec")
     results = {}
     for model in options.model:

@@ -1,15 +1,14 @@
-"""Preemptions and tokens computed twice, where the KV cache holds a fraction of the requests that may run.
+"""Preemptions and recomputed tokens with a KV cache smaller than its requests.
 
     python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--growth on off] [--save]
 
 The scheduler runs under the simulator's clock (an 8B model on an H200, by its data sheet). The pool holds `--pool`
-requests of mean size, `--rows` may run, and output lengths differ widely, so that requests outgrow the pool. They
-arrive by a Poisson process, several times as fast as they can end. The scheduler is not told how long an output will
-be: every request names the same `max_tokens`.
+mean requests and `--rows` may run; output lengths vary widely and are hidden by one common `max_tokens`. Arrivals are
+Poisson, several times as fast as ends.
 
-A token is computed twice when a preempted request returns and its blocks are gone. The figures of each seed are
-preemptions per request, tokens computed over tokens needed, and output tokens per second until the last request ends.
-`--growth off` admits by free blocks alone (`admit_by_growth` false).
+A token is computed twice when a preempted request returns without its blocks. Figures by seed: preemptions per
+request, tokens computed over needed, output tokens per second until the last end. `--growth off` admits by free
+blocks alone (`admit_by_growth` false).
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ MAX_PREEMPTIONS, MAX_TOKENS_RATIO = 0.10, 1.05  # goals: per request, and comput
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     requests: int
-    pool: int  # requests of mean size that the pool holds
+    pool: int  # mean requests that fit
     rows: int
     prompt: str
     output: str
-    rate: float  # arrivals per second
+    rate: float
 
     def lengths(self) -> tuple[Lengths, Lengths]:
         return Lengths.parse(self.prompt, name="--prompt"), Lengths.parse(self.output, name="--output")
@@ -115,7 +114,6 @@ def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
 
 
 def summary(runs: list[Figures]) -> str:
-    """Means over the seeds of one load and policy."""
     preemptions, ratio, tokens = (
         statistics.mean(getattr(run, name) for run in runs)
         for name in ("preemptions_per_request", "tokens_over_needed", "output_tokens_per_s")

@@ -1,14 +1,12 @@
-"""How fast weights leave their files: the stream of the loader against a plain copy of the same bytes.
+"""Speed of reading weights: the loader's stream against a plain copy of the bytes.
 
 ``python benchmarks/load_speed.py [--record]``
 
-The file is in the page cache. Processor time is compared, not elapsed time: it is what a reader thread has to give,
-and other programs do not change it. All are measured in turns. `straight` reads into the tensors of a model on the
-host. `ring` reads into the slots of the ring, with the copies to the device left out: the host's part of a load onto
-a GPU. `mapped` copies to such slots from a new mapping of the file, which the loader does not do. `memcpy` is a copy
-between two tensors that were written before. The seconds for 16 GB are the ring's on eight processors of this kind,
-where the bus is as fast. Then the file is dropped from the cache before each run, and the ring and a mapping are
-timed in turns: elapsed time, for the disk is what is waited for.
+With the file in the page cache, processor time is compared, in turns: a reader thread's cost, whatever else runs.
+`straight` reads into a model's tensors on the host; `ring` into the ring's slots without copies to the device, the
+host's part of loading onto a GPU; `mapped`, which the loader does not do, copies to such slots from a new mapping;
+`memcpy` copies between two tensors written before. The seconds for 16 GB are the ring's on eight such processors with
+a bus as fast. Without the file in the cache, ring and mapping take turns in elapsed time, which the disk decides.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ NUM_SAMPLES = 7
 
 
 class _NoDevice:
-    """A lane whose device takes everything at once."""
-
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
 
@@ -63,7 +59,6 @@ def processor_seconds(run: Callable[[], object]) -> float:
 
 
 def elapsed_cold(path: Path, run: Callable[[], object]) -> float:
-    """Elapsed seconds when nothing of the file is in the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -73,7 +68,7 @@ def elapsed_cold(path: Path, run: Callable[[], object]) -> float:
 
 
 def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Processor seconds of every sample with a warm cache, elapsed seconds with a cold one, by name."""
+    """Return samples by name: processor seconds (warm cache) and elapsed seconds (cold)."""
     tensors = {str(i): torch.randn(ROWS, COLUMNS, dtype=torch.bfloat16) for i in range(NUM_TENSORS)}
     path = folder / "model.safetensors"
     save_file(tensors, path)
@@ -95,7 +90,7 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
             source = torch.frombuffer(content, dtype=torch.uint8)
             for piece in torch.split(source, SLOT_BYTES):
                 slot[: len(piece)].copy_(piece)
-            del source, piece  # a mapping that is still looked into cannot be closed
+            del source, piece  # viewed mappings cannot be closed
 
     runs = {
         "mapped": mapped,

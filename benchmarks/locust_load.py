@@ -1,7 +1,7 @@
-"""Drives the demo model with locust users of each kind, and watches what server and client take meanwhile.
+"""Drives the demo model with locust users of each kind, and watches server and client.
 
-Records failures, rates and times as locust counts them beside the server's own count, the memory of the server's
-processes over time, and how many cores either side used. Rates over numbers of users show where the server is full.
+Records failures, rates and times by locust, the server's own count and memory, and cores of both sides. Rates over
+numbers of users show where the server is full.
 
     python benchmarks/locust_load.py --save
 """
@@ -28,12 +28,11 @@ LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
 WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 KINDS = {"GrpcStreamUser": "GRPC", "HttpStreamUser": "SSE", "HttpInferUser": "INFER"}
 SAMPLE_S = 5.0
-FLUSH_S = 2.0  # the server publishes its counts a few times a second
+FLUSH_S = 2.0  # the server publishes counts a few times a second
 MIB = 1 << 20
 
 
 def processes() -> list[psutil.Process]:
-    """Of the server; locust, which runs beside it, is started later."""
     return psutil.Process().children(recursive=True)
 
 
@@ -50,7 +49,6 @@ def num_answered(address: Address) -> float:
 
 
 def run_locust(address: Address, kind: str, users: int, seconds: int, server: list[psutil.Process]) -> dict[str, Any]:
-    """One run. Its start and its end, when users come and go, are part of it."""
     command = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE), "--headless", "--json", "--skip-log"]
     command += ["-u", str(users), "-r", str(max(users // 4, 1)), "-t", f"{seconds}s", "--stop-timeout", "60"]
     command += ["--grpc-url", address.grpc, "--host", f"http://{address.http}", "--model", address.model, kind]
@@ -87,7 +85,6 @@ def run_locust(address: Address, kind: str, users: int, seconds: int, server: li
 
 
 def summarise(row: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds of one row of locust's statistics."""
     times = {float(key): int(count) for key, count in row["response_times"].items()}
     ordered = sorted(times.items())
     return {
@@ -100,7 +97,7 @@ def summarise(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def percentile(ordered: list[tuple[float, int]], share: float) -> float:
-    """Of values with their counts, in order; the values are locust's, rounded."""
+    """Return a quantile of ordered (value, count) pairs, rounded by locust."""
     left = share * sum(count for _, count in ordered)
     for value, count in ordered:
         left -= count
@@ -110,7 +107,7 @@ def percentile(ordered: list[tuple[float, int]], share: float) -> float:
 
 
 def growth(samples: list[float]) -> float:
-    """Last quarter over second quarter: the first holds the warming up."""
+    """Return the last quarter's median less the second's; the first holds the warm-up."""
     quarter = max(len(samples) // 4, 1)
     return statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter] or samples)
 
@@ -136,11 +133,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def checks(run: dict[str, Any], sweep: list[dict[str, Any]], kind: str) -> dict[str, float | None]:
-    """What shows that the server was full, and that the numbers agree with each other.
+    """Return evidence that the server was full and the numbers agree.
 
-    `client_share`: of the one core that a locust process can use; far from 1, its users wait and not its loop.
-    `rate_over_fewer_users`: about 1 when more users get no more out of the server. `users_by_littles_law`: rate times
-    mean time in the system, a little under the number of users, who come and go within the run.
+    `client_share`: of a locust process's one core; well below 1, its loop is no bottleneck. `rate_over_fewer_users`:
+    about 1 if more users gain nothing. `users_by_littles_law`: rate times mean time in the system, a little below the
+    number of users, who come and go within the run.
     """
     before = max((one["requests_per_s"] for one in sweep), default=0.0)
     return {

@@ -1,13 +1,12 @@
-"""Latency of the engine's loop: how long after its arrival a request is in a step, and how long one turn may take.
+"""Latency of the engine's loop: from arrival to first step, and the longest turn.
 
     python benchmarks/loop_latency.py [--blocks 20000 75000 200000] [--strategy continuous static dynamic]
         [--repeats 10] [--json] [--save]
 
-The loop of the engine process (`EngineServer.serve`) with the real scheduler, a device that answers at once, and
-messages in memory instead of a socket. Each repeat, a lone request arrives while the engine is idle; it asks for one
-token, with a timeout of 50 ms under `static`. Reported are the milliseconds from the arrival to the launch of its
-first step, how many of these the strategy asked for, and the longest time in which the loop did not look at its
-messages. Nothing in the loop may depend on the number of blocks: an H200 has pools of 200,000.
+`EngineServer.serve` runs with the real scheduler, a device that answers at once, and messages in memory. In each
+repeat a lone request for one token reaches the idle engine; `static` has a timeout of 50 ms. Reported are
+milliseconds from arrival to launch, the strategy's part of them, and the longest time between looks at messages. None
+may depend on the number of blocks: an H200 has pools of 200,000.
 """
 
 from __future__ import annotations
@@ -35,26 +34,22 @@ VOCAB_SIZE = 32_000
 PROMPT = np.arange(3, 35, dtype=np.int32).tobytes()
 IDENTITY = b"front end"
 BATCH_TIMEOUT_MS = 50.0
-IDLE_S = 0.3  # between two requests; more than the loop waits for a message
+IDLE_S = 0.3  # longer than the loop waits for a message
 STRATEGIES = ("continuous", "static", "dynamic")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Milliseconds, over lone requests on an idle engine."""
-
     strategy: str
     blocks: int
     repeats: int
-    median_ms: float  # from the arrival to the launch of the first step
+    median_ms: float  # from arrival to first launch
     max_ms: float
-    window_ms: float  # that the strategy lets a lone request wait
-    longest_gap_ms: float  # between two looks at the messages that did not wait for one
+    window_ms: float  # the strategy's wait
+    longest_gap_ms: float  # between looks at messages, waits excluded
 
 
 class Device:
-    """Answers at once, and remembers when it was given a step."""
-
     def __init__(self) -> None:
         self.launches: deque[float] = deque()
 
@@ -69,9 +64,9 @@ class Device:
 
 
 class Line:
-    """The engine's socket, in memory: sends a request `IDLE_S` after the last one was launched.
+    """In-memory socket that sends a request `IDLE_S` after the last launch.
 
-    The time between the end of one look and the start of the next is the loop's own, and counts as a gap.
+    Time between looks is the loop's own and counts as a gap.
     """
 
     def __init__(self, device: Device, repeats: int) -> None:
@@ -80,7 +75,7 @@ class Line:
         self.inbox = deque([encoder.encode(Hello(PROTOCOL, "one", ""))])
         self.next_arrival = time.perf_counter() + IDLE_S
         self.last_look: float | None = None
-        self.arrival: float | None = None  # of the request that is under way
+        self.arrival: float | None = None
         self.latencies: list[float] = []
         self.gaps: list[float] = []
 
@@ -98,7 +93,7 @@ class Line:
             self.last_look = time.perf_counter()
 
     def send_multipart(self, _parts: list[bytes], _flags: int) -> None:
-        """Is always read."""
+        pass
 
     def poll(self, timeout_ms: int) -> int:
         self._look()
@@ -121,7 +116,7 @@ class Line:
         self._arrive()
 
     def _arrive(self) -> None:
-        """Adds the next request once it is due, as of the moment at which it was."""
+        """Add the next request once due, as of that moment."""
         if self.arrival is not None or not self.left or time.perf_counter() < self.next_arrival:
             return
         self.arrival = self.next_arrival
@@ -149,7 +144,7 @@ def measure(strategy: str, num_blocks: int, repeats: int) -> Latency:
         settings_digest="", seed=0, session_ttl=SessionTtl(1.0, 1.0), linger_s=1e9,
     )  # fmt: skip
     server.serve(lambda: "measured" if line.is_done else "")
-    latencies = 1e3 * np.array(line.latencies[1:])  # the first one pays for what is imported late
+    latencies = 1e3 * np.array(line.latencies[1:])  # the first pays for late imports
     return Latency(
         strategy=strategy,
         blocks=num_blocks,

@@ -1,8 +1,7 @@
-"""A device that is a formula, under the real `ModelRunner`: the host does its work for a step, nothing is computed.
+"""Modelled device under the real `ModelRunner`: the host works, nothing is computed.
 
-Work takes the seconds that it is said to take, one piece after the other, as on a stream. Two clocks: `WallClock`
-sleeps until the device is done, `CpuClock` counts the CPU time of this thread and skips over the waits, so that the
-turns of other programs on the machine are not in it.
+Work takes stated seconds, piece after piece, as on a stream. `WallClock` sleeps until the device is done; `CpuClock`
+counts the thread's CPU time and skips waits, so other programs take no part in it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tidewheel.runner.loading import Cache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel_kernels import AttentionMetadata
 
-VOCAB_SIZE = 64  # how wide the logits are is no work of the host
+VOCAB_SIZE = 64  # logits' width costs the host nothing
 BLOCK_SIZE = 64
 
 
@@ -41,7 +40,7 @@ class WallClock:
 
 
 class CpuClock:
-    """CPU seconds of the calling thread, and the waits."""
+    """CPU seconds of the calling thread, plus waits."""
 
     def __init__(self) -> None:
         self._skipped = 0.0
@@ -59,8 +58,6 @@ class Busy(NamedTuple):
 
 
 class ModelledDevice:
-    """The accelerator of a runner."""
-
     device = torch.device("cpu")
 
     def __init__(self, clock: Clock) -> None:
@@ -69,7 +66,6 @@ class ModelledDevice:
         self.busy: list[Busy] = []  # in order, without overlap
 
     def compute(self, seconds: float) -> None:
-        """Queued behind what it has."""
         begin = max(self.clock(), self.free_at)
         self.free_at = begin + seconds
         self.busy.append(Busy(begin, self.free_at))
@@ -84,7 +80,6 @@ class ModelledDevice:
         return ModelledPool(self)
 
     def idle_fraction(self, begin: float, end: float) -> float:
-        """Of the time between the two."""
         busy = sum(max(min(work.end, end) - max(work.begin, begin), 0.0) for work in self.busy)
         return 1.0 - busy / (end - begin)
 
@@ -112,7 +107,7 @@ class ModelledGraph:
 
 
 class ModelledPool:
-    """A graph takes as long as what was queued while it was captured."""
+    """Pool of graphs as long as the work captured in them."""
 
     num_bytes = 0
 
@@ -130,8 +125,7 @@ class ModelledPool:
 
 
 class ModelledModel:
-    """Takes `decode_seconds` for a step that only decodes, `prefill_seconds` for every other token; its logits are
-    all alike."""
+    """Model with `decode_seconds` a pure decode step, else `prefill_seconds` a token, and equal logits."""
 
     shape = ModelShape(
         num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE, hidden_size=1, intermediate_size=1
@@ -170,7 +164,7 @@ def modelled_runner(
     max_model_len: int,
     graph_sizes: Sequence[int],
 ) -> ModelRunner:
-    """With room for every request at its full length, and graphs of these sizes."""
+    """Make a runner with room for all requests at full length."""
     num_blocks = max_num_seqs * -(-max_model_len // BLOCK_SIZE)
     model = ModelledModel(device, decode_seconds, prefill_seconds)
     layout = CacheLayout(model.shape, BLOCK_SIZE, torch.float32)

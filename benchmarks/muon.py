@@ -1,5 +1,3 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices of a network's layers."""
-
 from __future__ import annotations
 
 import math
@@ -11,10 +9,10 @@ import torch
 
 
 def orthogonalized(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """About the nearest semi-orthogonal matrices [count, rows, columns], by a quintic Newton–Schulz iteration.
+    """Return near-orthogonal matrices [count, rows, columns], by a quintic Newton–Schulz iteration.
 
-    Singular values end between 0.6 and 1.3, except those that were nearly zero.
-    Coefficients of https://kellerjordan.github.io/posts/muon/; float32, since a CPU without bf16 units is faster so.
+    Singular values end between 0.6 and 1.3, unless nearly zero before. Coefficients are from
+    https://kellerjordan.github.io/posts/muon/; float32 is faster on CPUs without bf16 units.
     """
     tall = update.shape[-2] > update.shape[-1]
     x: torch.Tensor = update.mT if tall else update
@@ -26,7 +24,7 @@ def orthogonalized(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose update is made orthogonal; matrices of one shape are done together."""
+    """Orthogonalised Nesterov momentum; matrices of one shape are updated together."""
 
     def __init__(self, params: Iterable[torch.nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": weight_decay})

@@ -1,4 +1,4 @@
-"""Open-loop load on one served model, by the driver of `tidewheel bench`."""
+"""Open-loop load on one model, by the driver of `tidewheel bench`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.bench.values import Offered, Outcome
 from workload import Lengths
 
-TIMEOUT_S = 300.0  # of one request, far beyond what any of them should take
+TIMEOUT_S = 300.0  # far beyond need
 
 
 def offer(
@@ -23,7 +23,6 @@ def offer(
     rng: random.Random,
     vocab: int = 10_000,
 ) -> list[Offered]:
-    """A request for each time; `mix` gives the share and the parameters of each kind of request."""
     weights = [share for share, _ in mix]
     return [
         Offered(
@@ -37,7 +36,6 @@ def offer(
 
 
 def run(address: str, model: str, load: Sequence[Offered]) -> list[Outcome]:
-    """Sends the load, in order of time; waits until every request is answered."""
     return asyncio.run(_run(address, model, load))
 
 

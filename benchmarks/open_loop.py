@@ -1,4 +1,4 @@
-"""The real engine in this process, fed by a trace on the wall clock: what the simulator is held against."""
+"""The real engine in this process, fed by a trace in real time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIRST_ID = 4  # of prompts
 
 
 class Engine(NamedTuple):
-    """A loaded model; each run has a scheduler of its own, so that one does not see the other's cache."""
+    """Loaded model; each run has its own scheduler, and so its own cache."""
 
     config: EngineConfig
     runner: LoadedRunner
@@ -62,8 +62,10 @@ class EndingTokens(NamedTuple):
 
 
 class EndingRunner:
-    """The real runner, except that each request samples its stop token at the length of the trace and not before:
-    a random model would end anywhere. Nobody knows ahead, as with a real one."""
+    """Runner whose requests sample their stop token at the trace's length, unknown to the scheduler.
+
+    A random model would end anywhere.
+    """
 
     def __init__(self, runner: LoadedRunner, trace: Trace) -> None:
         self._runner = runner
@@ -87,8 +89,7 @@ class WallClock:
 
 
 class CpuClock:
-    """Processor time of this process, with the pauses between requests added and not waited for: what the wall clock
-    would show if nothing else ran on the machine."""
+    """Processor time plus skipped pauses: wall time on an idle machine."""
 
     def __init__(self) -> None:
         self._paused = 0.0
@@ -106,8 +107,6 @@ class RealRun(NamedTuple):
 
 
 class OpenLoop:
-    """Adds each request of the trace when it is due, and lets it end at its length."""
-
     def __init__(self, engine: Engine, trace: Trace, config: EngineConfig, clock: WallClock | CpuClock) -> None:
         self._clock = clock
         self._trace = trace
@@ -164,7 +163,6 @@ class OpenLoop:
             self._end(request)
 
     def _end(self, request: Request) -> None:
-        """In seconds of the trace."""
         self._num_ended += 1
         for name in ("first_scheduled_time", "first_token_time", "last_token_time"):
             if (value := getattr(request, name)) is not None:

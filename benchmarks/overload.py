@@ -1,12 +1,11 @@
-"""Twice the capacity, through Triton, on one machine: what each class of service gets, and what is refused.
+"""Twice the capacity through Triton on one machine: service by class, and refusals.
 
     python benchmarks/overload.py FOLDER                 a folder of benchmarks/random_model.py
     python benchmarks/overload.py FOLDER --seconds 120 --save
 
-In one run, against one server: the capacity (a closed loop keeps the server full), CRITICAL alone (its unloaded time
-to first token), loads of 0.5 to 1.5 times the capacity (the peak of goodput), and twice the capacity. Goodput counts
-requests that were answered in full within the objective: time to first token and time per output token. CRITICAL is
-offered at a fifth of the capacity, so that it can be served whatever else comes.
+One run on one server measures the capacity (a closed loop keeps it full), CRITICAL alone (its unloaded time to first
+token), 0.5 to 1.5 times the capacity (the peak of goodput), and twice. Goodput counts full answers within the
+objective: time to first token and per output token. CRITICAL is a fifth of the capacity, so it can always be served.
 """
 
 from __future__ import annotations
@@ -43,28 +42,24 @@ SETTINGS: dict[str, Any] = {
     "ageing_s": 0.2,
 }
 CLASSES = {"CRITICAL": 1, "HIGH": 2, "NORMAL": 3, "LOW": 4}
-CRITICAL_SHARE = 0.2  # of the capacity
+CRITICAL_SHARE = 0.2
 OTHERS = {"HIGH": 0.25, "NORMAL": 0.45, "LOW": 0.3}  # of the rest
 SWEEP = (0.5, 0.75, 1.0, 1.25, 1.5)
 PORTS = 18_700
 
 
 def step_seconds(folder: Path) -> list[float]:
-    """Of every step that the engine has recorded so far, in order."""
     recordings = (Recording(path) for path in sorted(folder.glob("*.jsonl")))
     return [step.seconds for recording in recordings for step in measured_steps(recording.events())]
 
 
 class LowWaits(NamedTuple):
-    """How LOW requests waited, by the recording of the engine's decisions."""
-
     started: int
-    longest_s: float  # from arrival to the first step
-    overtaken_after_ageing: int  # by requests, not CRITICAL, that came later and started first once it was in HIGH
+    longest_s: float  # from arrival to first step
+    overtaken_after_ageing: int  # by later requests, not CRITICAL, that started first once in HIGH
 
 
 def low_waits(folder: Path, since: float) -> LowWaits:
-    """Of those that arrived after `since`, on the engine's clock."""
     arrived: dict[str, tuple[float, int]] = {}
     started: list[tuple[float, float, int]] = []  # start, arrival, class
     for path in sorted(folder.glob("*.jsonl")):
@@ -84,21 +79,20 @@ def low_waits(folder: Path, since: float) -> LowWaits:
 
 
 def class_mix(load: float) -> list[tuple[float, dict[str, Any]]]:
-    """Shares at `load` times the capacity."""
+    """Return the classes' (share, parameters) at `load` times the capacity."""
     critical = CRITICAL_SHARE / load
     rest = {name: share * (1.0 - critical) for name, share in OTHERS.items()}
     return [(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()]
 
 
 def measure_capacity(address: Address, seconds: float, rng: random.Random) -> float:
-    """Requests per second of a server that always has work: an open loop far beyond what it can do."""
     times = poisson_arrivals(40.0, seconds, rng)
     outcomes = run(address.grpc, address.model, offer(times, [(1.0, {})], INPUTS, OUTPUTS, rng))
     return throughput([o for o in outcomes if o.finish_reason == "length"], seconds)
 
 
 def throughput(outcomes: Sequence[Outcome], seconds: float) -> float:
-    """Requests per second that ended while requests were still offered: no start-up, no tail."""
+    """Return requests ended per second of the offered time, without start-up and tail."""
     begin = 0.2 * seconds
     ends = [o.sent + (o.last_token or math.inf) for o in outcomes]
     return sum(begin <= end < seconds for end in ends) / (seconds - begin)
@@ -129,19 +123,20 @@ def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def refusals_within(address: Address, bound: str) -> float:
-    """Share of refusals that the front end gave within `bound` seconds of their arrival."""
     total = metric(address, "tidewheel_refusal_seconds_count")
     return metric(address, "tidewheel_refusal_seconds_bucket", le=bound) / total if total else math.nan
 
 
 def low_start_bound(capacity: float) -> float:
-    """Seconds after which a LOW request that keeps its place starts, if requests end at their mean rate: it stands in
-    HIGH after two lifts, behind a full waiting set at most, which starts at the rate that CRITICAL leaves."""
+    """Return seconds until a LOW request that keeps its place starts, at the mean rate of ends.
+
+    Two lifts bring it to HIGH, behind at most a full waiting set, which starts at the rate that CRITICAL leaves.
+    """
     return 2 * SETTINGS["ageing_s"] + SETTINGS["max_waiting_requests"] / (capacity * (1.0 - CRITICAL_SHARE))
 
 
 def is_idle_soon(address: Address) -> bool:
-    """Nothing runs, nothing waits and every block is back, by the metrics, which lag behind by a second or so."""
+    """Return whether nothing runs or waits and all blocks are back; metrics lag about a second."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:

@@ -1,13 +1,11 @@
-"""Shortest job first against first come, first served, on heavy-tailed outputs: in the simulator and on this CPU.
+"""Shortest job first against first come, first served, on heavy-tailed outputs: simulated and on this CPU.
 
     python benchmarks/policy_comparison.py [--seconds 60] [--ageing-s 120] [--cpu-clock] [--save]
 
-Requests of two kinds, told apart by tenant and prompt length as real traffic is: short answers and long ones, each
-lognormal, three to one. Nobody tells the scheduler how long an answer will be: `sjf` goes by what the predictor has
-learned from the requests before. All name the same `max_tokens`. The engine runs a random 40M-parameter model in
-this process; the simulator has a cost model fitted to the steps of the `fifo` run. Without a queue the order does not
-matter, so the load is a little over the capacity; and with ageing far below the waiting times, `sjf` becomes `fifo`
-again.
+Short and long answers, lognormal and three to one, differ by tenant and prompt length, as in real traffic. All
+requests share one `max_tokens`; `sjf` learns lengths from earlier requests. The engine runs a random 40M-parameter
+model in this process; the simulator's cost model is fitted to the `fifo` run. The load slightly exceeds capacity:
+without a queue order does not matter. Ageing far below the waiting times turns `sjf` into `fifo`.
 """
 
 from __future__ import annotations
@@ -41,11 +39,10 @@ KINDS = (
     ("chat", "lognormal:32:0.5:256", "lognormal:12:0.6:256"),
     ("report", "lognormal:96:0.5:256", "lognormal:120:0.6:256"),
 )
-MAX_NUM_SEQS = 8  # few rows: who waits matters
+MAX_NUM_SEQS = 8  # makes the waiting order matter
 
 
 def make_trace(count: int, rate: float | None, seed: int) -> Trace:
-    """Poisson arrivals; without a rate, all at once."""
     rng = np.random.default_rng(seed)
     is_long = rng.random(count) < LONG_SHARE
     drawn = [
@@ -68,7 +65,6 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
 
 
 def capacity(engine: Engine, *, cpu_clock: bool) -> float:
-    """Requests per second that end while every row is taken."""
     outcomes, _ = run_engine(engine, make_trace(96, None, 99), cpu_clock=cpu_clock)
     ends = np.sort(outcomes.last_token)
     first, last = len(ends) // 5, len(ends) * 7 // 10
@@ -76,7 +72,7 @@ def capacity(engine: Engine, *, cpu_clock: bool) -> float:
 
 
 def simulate(engine: Engine, trace: Trace, cost: CostModel, policy: str) -> tuple[Outcomes, float]:
-    """And the mean absolute error of the predicted lengths, in tokens."""
+    """Return outcomes and the mean absolute error of predicted lengths, in tokens."""
     config = dataclasses.replace(engine.config, scheduling_policy=policy)
     scheduler = build_scheduler(config, engine.info)
     simulator = Simulator(
@@ -129,7 +125,6 @@ def measure(engine: Engine, arguments: argparse.Namespace, folder: Path) -> dict
 
 
 def reduction(part: dict[str, dict[str, float]]) -> float:
-    """Of the mean latency, by `sjf`."""
     return 1 - part["sjf"]["mean_latency_s"] / part["fifo"]["mean_latency_s"]
 
 

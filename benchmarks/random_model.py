@@ -1,8 +1,8 @@
-"""Random weights at real shapes, as a Hugging Face folder that every engine can load.
+"""Random weights of real shapes, as a Hugging Face folder for every engine.
 
     python benchmarks/random_model.py FOLDER --shape qwen3-40m
 
-The tokenizer has one word per id (`t17` is id 17), so text and ids are the same thing.
+The tokenizer has one word per id (`t17` is id 17), so text and ids are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder; `qk_norm` makes it a Qwen3, else it is a Llama."""
+    """Sizes of a decoder, a Qwen3 if `qk_norm`, else a Llama."""
 
     hidden: int
     layers: int
@@ -51,9 +51,9 @@ SHAPES = {
 def weights(
     shape: Shape, dtype: torch.dtype, seed: int, device: torch.device = CPU
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Normal(0, 0.02) matrices and unit norms under the names of Hugging Face's checkpoints, in host memory.
+    """Yield Normal(0, 0.02) matrices and unit norms under Hugging Face's names, in host memory.
 
-    A seed gives other values on another kind of `device`, which draws them.
+    A seed's values depend on the kind of `device`, which draws them.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -125,7 +125,6 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
 def make_model(
     folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: torch.device = CPU
 ) -> Path:
-    """Write the folder; what is there already is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(weights(shape, dtype, seed, device)), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config(shape, dtype), indent=1))

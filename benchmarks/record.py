@@ -1,4 +1,4 @@
-"""What every recorded result says of itself: machine, versions, commit, command."""
+"""Provenance of results: machine, versions, commit, command."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Host time of a refusal: what a client that is turned away costs the thread that also runs the steps.
+"""Host time of a refusal, paid by the thread that runs the steps.
 
     python benchmarks/refusal_cost.py [--waiting 1024 4096 8192 16384] [--policy …] [--tenants 1 16 4096 16384]
         [--repeats 1000] [--seconds 3] [--json] [--save]
 
-All times are in microseconds, of one call each:
+Times are microseconds of one call:
 
-* *full*: `Scheduler.add` raises `WaitingSetFull`, by policy, waiting requests and tenants that share them;
-* *evicting*: a newcomer of a better class and another tenant takes the place of one that waits, or is refused;
-* *displacing*: one large prompt takes the place of 4,000 small requests, or is refused;
-* *message*: decoding an engine message, `to_requests` and `add_group`, for messages that are accepted and for those
-  of a tenant that is over its rate, with and without 1,024 biases.
+* *full*: `Scheduler.add` raises `WaitingSetFull`, by policy, waiting requests and their tenants;
+* *evicting*: a newcomer of a better class and another tenant replaces a waiting request, or is refused;
+* *displacing*: one large prompt replaces 4,000 small requests, or is refused;
+* *message*: decoding an engine message, `to_requests` and `add_group`, accepted or over the tenant's rate, with and
+  without 1,024 biases.
 
-The waiting set is the same before each repeat. A case ends after `--repeats` calls, or `--seconds`.
+Repeats start from the same waiting set and end after `--repeats` calls, or `--seconds`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Cost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     policy: str
-    waiting: int  # requests, as many as may wait
-    tenants: int = 1  # that share them
+    waiting: int  # all that may wait
+    tenants: int = 1
     spare_tokens: int = 1 << 20
     priority: Priority = Priority.LOW
-    requests_per_s: float | None = None  # of each tenant
+    requests_per_s: float | None = None  # by tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,6 @@ class Patience:
 
 
 class Scene:
-    """A scheduler with a waiting set that is filled with small requests, at a clock that stands still."""
-
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.ids = itertools.count()
@@ -113,7 +111,6 @@ class Scene:
         )
 
     def timed_add(self, request: Request) -> tuple[float, str, int]:
-        """Microseconds, the outcome, and how many requests were evicted."""
         begin = time.perf_counter_ns()
         try:
             evicted = self.scheduler.add(request, self.now)
@@ -124,7 +121,6 @@ class Scene:
 
 
 def repeat(once: Callable[[], tuple[float, str]], patience: Patience) -> tuple[list[float], str]:
-    """Times of the calls, and the outcome of the last."""
     times: list[float] = []
     outcome = ""
     gc.collect()
@@ -154,7 +150,6 @@ def cost(case: str, setting: Setting, once: Callable[[], tuple[float, str]], pat
 
 
 def full(setting: Setting, patience: Patience) -> Cost:
-    """A newcomer of the lowest class, of a tenant that waits already."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
@@ -166,7 +161,6 @@ def full(setting: Setting, patience: Patience) -> Cost:
 
 
 def evicting(setting: Setting, patience: Patience) -> Cost:
-    """A newcomer of a better class, of a tenant that has nothing waiting; it leaves again, and another one waits."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
@@ -181,7 +175,6 @@ def evicting(setting: Setting, patience: Patience) -> Cost:
 
 
 def displacing(setting: Setting, patience: Patience) -> Cost:
-    """One prompt as long as those of `NUM_DISPLACED` waiting requests, where the tokens that may wait are full."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
@@ -219,7 +212,7 @@ def payload(scene: Scene, tenant: str, num_biases: int, n: int) -> bytes:
 
 
 def message(name: str, setting: Setting, patience: Patience, *, num_biases: int = 0, n: int = 1) -> Cost:
-    """A message of a tenant that is over its rate where the setting has one, else of one that is not."""
+    """Measure a message, of a tenant over its rate if the setting has one."""
     scene = Scene(setting)
     tenant = "limited" if setting.requests_per_s else "free"
     scene.fill(setting.waiting // 2)

@@ -1,7 +1,7 @@
-"""How much of a row the sampling kernel reads again for its filters, counted on random logits of known shape.
+"""How much of a row the sampling kernel rereads for its filters, on random logits.
 
 ``python benchmarks/sampling_candidates.py``: repeats in numpy what the kernel decides (docs/kernels.md, "Sampling").
-The logits are normal with a standard deviation `spread`; `peak` is added to eight of them.
+Logits are normal with standard deviation `spread`; eight get `peak` on top.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Filters(NamedTuple):
 class Reads(NamedTuple):
     chunks: int
     candidates: int
-    passes: int  # over the whole row; 0 where the candidates fit
+    passes: int  # over the whole row; 0 if the candidates fit
     kept: int
 
 
@@ -49,7 +49,7 @@ def reads(logits: np.ndarray, filters: Filters) -> Reads:
 
 
 def search(logits: np.ndarray, weights: np.ndarray, low: np.float32, target: float) -> tuple[np.float32, int]:
-    """The largest logit with `target` of the weight at or above it, and the halvings that find it."""
+    """Return the largest logit with `target` of the weight at or above it, and the halvings made."""
     high, passes = logits.max(), 0
     while low < high:
         passes += 1

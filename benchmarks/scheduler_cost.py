@@ -1,16 +1,15 @@
-"""What scheduling costs on the host: `schedule` + `apply` of the real Scheduler, with tokens that cost nothing.
+"""Host time of scheduling: `schedule` + `apply` of the real Scheduler, with free tokens.
 
     python benchmarks/scheduler_cost.py --running 256 4096 [--policy priority fair] [--finished 0 20000] [--json]
 
-Steady decoding: every row gets one token a step, the rows stand at different places in their blocks, prefix caching
-is on, so each step allocates, hashes and registers blocks for one row in `block_size`. `--finished N` lets N requests
-run to their end first: the cost must not depend on how many there were. `--save` records what was measured.
+In steady decoding with prefix caching, each step gives every row a token, and allocates, hashes and registers blocks
+for one row in `block_size`, as rows stand at different places. `--finished N` first runs N requests to their end: the
+cost must not depend on them. `--save` records the results.
 
     python benchmarks/scheduler_cost.py --against DIR [--rounds 5] …
 
-compares the scheduler of this checkout with that of another one, a git worktree of an older commit, say. Both run in
-processes of their own that take turns, so that a machine that becomes slower hits both alike. Each figure is the
-median of the rounds; a ratio below 1 says that this checkout is faster.
+compares with another checkout, such as a git worktree of an older commit, in processes that take turns, so machine
+drift hits both. Figures are medians of rounds; a ratio below 1 means this checkout is faster.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ NUM_TENANTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds a step, over `steps` steps of `running` decoding requests."""
-
     running: int
     policy: str
     finished: int
@@ -100,7 +97,7 @@ class Bench:
         return SampledTokens(batch.step_id, np.where(batch.samples, tokens, SampledTokens.NOT_SAMPLED))
 
     def step(self) -> tuple[float, float]:
-        """Seconds in `schedule`, with the look for deadlines that goes before it, and in `apply`."""
+        """Return seconds in `schedule`, including deadlines, and in `apply`."""
         begin = time.perf_counter()
         self.scheduler.expire(begin)
         batch = self.scheduler.schedule(begin)
@@ -144,7 +141,6 @@ KEY = ("running", "policy", "finished")
 
 
 def run_in(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The costs of the scheduler in that checkout, measured by this program in a process of its own."""
     command = [sys.executable, __file__, "--json", "--steps", str(options.steps)]
     for name in ("running", "finished", "policy"):
         command += [f"--{name}", *map(str, getattr(options, name))]
@@ -162,11 +158,10 @@ def commit_of(checkout: Path) -> str:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One entry for each case: samples of both checkouts, their medians, and the ratio of these."""
     sides = {"this": record.ROOT, "against": options.against.resolve()}
     rounds: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in sides}
     for number in range(options.rounds):
-        for side in sorted(sides, reverse=number % 2 == 0):  # each goes first in every other round
+        for side in sorted(sides, reverse=number % 2 == 0):  # alternates which goes first
             rounds[side].append(run_in(sides[side], options))
     return [
         compare_case({side: [costs[index] for costs in rounds[side]] for side in sides})

@@ -1,5 +1,3 @@
-"""A `tidewheel serve` for the time of a measurement."""
-
 from __future__ import annotations
 
 import signal
@@ -45,7 +43,7 @@ def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
-    """Raises RuntimeError if the server ends before it is ready; what it said is above."""
+    """Raise RuntimeError if the server ends too early."""
     end = time.monotonic() + START_LIMIT_S
     with Client(address.grpc, model=address.model) as client:
         while not client.is_ready():
@@ -57,7 +55,6 @@ def _wait_ready(process: subprocess.Popen[bytes], address: Address) -> None:
 
 
 def metric(address: Address, name: str, **labels: str) -> float:
-    """Sum of a metric over the samples whose labels match."""
     text = requests.get(f"http://{address.metrics}/metrics", timeout=10).text
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     samples = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))

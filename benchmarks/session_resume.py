@@ -1,13 +1,13 @@
-"""Time to first token of a session's second turn: it should be that of its new tokens only.
+"""Time to first token of a session's second turn, which should cost only its new tokens.
 
     python benchmarks/session_resume.py FOLDER [--repeats 20] [--save]
 
-Four prompts are compared, one at a time, through Triton, interleaved over the repeats:
+Four prompts take turns, one at a time, through Triton:
 
-    cold      the whole conversation of the second turn, never seen before
-    new only  a prompt as long as the new tokens of the second turn alone
-    session   the second turn of a session whose blocks are on the device
-    swapped   the same, after other work has pushed the session to the host tier
+    cold      the second turn's whole conversation, never seen before
+    new only  a prompt as long as the second turn's new tokens
+    session   the second turn, with the session's blocks on the device
+    swapped   the same, with the session pushed to the host tier
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tidewheel_client import Client
 FIRST_TURN = 384  # prompt tokens
 ANSWER = 16
 NEW_TOKENS = 16
-NUM_BLOCKS = 96  # of 16 tokens: three conversations, so that a fourth pushes a session out
+NUM_BLOCKS = 96  # of 16 tokens: room for three conversations, not four
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 512, "num_blocks": NUM_BLOCKS, "swap_space": 0.25,
 }  # fmt: skip
@@ -35,8 +35,6 @@ PORTS = 18_720
 
 
 class Turns:
-    """Sends prompts of random ids, never the same twice."""
-
     def __init__(self, client: Client, seed: int) -> None:
         self._client = client
         self._rng = random.Random(seed)
@@ -46,7 +44,6 @@ class Turns:
         return [self._rng.randrange(4, 10_000) for _ in range(count)]
 
     def send(self, input_ids: list[int], **parameters: Any) -> tuple[float, list[int]]:
-        """Seconds to the first token, and the answer."""
         start, first, answer = time.perf_counter(), 0.0, []
         for chunk in self._client.stream(
             input_ids=input_ids, max_tokens=ANSWER, temperature=0.0, ignore_eos=True, return_token_ids=True,
@@ -75,7 +72,7 @@ class Turns:
         return self.session(between=self.fill_the_pool)
 
     def fill_the_pool(self) -> None:
-        """Other conversations, until nothing of the session can be left on the device."""
+        """Send other conversations until the session is off the device."""
         for _ in range(2 * NUM_BLOCKS * 16 // FIRST_TURN):
             self.send(self.ids(FIRST_TURN))
 

@@ -1,19 +1,18 @@
-"""What the prefix cache saves where prompts share their beginnings: cache-aware order, and bursts.
+"""Savings of the prefix cache on shared beginnings: cache-aware order, and bursts.
 
     python benchmarks/shared_prefixes.py [--order arrival cache] [--engine] [--seeds 3] [--json] [--save]
 
-*Conversations*: 64 of them, each with one of 8 system prompts and several turns. A turn repeats all that was said
-before, and the next one comes a little after the answer. More conversations wait than can run, and the KV cache holds
-little more than those that run, so what is cached is soon gone. The hit rate is the share of the prompt tokens that
-were in the cache when their request started; with `arrival` they are served in the order of arrival (`fifo`), with
-`cache` those with the longest cached prefix go first (`cache_aware_order`).
+*Conversations*: 64, each with one of 8 system prompts and several turns, which repeat the conversation and follow
+soon after answers. More wait than can run, and the KV cache holds little beyond the running ones, so cached tokens
+are soon lost. The hit rate is the share of prompt tokens in the cache when their request starts; `arrival` serves in
+order of arrival (`fifo`), `cache` the longest cached prefix first (`cache_aware_order`).
 
-*Bursts*: 32 requests with a common prefix and tails of their own arrive at one moment, while others decode. The
-figure is prompt tokens computed over distinct prompt tokens; 1 says that nothing was computed twice.
+*Bursts*: 32 requests with a common prefix and separate tails arrive at once while others decode. The figure is prompt
+tokens computed over distinct ones, 1 at best. Distinct are a burst's prefix and tails, and a conversation's
+questions; its answers are cached when repeated.
 
-Distinct are the prefix and the tails of a burst, and the questions of a conversation; its answers are in the cache
-when they are repeated. Everything runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on
-an H200, by its data sheet), and with `--engine` also on a small random model on this CPU.
+All runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on an H200, by its data sheet), and
+with `--engine` also on a small random model on this CPU.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Chats:
     turns: int = 5
     turn_tokens: int = 96  # of a question
     answer_tokens: int = 32
-    think_s: float = 0.5  # from an answer to the next question
+    think_s: float = 0.5  # from answer to question
     rows: int = 4
 
     @property
@@ -73,12 +72,12 @@ class Chats:
 
     @property
     def num_blocks(self) -> int:
-        """One and a half times what the longest turns in every row take."""
+        """Blocks for 1.5 times the longest turns in every row."""
         return round(1.5 * self.rows * self.max_tokens / BLOCK_SIZE)
 
 
 CHATS = Chats()
-QUICK_CHATS = Chats(think_s=0.1)  # of the small model, which answers five times as fast
+QUICK_CHATS = Chats(think_s=0.1)  # answers five times as fast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ class Bursts:
     requests: int = 32  # of a burst
     prefix_tokens: int = 512
     longest_tail: int = 96
-    decoding: int = 16  # requests that run throughout
+    decoding: int = 16
     gap_s: float = 0.5
 
 
@@ -102,12 +101,9 @@ class Figures:
     hit_rate: float
     computed_over_distinct: float
     preemptions: int
-    seconds: float  # from the first arrival to the last end
+    seconds: float  # from first arrival to last end
     mean_ttft_s: float
     max_queue_s: float
-
-
-# --- where it runs ------------------------------------------------------------------------------------------------
 
 
 class WallClock:
@@ -143,8 +139,6 @@ class ModelledStep(NamedTuple):
 
 
 class ModelledRunner:
-    """A device that is a formula, and random tokens."""
-
     def __init__(self, clock: ModelledClock, seed: int) -> None:
         self._clock = clock
         self._rng = np.random.default_rng(seed)
@@ -175,7 +169,6 @@ def modelled(config: EngineConfig, seed: int) -> Place:
 
 @contextmanager
 def small_model() -> Iterator[MakePlace]:
-    """The real engine on a random model, which is loaded for each run with the settings of that."""
     import torch
 
     from random_model import SHAPES, make_model
@@ -191,12 +184,7 @@ def small_model() -> Iterator[MakePlace]:
         yield make
 
 
-# --- what comes when ----------------------------------------------------------------------------------------------
-
-
 class Player:
-    """Adds requests when they are due, and says what became of them."""
-
     def __init__(self, place: Place, config: EngineConfig) -> None:
         self.place = place
         self.clock = place.clock
@@ -210,7 +198,6 @@ class Player:
         self.on_end: Callable[[Request], None] = lambda _request: None
 
     def ask(self, prompt: list[int], max_tokens: int, moment: float) -> Request:
-        """The request arrives at the moment."""
         number = len(self.requests)
         request = Request(
             str(number), np.array(prompt, dtype=np.int32), GREEDY, max_tokens=max_tokens, arrival_time=moment
@@ -270,7 +257,7 @@ def converse(make_place: MakePlace, order: str, seed: int, chats: Chats) -> Figu
     chance = random.Random(seed)
     player = Player(make_place(config, seed), config)
     prefixes = [words(chance, chats.prefix_tokens) for _ in range(chats.prefixes)]
-    left: dict[str, int] = {}  # turns of the conversation, by its latest request
+    left: dict[str, int] = {}  # turns left, by latest request
 
     def ask(prompt: list[int], turns: int, moment: float) -> None:
         request = player.ask(prompt + words(chance, chats.turn_tokens), chats.answer_tokens, moment)
@@ -288,7 +275,7 @@ def converse(make_place: MakePlace, order: str, seed: int, chats: Chats) -> Figu
     for number, place in enumerate(places):
         ask(prefixes[place % chats.prefixes], chats.turns, begin + 1e-3 * number)
     player.run()
-    asked = chats.conversations * chats.turns * chats.turn_tokens  # answers are in the cache when they are repeated
+    asked = chats.conversations * chats.turns * chats.turn_tokens  # answers are cached
     num_distinct = chats.prefixes * chats.prefix_tokens + asked
     return player.figures("conversations", order, seed, num_distinct)
 
@@ -312,9 +299,6 @@ def burst(make_place: MakePlace, order: str, seed: int, bursts: Bursts) -> Figur
     return player.figures("bursts", order, seed, num_distinct)
 
 
-# --- the program --------------------------------------------------------------------------------------------------
-
-
 def measure(make_place: MakePlace, chats: Chats, options: argparse.Namespace) -> Iterator[Figures]:
     for seed in range(options.seeds):
         for order in options.order:
@@ -327,7 +311,6 @@ def mean(runs: list[Figures], name: str) -> float:
 
 
 def summary(runs: list[Figures]) -> Iterator[str]:
-    """Means over the seeds, at one place."""
     where = runs[0].where
     chats = {order: [run for run in runs if (run.load, run.order) == ("conversations", order)] for order in ORDERS}
     for order, found in chats.items():

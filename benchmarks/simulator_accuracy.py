@@ -1,12 +1,11 @@
-"""How well the simulator predicts the real engine on this CPU, at loads that it was not calibrated on.
+"""Accuracy of the simulator against the real engine on this CPU, at loads outside its calibration.
 
     python benchmarks/simulator_accuracy.py [--save] [--seconds 60] [--cpu-clock]
 
-The engine runs with a random 40M-parameter model (Qwen3 shape) in this process and is recorded at three loads; a cost
-model is fitted to the steps. Then three other loads run on the engine and in the simulator: other rates, lengths and
-arrivals. Compared are output tokens per second and the p99 of the time to first token. Calibration and the loads to
-predict take turns, so that a drifting machine hits both alike. `--cpu-clock` goes by processor time instead of the
-wall clock: for a machine that others use too.
+A cost model is fitted to three recorded loads of the engine, which runs a random 40M-parameter model (Qwen3 shape) in
+this process. Engine and simulator then run three loads of other rates, lengths and arrivals, and are compared by
+output tokens per second and p99 of the time to first token. Both parts take turns, so drift hits both alike.
+`--cpu-clock` uses processor time, for a shared machine.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ Arrivals = Callable[[int, float, np.random.Generator], FloatArray]
 
 
 class Load(NamedTuple):
-    """`share` of the capacity that is found first."""
-
     name: str
     share: float
     prompt: str
@@ -68,7 +65,7 @@ PREDICTED = (
 
 
 def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Trace:
-    """A rate that asks for `share` of so many output tokens a second, for so long."""
+    """Return a trace whose rate asks for the load's share of `tokens_per_s`."""
     prompt, output = Lengths.parse(load.prompt, name="prompt"), Lengths.parse(load.output, name="output")
     rate = load.share * tokens_per_s / (output.mean + prompt.mean / PROMPT_WEIGHT)
     count = max(30, round(rate * seconds))
@@ -76,11 +73,11 @@ def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Tr
     return synthesise(count, load.arrivals(count, rate, rng), prompt, output, rng)
 
 
-PROMPT_WEIGHT = 4.0  # prompt tokens that cost about as much as one output token: sets rates only
+PROMPT_WEIGHT = 4.0  # prompt tokens worth one output token; only sets rates
 
 
 def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
-    """Weighted tokens per second while the batch is full: 64 prompt and 32 output tokens, all at once."""
+    """Return weighted tokens per second of requests that come at once."""
     rng = np.random.default_rng(99)
     constant = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
     outcomes, _ = run_engine(engine, synthesise(requests, np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
@@ -89,7 +86,6 @@ def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
 
 
 def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: bool) -> list[MeasuredStep]:
-    """Runs the trace and reads the recording of it."""
     before = set(folder.iterdir())
     run_engine(engine, trace, dataclasses.replace(engine.config, record=str(folder)), cpu_clock=cpu_clock)
     (path,) = set(folder.iterdir()) - before
@@ -140,7 +136,7 @@ def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, An
 
 
 def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -> dict[str, Any]:
-    capacity(engine, 64, cpu_clock=cpu_clock)  # warms up
+    capacity(engine, 64, cpu_clock=cpu_clock)  # warm-up
     tokens_per_s = capacity(engine, 192, cpu_clock=cpu_clock)
     steps: list[MeasuredStep] = []
     real: list[tuple[Load, Outcomes]] = []
@@ -157,7 +153,6 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
 
 
 def show(result: dict[str, Any]) -> float:
-    """Prints a line for each load; the largest error."""
     worst = 0.0
     for load in result["loads"]:
         cells = []

@@ -1,4 +1,4 @@
-"""The plots of the simulator: policies on replicas of an 8B model, and single queues beside queueing theory.
+"""Plots of the simulator: policies on replicas of an 8B model, and queues beside theory.
 
 python benchmarks/simulator_plots.py [--quick]      writes benchmarks/results/simulator_*.png and .json
 """
@@ -34,7 +34,6 @@ NAMES = ("geometric outputs", "lognormal outputs")
 
 
 def policies(requests: int) -> list[Result]:
-    """Three tenants in three classes, one of which sends eight times as much as another."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(
@@ -49,7 +48,7 @@ def policies(requests: int) -> list[Result]:
 
 
 def single_server(load: float, output: str, requests: int) -> tuple[float, float, float]:
-    """Load as drawn, squared coefficient of variation of the service time, mean number in the system."""
+    """Return the drawn load, the service time's squared coefficient of variation, and the mean in the system."""
     rng = np.random.default_rng(11)
     lengths = Lengths.parse(output, name="output")
     arrivals = poisson_arrivals(requests, load / (lengths.mean * STEP_S), rng)

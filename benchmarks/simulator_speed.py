@@ -1,10 +1,10 @@
-"""How fast the simulator is: a million requests over a hundred replicas on one core, each step by the real scheduler.
+"""Speed of the simulator: a million requests over a hundred replicas on one core, every step by the real scheduler.
 
     python benchmarks/simulator_speed.py [--requests 1000000] [--replicas 100] [--output-mean 64 256] [--save [NAME]]
 
-Prompts of 128 tokens on average and outputs of 64, both lognormal, Poisson arrivals at 80 % of the capacity, least
-loaded replica first; replicas of an 8B model on an H200 by its data sheet. Prefixes are not looked up unless
-`--prefix-caching`: no two prompts are alike. `--output-mean` takes several: longer outputs take more steps.
+Prompts average 128 tokens and outputs 64, both lognormal; arrivals are Poisson at 80 % of the capacity, to the least
+loaded replica of an 8B model on an H200, by its data sheet. Prompts share nothing, so prefix caching needs
+`--prefix-caching`. `--output-mean` takes several values: longer outputs take more steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Run:
     tokens: int
     us_per_step: float  # of processor time
     us_per_request: float
-    requests_per_s: float  # simulated, of the wall clock
+    requests_per_s: float  # simulated, by wall clock
     simulated_s: float
     finished: int
     ttft_p99_s: float

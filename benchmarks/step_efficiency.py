@@ -1,16 +1,15 @@
-"""What an engine does beside the arithmetic, step by step, beside vLLM on the same requests: three ratios that say
-something about a scheduler whatever the machine. (The other two are stages of `tidewheel bench --suite efficiency`.)
+"""Engine overhead beside the arithmetic, step by step, against vLLM.
+
+Three ratios judge a scheduler on any machine; `tidewheel bench --suite efficiency` has two more.
 
     python benchmarks/step_efficiency.py --vllm ENVIRONMENT/bin/python --save
 
-overhead       CPU time of the process per scheduled token, with a model so small that there is next to no arithmetic
+overhead       CPU time of the process per scheduled token, on a model with next to no arithmetic
 steps          steps for requests of mixed lengths in 16 rows, over their output tokens / 16
-long_prompt    worst time to the first token of 15 short requests that come while a long prompt is computed in chunks,
-               and that of the long prompt alone, both in CPU time: what else runs on the machine does not count.
-               Their ratio says how the engine shares its steps, whatever it takes to compute them.
+long_prompt    worst time to first token of 15 short requests that come while a long prompt is computed in chunks,
+               over that of the long prompt alone, in CPU time: how the engine shares its steps, at any cost of one
 
-The last two are of a 40M-parameter Qwen3 shape. Each engine has a process for each model, which waits for its turn;
-the rounds are interleaved.
+The last two use a 40M-parameter Qwen3 shape. Each engine has a process per model; rounds take turns.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Engine = tuple[str, "subprocess.Popen[str]"]
 NUM_ROWS = 16
 TOKEN_BUDGET = 512
 LONG_PROMPT = 3000
-NUM_SHORT = 15  # with the long one as many as there are rows
+NUM_SHORT = 15  # with the long one, as many as rows
 VOCABULARY = 500
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / "backend" / "tidewheel" / "bench" / "peers"
@@ -46,11 +45,10 @@ class Stepwise(Protocol):
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 
     def step(self) -> list[tuple[int, int, bool]]:
-        """(request, new tokens, done) of those that got any."""
+        """Return (request, new tokens, done) of each request with new tokens."""
 
 
 def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
-    """Steps until all are done."""
     for i, (prompt, count) in enumerate(items):
         engine.add(first_id + i, prompt, count)
     left, steps = len(items), 0
@@ -61,7 +59,7 @@ def run(engine: Stepwise, items: list[Item], first_id: int) -> int:
 
 
 def first_tokens(engine: Stepwise, long: list[Item], short: list[Item], first_id: int) -> list[float]:
-    """CPU seconds to the first token of each short request; they come after the first step of the long ones."""
+    """Return CPU seconds to first tokens of short requests that follow the long ones' first step."""
     for i, (prompt, count) in enumerate(long):
         engine.add(first_id + i, prompt, count)
     left = len(long) + len(short)
@@ -117,7 +115,6 @@ def drawn_ids(length: int, seed: int) -> list[int]:
 
 
 def serve(kind: str, part: str, options: dict[str, Any]) -> None:
-    """The child: answers each line with the figures of one round."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.path[:0] = [str(HERE), str(PEERS)]
@@ -148,7 +145,7 @@ def start(kind: str, python: str, part: str, folder: Path) -> Engine:
 
 
 def measure(engines: list[Engine], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """The first round warms up and is not counted."""
+    """Measure rounds in turns after a warm-up."""
     results: dict[str, list[dict[str, float]]] = {kind: [] for kind, _ in engines}
     for number in range(rounds + 1):
         for kind, process in engines:

@@ -1,7 +1,7 @@
-"""Modelled engines that the controllers are tried on: deterministic, no clock, nothing is computed.
+"""Modelled engines for the controllers: deterministic, without clock or computation.
 
 A step takes ``overhead + seconds per token · tokens + seconds per KV token · KV tokens read`` seconds, with a little
-noise from a seeded generator. Each `run_…` gives what happened as columns over time.
+seeded noise. Each `run_…` returns columns over time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tidewheel.scheduler.strategy import Dynamic, JoinView, StrategyConfig
 SEED = 0
 Trace = dict[str, list[float]]
 Value = TypeVar("Value", int, float)
-Schedule = tuple[tuple[float, Value], ...]  # from this second on, this value
+Schedule = tuple[tuple[float, Value], ...]  # (from this second on, value)
 
 
 def at(schedule: Schedule[Value], now: float) -> Value:
@@ -30,8 +30,6 @@ def add(trace: Trace, *values: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Seconds that a step takes."""
-
     overhead_s: float = 0.008
     per_token_s: float = 40e-6
     per_kv_token_s: float = 80e-9
@@ -44,13 +42,13 @@ class StepModel:
 
 @dataclass(frozen=True, slots=True)
 class TpotScenario:
-    """Prompts always wait, so every step fills its budget."""
+    """Load whose waiting prompts fill every step's budget."""
 
     model: StepModel = StepModel()
     max_budget: int = 2048
     min_budget: int = 129
     kv_tokens_per_row: int = 1024
-    rows: Schedule[int] = ((0.0, 32), (8.0, 128))  # from this second on, so many rows decode
+    rows: Schedule[int] = ((0.0, 32), (8.0, 128))  # decoding rows by time
     targets: Schedule[float] = ((0.0, 0.050), (16.0, 0.030), (24.0, 0.060))
     seconds: float = 32.0
 
@@ -71,21 +69,19 @@ def run_tpot(scenario: TpotScenario) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class GovernorScenario:
-    """More requests wait than may run. Each has a prompt and an output of the length of its time."""
+    """Load beyond what may run, whose lengths change over time."""
 
     model: StepModel = StepModel(overhead_s=0.010, per_token_s=150e-6)
     max_num_seqs: int = 256
     pool_tokens: int = 60_000
     prompt_tokens: int = 256
     mean_outputs: Schedule[float] = ((0.0, 200.0), (80.0, 600.0), (200.0, 200.0))
-    targets: Schedule[float] = ((0.0, 1.0), (280.0, 0.025))  # of a step, seconds
+    targets: Schedule[float] = ((0.0, 1.0), (280.0, 0.025))  # seconds of a step
     seconds: float = 340.0
 
 
 @dataclass(slots=True)
 class Rows:
-    """The running requests of the model: tokens held, and tokens until the end."""
-
     chance: random.Random
     held: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
@@ -131,13 +127,13 @@ def run_governor(scenario: GovernorScenario, governed: bool = True) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class WindowScenario:
-    """Requests arrive by a Poisson process. A batch that joins costs a step of prefill, which all others wait for."""
+    """Load of Poisson arrivals; a joining batch costs all others a prefill step."""
 
     model: StepModel = StepModel(overhead_s=0.010, per_token_s=40e-6)
     prompt_tokens: int = 128
     arrivals_per_s: Schedule[float] = ((0.0, 40.0), (60.0, 110.0), (140.0, 40.0))
     target_latency_s: float = 0.080
-    life_s: float = 1.0  # of a request, once it runs
+    life_s: float = 1.0
     max_num_seqs: int = 256
     seconds: float = 220.0
 
@@ -148,7 +144,7 @@ def run_window(scenario: WindowScenario) -> Trace:
     names = ("seconds", "window_ms", "latency_ms", "smoothed_ms", "batch_size", "arrivals_per_s")
     trace: Trace = {name: [] for name in names}
     waiting: list[float] = []
-    ends: list[float] = []  # of running requests
+    ends: list[float] = []
     next_arrival = 0.0
     while now < scenario.seconds:
         rate = at(scenario.arrivals_per_s, now)

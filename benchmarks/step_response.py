@@ -3,8 +3,7 @@
     python benchmarks/step_response.py [tpot governor window] [--save]
 
 * `tpot`: the token budget, when four times as many rows decode and when the target changes;
-* `governor`: the number of running requests, when outputs become three times as long and short again, and when a
-  target of the step time is set;
+* `governor`: the running requests, when outputs triple and shrink again, and when a step time target is set;
 * `window`: the window of dynamic batches, when the load changes.
 
 Prints how each settled. `--save` writes benchmarks/results/step_response_<name>.png and .json.
@@ -38,24 +37,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-NUM_POINTS = 200  # of a recorded trace
-TAIL = 0.3  # of a phase, in which it is to have settled
-WITHIN = 0.15  # of the settled value: settled
+NUM_POINTS = 200
+TAIL = 0.3  # end of a phase, taken as settled
+WITHIN = 0.15  # of the settled value
 
 
 class Phase(NamedTuple):
-    """Between two changes."""
-
     begin_s: float
     end_s: float
-    settled_value: float  # mean over the end of the phase
-    lowest: float  # over the same
+    settled_value: float  # over the end of the phase
+    lowest: float
     highest: float
-    settling_s: float  # until the value stays within 15 % of the settled one
+    settling_s: float  # until within 15 % of the settled value
 
 
 def phases(trace: Trace, column: str, changes: list[float]) -> list[Phase]:
-    """How a knob settled after each change."""
     seconds = trace["seconds"]
     found = []
     for begin, end in pairwise([*sorted(changes), seconds[-1]]):
@@ -132,7 +128,7 @@ def draw_window(figure: Figure, trace: Trace, scenario: WindowScenario) -> None:
 
 
 def annotate(axes: tuple[Axes, ...], notes: list[tuple[float, str]]) -> None:
-    """A line at each change through all plots, named in the topmost."""
+    """Draw changes through all plots, named in the topmost."""
     for axis in axes:
         for begin, _ in notes:
             if begin > 0.0:
@@ -151,7 +147,7 @@ class Response(NamedTuple):
     scenario: Any
     run: Callable[[Any], Trace]
     draw: Callable[[Figure, Trace, Any], None]
-    knob: str  # the column that is moved
+    knob: str
     changes: list[float]
 
 

@@ -3,11 +3,10 @@
     apt-get install python3.11-doc postgresql-doc-15
     OMP_WAIT_POLICY=passive nice python benchmarks/train_demo_model.py
 
-Muon for the matrices of the layers and AdamW for embedding and norms; constant learning rate, then a linear decay to
-zero; sequences of 256 tokens, and of 1,024 for the last part. A valid Hugging Face folder exists from the first
-checkpoint on: configuration and tokenizer are written once, `model.safetensors` is replaced atomically.
-The variable matters where others use the cores too: on 2 busy ones, threads that sleep at a barrier trained on
-3,300 tokens/s, threads that spin on 2,300.
+Muon trains the matrices of the layers, AdamW embedding and norms. The learning rate is constant, then decays linearly
+to zero; sequences have 256 tokens, at the end 1,024. The Hugging Face folder is valid from the first checkpoint on:
+configuration and tokenizer are written once, `model.safetensors` is replaced atomically. The variable helps on shared
+cores: on 2 busy ones, threads that sleep at a barrier trained on 3,300 tokens/s, threads that spin on 2,300.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the result. Training ends at `steps` or `minutes`, whichever comes first."""
+    """Settings that decide the result; training ends at `steps` or `minutes`."""
 
     steps: int = 3_500
     minutes: float = 40.0
@@ -61,7 +60,7 @@ class Recipe:
     tokens_per_step: int = 2_048
     short_length: int = 256
     long_length: int = CONTEXT
-    long_from: float = 0.85  # share of the training after which sequences are long
+    long_from: float = 0.85  # share of the training in short sequences
     warmup_steps: int = 50
     decay_from: float = 0.4
     muon_lr: float = 0.02
@@ -72,7 +71,7 @@ class Recipe:
 
 
 class Point(NamedTuple):
-    """One line of the loss curve; losses in nats a token, that of training over the last 100 steps."""
+    """Losses in nats a token; the training loss is over the last 100 steps."""
 
     step: int
     minutes: float
@@ -88,7 +87,6 @@ class Corpus(NamedTuple):
 
 
 def training_texts(documents: list[Document], seed: int) -> Iterator[str]:
-    """Each document as prose, then its topics as conversations."""
     rng = random.Random(seed)
     for document in documents:
         yield document.prose
@@ -101,7 +99,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[Tokens]:
 
 
 def windows(texts: list[Tokens], length: int, rng: random.Random) -> Iterator[Tokens]:
-    """Endless windows of length + 1: each epoch joins the texts in a new order and visits its windows at random."""
+    """Yield windows of length + 1 without end; each epoch has a new order of texts and of windows."""
     while True:
         stream = np.concatenate(rng.sample(texts, len(texts)))
         starts = list(range(rng.randrange(length), len(stream) - length, length))
@@ -110,7 +108,7 @@ def windows(texts: list[Tokens], length: int, rng: random.Random) -> Iterator[To
 
 
 def batches(corpus: Corpus, length: int, recipe: Recipe) -> Iterator[torch.Tensor]:
-    """Endless batches [tokens_per_step / length, length + 1] of int64 ids."""
+    """Yield batches [tokens_per_step / length, length + 1] of int64 ids without end."""
     source = windows(corpus.train, length, random.Random(recipe.seed + length))
     rows = max(1, recipe.tokens_per_step // length)
     while True:
@@ -118,7 +116,7 @@ def batches(corpus: Corpus, length: int, recipe: Recipe) -> Iterator[torch.Tenso
 
 
 def validation_rows(corpus: Corpus, length: int, limit: int | None) -> torch.Tensor:
-    """Windows [rows, length + 1] spread evenly over the validation text."""
+    """Return evenly spread windows [rows, length + 1] of the validation text."""
     stream = np.concatenate(corpus.validation)
     starts = np.arange(0, len(stream) - length, length)
     if limit is not None:
@@ -152,15 +150,13 @@ def make_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim
 
 
 def learning_rate_scale(step: int, progress: float, recipe: Recipe) -> float:
-    """Trapezoid: linear warm-up, constant, linear decay to zero at progress 1."""
+    """Return a trapezoid: linear warm-up, constant, linear decay to zero at progress 1."""
     warmup = (step + 1) / recipe.warmup_steps
     decay = (1.0 - progress) / (1.0 - recipe.decay_from)
     return max(0.0, min(1.0, warmup, decay))
 
 
 class Trainer:
-    """Owns the model, its optimizers and the loss curve."""
-
     def __init__(self, corpus: Corpus, out: Path, recipe: Recipe, vocab_size: int) -> None:
         torch.manual_seed(recipe.seed)
         self.model = LlamaForCausalLM(LlamaConfig(**model_config(vocab_size))).float()  # type: ignore[no-untyped-call]
@@ -174,7 +170,6 @@ class Trainer:
         return (time.monotonic() - self._started) / 60
 
     def progress(self) -> float:
-        """0 to 1, by whichever limit is nearer."""
         return max(self.steps_done / self._recipe.steps, self.minutes() / self._recipe.minutes)
 
     def train(self) -> None:
@@ -214,7 +209,6 @@ class Trainer:
 
 
 def build_corpus(recipe: Recipe, vocab_size: int, every: int = 1) -> tuple[Tokenizer, Corpus, dict[str, Any]]:
-    """Tokenizer, tokens and a few counts, from one page in `every`."""
     documents = load_documents(every=every)
     train = [document for document in documents if not is_validation(document)]
     held_out = [document for document in documents if is_validation(document)]
@@ -236,7 +230,6 @@ def build_corpus(recipe: Recipe, vocab_size: int, every: int = 1) -> tuple[Token
 
 
 def result_of(trainer: Trainer, corpus: Corpus, counts: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Final validation at both lengths over all held-out text, and what it took."""
     rows = {length: validation_rows(corpus, length, None) for length in (recipe.short_length, recipe.long_length)}
     final = {length: validation_loss(trainer.model, part) for length, part in rows.items()}
     bytes_per_token = counts["validation_bytes"] / counts["validation_tokens"]

@@ -1,4 +1,4 @@
-"""What transformers itself offers, used with care: `generate` over static batches, and `generate_batch`.
+"""Careful use of transformers: `generate` over static batches, and `generate_batch`.
 
 Both run the same weights on the same ids, greedy, to the given output lengths.
 """
@@ -23,7 +23,7 @@ def load(folder: Path, dtype: torch.dtype, attention: str) -> Any:
 
 
 class StaticBatches:
-    """`generate` over batches of similar length: left padding, attention mask, until the longest output ends."""
+    """`generate` over batches of similar length: left padding, attention mask, to the longest output."""
 
     name = "transformers generate"
 
@@ -60,8 +60,6 @@ class StaticBatches:
 
 
 class GenerateBatch:
-    """transformers' own continuous batching, on paged SDPA."""
-
     name = "transformers generate_batch"
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:

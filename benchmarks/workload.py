@@ -1,4 +1,4 @@
-"""Requests with lengths drawn from a seed: the same work for every engine that is measured."""
+"""Requests with seeded random lengths, the same for every engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ class WorkItem:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Uniform, both ends included."""
-
     low: int
     high: int
 
@@ -26,7 +24,7 @@ class Lengths:
 def mixed_lengths(
     count: int, inputs: Lengths, outputs: Lengths, seed: int = 0, vocab: int = 10_000
 ) -> list[WorkItem]:
-    """Random ids, no two prompts alike, so that no prefix cache helps anybody."""
+    """Return requests of random ids, no two prompts alike, so no prefix cache helps."""
     rng = random.Random(seed)
     return [
         WorkItem([rng.randrange(4, vocab) for _ in range(inputs.draw(rng))], outputs.draw(rng)) for _ in range(count)

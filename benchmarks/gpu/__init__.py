@@ -1,1 +1,1 @@
-"""Measurements on a GPU: kernels, engine, latency, the whole path through Triton, and other engines beside it."""
+"""Measurements on a GPU."""

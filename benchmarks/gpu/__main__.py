@@ -1,7 +1,7 @@
-"""Measures everything that is said about speed on a GPU, in one command.
+"""Measures all claims about speed on a GPU, in one command.
 
     make bench-gpu                                all stages, within ten minutes
-    make bench-gpu PEERS=peers.tar.xz             kernels and engines of others beside ours, in another ten
+    make bench-gpu PEERS=peers.tar.xz             peer kernels and engines too, in another ten
     python -m gpu --device cpu                    a dry run of the programs, which measures nothing
 
 Each stage is also a program: python -m gpu.kernels --help. benchmarks/gpu/README.md says what a machine needs.
@@ -42,8 +42,8 @@ PACKAGES = (
     "sglang",
     "lmdeploy",
 )
-SECONDS = 555.0  # with the end of the last stage and the pictures, under ten minutes
-OURS = ("results.json", "results.md", "*.png", "idle_*.json.gz")  # files that a run writes
+SECONDS = 555.0  # with the last stage's end and the plots, under ten minutes
+OURS = ("results.json", "results.md", "*.png", "idle_*.json.gz")
 INTERRUPTED, NOTHING_TO_MEASURE = 130, 2
 
 
@@ -112,7 +112,6 @@ def _names(text: str) -> list[str]:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
-    """One line on why nothing can be measured."""
     for package in ("torch", "msgspec", "zmq", "tritonclient"):
         if importlib.util.find_spec(package) is None:
             return f"this Python has no {package}: benchmarks/gpu/README.md says how to bring what is missing"
@@ -124,12 +123,12 @@ def _problem(options: argparse.Namespace) -> str | None:
 
 
 def _slug(gpu: str | None) -> str:
-    """ "NVIDIA H200, 143771 MiB, 580.1" gives "nvidia_h200"."""
+    """Turn "NVIDIA H200, 143771 MiB, 580.1" into "nvidia_h200"."""
     return re.sub(r"[^a-z0-9]+", "_", (gpu or "unknown").partition(",")[0].lower()).strip("_")
 
 
 def _emptied(folder: Path) -> Path:
-    """Without what an earlier run has left."""
+    """Make the folder and delete files of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in OURS:
         for path in folder.glob(pattern):
@@ -139,7 +138,6 @@ def _emptied(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _unpacked(bundle: Path | None, folder: Path) -> Any:
-    """The folder that a bundle of peers is unpacked to."""
     if bundle is None or bundle.is_dir():
         yield bundle
         return
@@ -153,7 +151,6 @@ def _interrupt(*_: object) -> None:
 
 
 def _save(out: Path, facts: dict[str, Any], findings: Findings, is_dry: bool, *, with_plots: bool = False) -> None:
-    """results.json and results.md, and at the end the pictures."""
     result = {
         **facts,
         "dry_run": is_dry,

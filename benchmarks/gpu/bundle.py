@@ -1,11 +1,11 @@
-"""A bundle of other engines: a tar file of folders for PYTHONPATH, made where there is a network (README.md)."""
+"""Bundle of other engines: a tar file of folders for PYTHONPATH, made online (README.md)."""
 
 from __future__ import annotations
 
 import tarfile
 from pathlib import Path
 
-FA3_FOLDER = "site-shim"  # has flash_attn_interface, over the library below
+FA3_FOLDER = "site-shim"  # flash_attn_interface over the library below
 FA3_LIBRARY = "site-vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 

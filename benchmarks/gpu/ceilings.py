@@ -1,4 +1,4 @@
-"""What this very device reaches: copy bandwidth, bf16 matrix products, and both directions of the bus.
+"""Speeds this device reaches: copies, bf16 matrix products, the bus both ways.
 
 python -m gpu.ceilings
 """
@@ -19,7 +19,7 @@ COPY_BYTES = 4 << 30
 MATRIX = 8192
 BUS_BYTES = 1 << 30
 TORCH = "torch"
-SMALL_GRID = 1024  # elements: a kernel that does next to nothing
+SMALL_GRID = 1024  # next to no work
 
 
 def measure(stage: Stage) -> Ceilings:
@@ -51,14 +51,13 @@ def _multiply(size: int, device: torch.device) -> Call:
 
 
 def _kernel_boundary(stage: Stage, timer: Timer) -> Measurement:
-    """Time per kernel of a chain of tiny ones in a graph: what every kernel of a step costs at least."""
+    """Time tiny kernels in a graph, the least cost of any kernel."""
     small = torch.zeros(SMALL_GRID, device=stage.device)
     seconds = timer.measure(lambda _: partial(small.add_, 1.0), 1 << 40).seconds
     return duration("kernel boundary", "chain of tiny kernels in a graph", seconds, None, who=TORCH)
 
 
 def _bus(stage: Stage, timer: Timer, num_bytes: int, to_host: bool) -> float:
-    """Bytes per second between pinned host memory and the device."""
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=stage.is_cuda)
     device = torch.empty(num_bytes, dtype=torch.uint8, device=stage.device)
     target, source = (host, device) if to_host else (device, host)

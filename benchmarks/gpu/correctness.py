@@ -1,4 +1,4 @@
-"""Whether the device computes what it should: tests of kernels and engine, and parity with transformers.
+"""Correctness on the device: tests, and parity with transformers.
 
 python -m gpu.correctness
 """
@@ -27,20 +27,20 @@ from random_model import Shape, make_model
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = ("tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_aot.py")
-OTHER_TESTS = ("tests/runner", "tests/engine", "tests/models", "-m", "gpu")  # other folders need more packages
-WORKERS = 8  # each kernel test compiles; those of the engine run one after the other, for they share the memory
+OTHER_TESTS = ("tests/runner", "tests/engine", "tests/models", "-m", "gpu")  # others need more packages
+WORKERS = 8  # kernel tests compile; engine tests share the memory, so run in turn
 OTHERS_NEED_S = 30.0
 NUM_PROMPTS, NUM_TOKENS = 8, 64
-# Sizes of Qwen3-0.6B, so that the kernels compiled here are those of later stages; fewer layers and words.
+# Sizes of Qwen3-0.6B compile the kernels of later stages; layers and words are fewer.
 PARITY_SHAPE = Shape(1024, 4, 3072, 16, 8, 128, 32_000, True, True, 1e6)
 
 
 class Divergence(NamedTuple):
-    """The first token that is not the one with the largest logit, according to the reference."""
+    """First token that is not the reference's best."""
 
     position: int
-    gap: float  # largest logit minus that of the token
-    spacing: float  # of the dtype at the largest logit
+    gap: float  # best logit less the token's
+    spacing: float  # of the dtype at the best logit
 
     @property
     def spacings(self) -> float:
@@ -48,7 +48,7 @@ class Divergence(NamedTuple):
 
 
 def first_divergence(logits: torch.Tensor, tokens: list[int], dtype: torch.dtype) -> Divergence | None:
-    """`logits` [len(tokens), V] float32 of the reference, which was given the same tokens before each position."""
+    """Compare with reference `logits` [len(tokens), V] float32 for the same tokens."""
     best = logits.max(dim=-1).values
     chosen = logits.gather(-1, torch.tensor(tokens, device=logits.device).unsqueeze(-1)).squeeze(-1)
     behind = (best - chosen).tolist()
@@ -116,7 +116,6 @@ def tests(stage: Stage, name: str, arguments: tuple[str, ...], *, leave_s: float
 
 
 def read_report(path: Path) -> tuple[dict[str, int], list[dict[str, str]]]:
-    """Counts, and what failed, from pytest's XML."""
     root = ElementTree.parse(path).getroot()
     suites = [root] if root.tag == "testsuite" else list(root.iter("testsuite"))
     keys = ("tests", "failures", "errors", "skipped")
@@ -132,7 +131,7 @@ def read_report(path: Path) -> tuple[dict[str, int], list[dict[str, str]]]:
 
 
 def parity(stage: Stage, dtype_name: str) -> None:
-    """Greedy tokens of the engine, each held against the logits of transformers for the same tokens before it."""
+    """Check the engine's greedy tokens by transformers' logits for the same tokens."""
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, dtype_name)

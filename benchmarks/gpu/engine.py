@@ -1,9 +1,9 @@
-"""Output tokens per second of the engine in-process, beside the speed of light and with its parts switched off.
+"""Output tokens per second in-process, beside the speed of light and with parts switched off.
 
     python -m gpu.engine
 
-256 requests of 100 to 1,024 tokens in and out, and 1,000 of ShareGPT-like lengths; random weights, bfloat16,
-temperature 0.6, end of sequence ignored. All requests wait at the start.
+256 requests of 100 to 1,024 tokens in and out, and 1,000 of ShareGPT-like lengths, all waiting at the start; random
+weights, bfloat16, temperature 0.6, end of sequence ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def sharegpt_work(stage: Stage, model: str) -> list[WorkItem]:
 def report(
     stage: Stage, model: str, workload: str, work: list[WorkItem], seconds: list[float], who: str, **details: object
 ) -> None:
-    """Tokens per second, beside those at the speed of light on the ceilings of this run."""
     lengths = [(len(item.input_ids), item.num_output_tokens) for item in work]
     num_output = sum(output for _, output in lengths)
     max_num_seqs = OFFLINE["max_num_seqs"]
@@ -58,13 +57,11 @@ def report(
 
 
 def report_in_process(stage: Stage, model: str, timed: Timed, work: list[WorkItem]) -> None:
-    """What the path through tritonserver is held against."""
     num_tokens = sum(item.num_output_tokens for item in work)
     report_streams(stage, model, IN_PROCESS, num_tokens, timed.seconds, timed.gaps(), timed.first_token_seconds())
 
 
 def _steps(stage: Stage, model: str, workload: str, timed: Timed) -> None:
-    """Decode-only steps of a run against their own limits."""
     steps = timed.decode_steps()
     if not steps:
         stage.skip(f"decode steps, {model}, {workload}", "no step was a decode only")

@@ -1,4 +1,4 @@
-"""The engine in this process, with the time of every delivery: steps, first tokens and gaps between tokens."""
+"""In-process engine with the times of deliveries."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ from workload import WorkItem
 
 
 class Delivery(NamedTuple):
-    """The tokens of one step reached the host."""
-
     at: float  # perf_counter
     request_ids: list[str]
 
 
 class DecodeStep(NamedTuple):
-    """A step that gave a token to each of `batch` requests and computed nothing else."""
-
     seconds: float
     batch: int
-    context: float  # tokens of a request, on average
+    context: float  # mean
 
 
 class TimedLLM(LLM):
-    """An `LLM` that notes when tokens arrive; it costs a list append a step."""
+    """`LLM` that notes arrivals of tokens, for a list append a step."""
 
     deliveries: list[Delivery]
 
@@ -43,7 +39,7 @@ class TimedLLM(LLM):
         super()._deliver(outputs)
 
     def timed(self, work: Sequence[WorkItem], temperature: float) -> Timed:
-        """One `generate` of all. Raises RuntimeError if an answer is shorter than was asked for."""
+        """Generate all at once; raise RuntimeError for a short answer."""
         prompts, params = self._arguments(work, temperature)
         self.deliveries = []
         start = time.perf_counter()
@@ -70,7 +66,7 @@ class TimedLLM(LLM):
 
 
 class Timed(NamedTuple):
-    """One run. The id of request number i begins with "i."."""
+    """One run. The id of request i begins with "i."."""
 
     start: float
     end: float
@@ -82,7 +78,6 @@ class Timed(NamedTuple):
         return self.end - self.start
 
     def arrivals(self) -> dict[str, list[float]]:
-        """When the tokens of each request came, by request id."""
         times: dict[str, list[float]] = {}
         for delivery in self.deliveries:
             for request_id in delivery.request_ids:
@@ -93,11 +88,11 @@ class Timed(NamedTuple):
         return [times[0] - self.start for times in self.arrivals().values()]
 
     def gaps(self) -> list[float]:
-        """Between consecutive tokens of each request (ITL)."""
+        """Return times between tokens (ITL)."""
         return [b - a for times in self.arrivals().values() for a, b in itertools.pairwise(times)]
 
     def decode_steps(self) -> list[DecodeStep]:
-        """From when every request has had its first token: nothing is prefilled any more."""
+        """Return steps after all first tokens, when nothing is prefilled."""
         steps: list[DecodeStep] = []
         contexts: dict[str, int] = {}
         before: float | None = None
@@ -114,7 +109,7 @@ class Timed(NamedTuple):
 
 
 def limit_ratio(steps: Sequence[DecodeStep], shape: ModelShape, device: Device) -> float:
-    """Seconds that the steps took over those that they need at least."""
+    """Return the steps' seconds over their least."""
     least = sum(decode_seconds(shape, step.batch, step.context, device) for step in steps)
     return sum(step.seconds for step in steps) / least
 
@@ -124,7 +119,7 @@ DRY: Mapping[str, object] = {"kv_cache_memory_mb": 64, "num_threads": 1, "max_nu
 
 
 def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> TimedLLM:
-    """On random weights made on the device, without prefix caching: no run profits from the one before."""
+    """Open an engine on random weights made on the device, without prefix caching, which would help later runs."""
     chosen: dict[str, object] = {
         "device": stage.device.type, "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
         **OFFLINE, **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,
@@ -143,5 +138,4 @@ def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> T
 
 
 def warm_up(engine: TimedLLM, work: Sequence[WorkItem], temperature: float) -> None:
-    """Kernels are compiled and caches filled before anything is timed."""
     engine.timed([WorkItem(item.input_ids, min(item.num_output_tokens, 16)) for item in work[:8]], temperature)

@@ -1,9 +1,9 @@
-"""How much of a decode-only second the device does nothing, from the kernels on torch.profiler's timeline.
+"""Idle share of the device in decode-only steps, by torch.profiler's timeline of kernels.
 
     python -m gpu.idle
 
-The tracer slows small kernels down a little, so idle time is, if anything, over-reported in small models. A part of
-the timeline is kept as `idle_MODEL.json.gz`, for Perfetto or chrome://tracing.
+The tracer slows small kernels, so small models may over-report idle time. Part of the timeline is kept as
+`idle_MODEL.json.gz`, for Perfetto or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -27,30 +27,26 @@ from gpu.work import of_length
 
 BATCH, PROMPT = 128, 64
 SECONDS = 1.0
-MAX_STEPS = 600  # of the tracer: every kernel of every step is an event
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of Kineto
-SKIPPED_FRACTION = 0.1  # at each end of the run: prefill, and requests that end
+MAX_STEPS = 600  # every kernel is a traced event
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # of Kineto
+SKIPPED_FRACTION = 0.1  # at each end: prefill, and ends of requests
 KEPT_US = 100_000.0
-MAX_GAPS = 5000  # that are recorded
+MAX_GAPS = 5000
 
 
 class Interval(NamedTuple):
-    """Something ran on the device; microseconds."""
-
     begin: float
     end: float
 
 
 class Timeline(NamedTuple):
-    """What ran on the device, by its begin, and the part of the run that is looked at."""
-
-    events: list[dict[str, Any]]  # as Kineto writes them
+    events: list[dict[str, Any]]
     intervals: list[Interval]
     window: Interval
 
 
 def read_timeline(trace: dict[str, Any]) -> Timeline:
-    """Raises RuntimeError when nothing ran on the device."""
+    """Raise RuntimeError if nothing ran on the device."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
     if not events:
         raise RuntimeError("the profiler saw no kernel")
@@ -62,7 +58,7 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
 
 
 def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
-    """Part of the window that no interval covers; intervals are sorted by their begin and may overlap."""
+    """Return the uncovered share of the window; sorted intervals may overlap."""
     busy, reached = 0.0, window.begin
     for begin, end in intervals:
         begin, end = max(begin, reached), min(end, window.end)
@@ -73,7 +69,6 @@ def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
 
 
 def gaps(intervals: Iterable[Interval], window: Interval) -> list[float]:
-    """Microseconds in which nothing runs, inside the window."""
     found: list[float] = []
     reached = window.begin
     for begin, end in intervals:
@@ -89,12 +84,12 @@ def body(stage: Stage) -> None:
     if not stage.is_cuda:
         stage.skip("idle device", "the timeline of kernels exists on CUDA only")
         return
-    # The tracer hooks into the driver when it first runs, which must not be after graphs were captured.
+    # The tracer hooks into the driver on first use, which must come before graphs are captured.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         torch.zeros(1, device=stage.device)
         torch.cuda.synchronize(stage.device)
     with tempfile.TemporaryDirectory() as scratch:
-        for model in reversed(stage.models):  # the largest first
+        for model in reversed(stage.models):
             with stage.part(f"idle device, {model}"):
                 stage.check_time(12.0)
                 engine = open_engine(stage, model, Path(scratch))
@@ -138,7 +133,6 @@ def _profile(stage: Stage, model: str, engine: TimedLLM, path: Path) -> None:
 
 
 def _busiest(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Share of the device's busy time, of the kernels that take most of it."""
     totals: dict[str, float] = {}
     for event in events:
         name = str(event["name"])[:80]
@@ -160,7 +154,7 @@ def _keep(path: Path, timeline: Timeline) -> None:
 
 
 def main() -> None:
-    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # as torch asks for with CUDA graphs
+    os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # for CUDA graphs, by torch
     run("idle", body, parser(__doc__).parse_args())
 
 

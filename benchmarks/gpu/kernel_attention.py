@@ -1,4 +1,4 @@
-"""Attention on random inputs: ours over a paged cache, others over what they want, all on the same shapes."""
+"""Attention on equal shapes: Tidewheel's over a paged cache, others over their own layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENT_BYTES = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """`batch` sequences alike, with `query` new tokens each, of `context` tokens in all."""
+    """Equal sequences of `context` tokens, `query` of them new."""
 
     batch: int
     context: int
@@ -35,13 +35,12 @@ class AttentionCase:
 
     @property
     def num_bytes(self) -> int:
-        """Keys and values once, queries in, results out."""
         kv = 2 * self.context * self.kv_heads
         return ELEMENT_BYTES * self.batch * self.head_dim * (kv + 2 * self.query * self.heads)
 
     @property
     def flops(self) -> float:
-        """Two products over the keys that each query sees (causal)."""
+        """Two products over the keys each query sees."""
         seen = self.query * (self.context - self.query) + self.query * (self.query + 1) / 2
         return 4.0 * self.batch * self.heads * self.head_dim * seen
 
@@ -77,7 +76,7 @@ def _metadata(case: AttentionCase, tables: torch.Tensor, device: torch.device) -
 
 
 def _dense(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as [batch, heads, tokens, head_dim]."""
+    """Return q, k and v as [batch, heads, tokens, head_dim]."""
     sizes = ((case.heads, case.query), (case.kv_heads, case.context), (case.kv_heads, case.context))
     q, k, v = (
         torch.randn(case.batch, heads, length, case.head_dim, device=device, dtype=torch.bfloat16)
@@ -87,7 +86,6 @@ def _dense(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, tor
 
 
 def torch_sdpa(case: AttentionCase, device: torch.device) -> Call:
-    """Over dense keys and values: no block table to follow."""
     q, k, v = _dense(case, device)
     causal = case.query > 1
 
@@ -98,7 +96,6 @@ def torch_sdpa(case: AttentionCase, device: torch.device) -> Call:
 
 
 def flex_attention(case: AttentionCase, device: torch.device) -> Call:
-    """torch's FlexAttention under torch.compile, dense."""
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as attend
 
@@ -119,7 +116,7 @@ def _is_causal(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
 
 
 def flash_attention_3() -> Callable[[AttentionCase, torch.device], Call] | None:
-    """None where no `flash_attn_interface` can be imported. Decodes read a paged cache, prompts dense keys."""
+    """Return None without `flash_attn_interface`; decodes read a paged cache, prompts dense keys."""
     try:
         library: Any = importlib.import_module("flash_attn_interface")
     except (ImportError, OSError):

@@ -1,4 +1,4 @@
-"""Blocks copied inside the cache, and moved to pinned host memory and back, at the shape of the largest model."""
+"""Block copies inside the cache, and to pinned host memory and back, for the largest model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def copy_call(layout: CacheLayout, count: int, device: torch.device) -> Call:
 
 
 def swap(stage: Stage, layout: CacheLayout, count: int) -> None:
-    """As preemption does it: gathered on the device, across the bus, and back; host clock, device synchronised."""
+    """Time preemption's gather and bus copies, there and back; host clock, device synchronised."""
     host = HostBlocks(KVTensors(layout, 2 * count, stage.device), count)
     rng = np.random.default_rng(0)
     blocks: Int32Array = rng.permutation(2 * count)[:count].astype(np.int32)

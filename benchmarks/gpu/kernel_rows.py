@@ -1,4 +1,4 @@
-"""The operations on rows of tokens or logits: inputs at real shapes, and the bytes that each must move."""
+"""Operations on rows of tokens or logits, and the bytes each must move."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ Maker = Callable[[torch.device], Call]
 
 @dataclass(frozen=True, slots=True)
 class RowCase:
-    """`num_bytes`: what one call reads and writes at least."""
-
     name: str
     case: str
     num_bytes: int
@@ -62,8 +60,10 @@ def gated_activation(shape: Shape, num_tokens: int) -> RowCase:
 
 
 def norm_rope_write(shape: Shape, num_tokens: int) -> RowCase:
-    """On views of a fused QKV output. q is read and written; k too, and again into the cache; v read, and written
-    there; cosines and sines are float32."""
+    """Use views of a fused QKV output: q is read and written; k too, and into the cache; v read and written there.
+
+    Cosines and sines are float32.
+    """
     q_heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
 
     def make(device: torch.device) -> Call:
@@ -93,7 +93,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 
 
 def sampling(batch: int, vocab: int, sampler: str) -> RowCase:
-    """At least, the logits are read once."""
     values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, **SAMPLERS[sampler]}
 
     def make(device: torch.device) -> Call:

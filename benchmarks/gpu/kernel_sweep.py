@@ -1,7 +1,6 @@
-"""Alternative launch configurations beside those of the table, so that the table can be corrected from one run.
+"""Launch configurations beside the table's, to correct it from one run.
 
-A configuration function of `tidewheel_kernels.launch_config` is replaced for the time of a measurement, wherever the
-launchers have imported it.
+A function of `tidewheel_kernels.launch_config` is replaced wherever launchers imported it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ RECORDED = "as recorded"
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`fields`: values to try in the configuration that `function` returns; "" is the number that it returns."""
+    """`fields` are values to try in the result of `function`; "" means a plain number."""
 
     function: str
     name: str
@@ -96,7 +95,7 @@ def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
     found: dict[str, list[float]] = {RECORDED: timer.measure(lambda _: one.make(stage.device), one.num_bytes).seconds}
     refused: dict[str, str] = {}
     for changes in _candidates(one.fields):
-        if stage.seconds_left < 4.0:  # what was found so far is reported
+        if stage.seconds_left < 4.0:  # report what was found
             break
         label = ", ".join(f"{key or 'splits'} {value}" for key, value in changes.items())
         try:
@@ -105,7 +104,7 @@ def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
         except UnknownField as unknown:
             stage.skip(f"sweep of {one.function}", str(unknown))
             break
-        except Exception as error:  # a tile that does not fit is an answer too
+        except Exception as error:  # some tiles do not fit
             if is_device_lost(error):
                 raise
             refused[label] = " ".join(str(error).split())[:120] or type(error).__name__
@@ -137,12 +136,12 @@ def _candidates(fields: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]
 
 
 class UnknownField(Exception):
-    """The configuration has no such field (any more)."""
+    pass
 
 
 @contextlib.contextmanager
 def replaced(function: str, changes: Mapping[str, int]) -> Iterator[None]:
-    """Other values in what `function` returns, in every module of the kernels that has it."""
+    """Change what `function` returns, in every kernel module that has it."""
     original: Callable[..., Any] = getattr(launch_config, function)
 
     def other(*arguments: Any, **named: Any) -> Any:

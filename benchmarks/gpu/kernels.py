@@ -1,4 +1,4 @@
-"""Kernels beside torch's and FlashAttention's on the same shapes, and in percent of what this device reaches.
+"""Kernels beside torch's and FlashAttention's, in percent of this device's ceilings.
 
 python -m gpu.kernels
 python -m gpu.kernels --sweep       alternative launch configurations beside the recorded ones
@@ -25,13 +25,12 @@ from gpu.values import OURS, throughput
 SAMPLED_VOCAB = 151_936
 LLAMA, QWEN = (32, 8), (16, 8)  # query and KV heads
 PEER_DECODES = ((1, 512), (1, 8192), (32, 2048), (128, 512), (128, 2048))  # batch, context
-FLEX_CASES = (AttentionCase(128, 2048), AttentionCase(1, 8192, 8192))  # compiling one takes seconds
+FLEX_CASES = (AttentionCase(128, 2048), AttentionCase(1, 8192, 8192))  # seconds to compile
 FLEX_NEEDS_S = 20.0
 MakeAttention = Callable[[AttentionCase, torch.device], Call]
 
 
 def decode_cases(is_dry: bool) -> list[AttentionCase]:
-    """What the objectives name first."""
     if is_dry:
         return [AttentionCase(2, 64, heads=4, kv_heads=2, head_dim=16, block_size=16)]
     first = [AttentionCase(128, 2048), AttentionCase(1, 8192)]
@@ -87,7 +86,7 @@ class Kernels:
         *,
         needs_s: float = 3.0,
     ) -> None:
-        """Bandwidth of decodes, arithmetic of prompts. `needs_s`: what a case may take, compilation included."""
+        """Report decodes by bandwidth, prompts by arithmetic; `needs_s` includes compilation."""
         stage, ceilings = self._stage, self._stage.ceilings
         for case in cases:
             with stage.part(f"{name}, {case.label}, {who}"):
@@ -119,7 +118,6 @@ class Kernels:
 
 
 def _release(stage: Stage) -> None:
-    """The inputs of the last case are gigabytes: back to the device before the next are made."""
     gc.collect()
     if stage.is_cuda:
         torch.cuda.empty_cache()
@@ -129,7 +127,7 @@ def body(stage: Stage) -> None:
     if stage.options.sweep:
         sweep(stage)
         return
-    gc.freeze()  # garbage is collected after every case: not again over all that is imported
+    gc.freeze()  # keeps imported objects out of each case's collection
     kernels, is_dry = Kernels(stage), stage.is_dry
     decodes, prompts = decode_cases(is_dry), prefill_cases(is_dry)
     beside = [case for case in decodes if (case.batch, case.context) in PEER_DECODES and case.heads == LLAMA[0]]

@@ -1,4 +1,4 @@
-"""Milliseconds of a decode step, of a first token and of a prompt, beside what the device needs at least.
+"""Milliseconds of a decode step, a first token and a prompt, beside their limits.
 
 python -m gpu.latency
 """
@@ -19,10 +19,10 @@ from gpu.work import of_length
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXTS = (512, 2048, 8192)
 PROMPTS = (512, 1024, 2048, 4096, 8192)
-PACKED = (64, 1024)  # prompts, tokens of each
-NUM_STEPS = 48  # wanted of each shape
+PACKED = (64, 1024)  # prompts, tokens each
+NUM_STEPS = 48  # of each shape
 REPEATS = 5
-MARGIN = 512  # tokens that a request may grow by beyond its context
+MARGIN = 512  # most tokens added to a context
 
 
 def body(stage: Stage) -> None:
@@ -45,7 +45,6 @@ def _prompts(stage: Stage) -> tuple[int, ...]:
 
 
 def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
-    """A lone prompt: nothing else runs."""
     shape, device = limits_of(model), stage.ceilings.device
     for length in _prompts(stage):
         with stage.part(f"prompt of {length}, {model}"):
@@ -54,7 +53,7 @@ def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
             for repeat in range(1 + (1 if stage.is_dry else REPEATS)):
                 timed = engine.timed(of_length(1, length, 1, shape_of(model).vocab, seed=repeat), 0.0)
                 seconds.append(timed.first_token_seconds()[0])
-            del seconds[0]  # the first of a size may compile
+            del seconds[0]
             least = prefill_seconds(shape, [length], device)
             case = f"{model}, lone prompt of {length}"
             stage.result(duration("time to first token", case, seconds, least, details={"model": model}))
@@ -62,7 +61,7 @@ def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
 
 
 def _packed_prefill(stage: Stage, model: str, engine: TimedLLM) -> None:
-    """Many prompts, one token each: steps as full as the budget lets them be."""
+    """Time many prompts for one token each, in full steps."""
     count, length = (4, 16) if stage.is_dry else PACKED
     with stage.part(f"packed prefill, {model}"):
         stage.check_time(0.0 if stage.is_dry else 5.0)
@@ -89,7 +88,7 @@ def _decodes(stage: Stage, model: str, engine: TimedLLM) -> None:
 
 
 def _seconds_needed(stage: Stage, model: str, batch: int, context: int) -> float:
-    """Prefill at half of the limit, then the steps at twice theirs."""
+    """Return the seconds at twice the limits."""
     if stage.is_dry:
         return 0.0
     shape, device = limits_of(model), stage.ceilings.device
@@ -98,7 +97,7 @@ def _seconds_needed(stage: Stage, model: str, batch: int, context: int) -> float
 
 
 def _decode(stage: Stage, model: str, engine: TimedLLM, batch: int, context: int) -> None:
-    """The prompts are short of the context by half of the steps, so that this is what the steps have on average."""
+    """Time steps around `context`; prompts lack half the steps."""
     num_prefill_steps = -(-batch * context // engine.config.max_num_batched_tokens)
     num_steps = 8 if stage.is_dry else NUM_STEPS
     num_input = max(context - num_steps // 2, 1)

@@ -1,8 +1,8 @@
-"""What a step costs at least: bytes over bandwidth or operations over arithmetic, whichever takes longer.
+"""Least cost of a step: bytes over bandwidth or operations over arithmetic, whichever is longer.
 
-The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009) with the traffic of a decoder written out:
-every step streams the weights once (the embedding table is not streamed), every decode reads the keys and values of
-its context. Gaps between kernels and on the host are not in it: a measured step is this many seconds or more.
+The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009) for a decoder: every step streams the
+weights once, without the embedding table; every decode reads its context's keys and values. Gaps between kernels and
+on the host are left out, so measured steps take at least this long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ModelShape:
 
     @property
     def num_layer_weights(self) -> int:
-        """Of all layers: the four attention projections and the three of the gated MLP. Norms are not counted."""
+        """Attention's four projections and the gated MLP's three, in all layers, without norms."""
         qkv = self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         output = self.num_heads * self.head_dim * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
@@ -39,10 +39,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Ceilings that a program reaches, not those of the data sheet. The defaults were measured on an H200."""
+    """Reachable ceilings, below the data sheet's; measured on an H200 by default."""
 
     copy_bandwidth: float = 4.3e12  # bytes per second, read and written
-    flops: float = 790e12  # bf16 operations per second, a multiply-add counts as two
+    flops: float = 790e12  # bf16 operations per second; a multiply-add is two
 
 
 MODELS = {
@@ -54,7 +54,6 @@ H200 = Device()
 
 
 def weights_bytes(shape: ModelShape) -> int:
-    """Streamed by every step that samples."""
     return (shape.num_layer_weights + shape.num_head_weights) * shape.bytes_per_weight
 
 
@@ -63,19 +62,19 @@ def kv_bytes_per_token(shape: ModelShape) -> int:
 
 
 def activation_bytes(shape: ModelShape, num_tokens: int) -> int:
-    """Of a decode step: float32 logits, and what the layers hand to each other in two bytes an element."""
+    """Return bytes of a decode step's float32 logits and two-byte values between layers."""
     qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     layer = 2 * (4 * shape.hidden_size + 2 * qkv + 3 * shape.intermediate_size)
     return num_tokens * (4 * shape.vocab_size + shape.num_layers * layer)
 
 
 def attention_flops(shape: ModelShape, num_positions: float) -> float:
-    """Scores and their product with the values; `num_positions` is summed over the queries."""
+    """Count scores and their product with values, over `num_positions` of all queries."""
     return 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_positions
 
 
 def decode_seconds(shape: ModelShape, batch: int, context: float, device: Device = H200) -> float:
-    """One token for each of `batch` requests that have `context` tokens on average."""
+    """Return the seconds of a step of `batch` requests with a mean `context`."""
     moved = weights_bytes(shape) + batch * context * kv_bytes_per_token(shape) + activation_bytes(shape, batch)
     products = 2 * batch * (shape.num_layer_weights + shape.num_head_weights)
     return max(moved / device.copy_bandwidth, (products + attention_flops(shape, batch * context)) / device.flops)
@@ -84,8 +83,10 @@ def decode_seconds(shape: ModelShape, batch: int, context: float, device: Device
 def prefill_seconds(
     shape: ModelShape, num_tokens: Sequence[int], device: Device = H200, *, num_cached: Sequence[int] = ()
 ) -> float:
-    """Causal prompts in one step: new tokens of each, and how many of its tokens the cache has (0 when left out).
-    Bound by arithmetic; the output layer, which the last token alone needs, is not counted."""
+    """Return the seconds of causal prompts in one step, by new and cached tokens (default 0).
+
+    Bound by arithmetic; the output layer, which only last tokens need, is not counted.
+    """
     cached = num_cached or [0] * len(num_tokens)
     num_positions = sum(new * (old + new / 2) for new, old in zip(num_tokens, cached, strict=True))
     return (2 * shape.num_layer_weights * sum(num_tokens) + attention_flops(shape, num_positions)) / device.flops
@@ -94,10 +95,10 @@ def prefill_seconds(
 def workload_seconds(
     shape: ModelShape, lengths: Sequence[tuple[int, int]], max_num_seqs: int, device: Device = H200
 ) -> float:
-    """At the speed of light: (input, output) tokens of requests that all wait at the start, step by step.
+    """Return the seconds of (input, output) requests that all wait at the start.
 
-    As many as may run do; a prompt costs its prefill and gives the first token; every step gives all others one. Room
-    for keys and values is not limited, and prefill never shares a step's weights with decodes.
+    As many run as may; a prefill gives a prompt's first token, every step one to all others. Room for keys and values
+    is unlimited, and prefill never shares a step's weights with decodes.
     """
     waiting = deque(lengths)
     running: list[list[int]] = []  # context, tokens to come

@@ -1,4 +1,4 @@
-"""The models that are measured: real shapes with random weights, as folders that an engine can load."""
+"""Real shapes with random weights, as folders for an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def shape_of(name: str) -> Shape:
 
 
 def limits_of(name: str) -> ModelShape:
-    """For the roofline."""
     if name in MODELS:
         return MODELS[name]
     shape = shape_of(name)
@@ -26,7 +25,7 @@ def limits_of(name: str) -> ModelShape:
 
 
 def without_weights(folder: Path, name: str) -> Path:
-    """For `load_format: dummy`: configuration and tokenizer."""
+    """Write configuration and tokenizer, for `load_format: dummy`."""
     folder = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     shape = shape_of(name)

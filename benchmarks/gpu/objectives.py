@@ -1,4 +1,4 @@
-"""The objectives of speed on a GPU, each beside what was measured. Made for an H200; ratios within one run."""
+"""Objectives of speed on an H200 beside measurements; ratios are within one run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from gpu.values import OURS, Measurement
 
-LEVEL = 0.95  # of the other: what counts as level
+LEVEL = 0.95  # counts as level
 BANDWIDTH = "% of bandwidth"
 QWEN, LLAMA = "qwen3-0.6b", "llama-3.1-8b"
 SMALL_KERNELS = ("residual RMSNorm", "qk-norm, RoPE, KV write", "RoPE, KV write", "SiLU-mul")
 
 
 class Objective(NamedTuple):
-    """`found` is in the unit of the target; None: not measured."""
+    """`found` has the target's unit; None: not measured."""
 
     point: int
     what: str
@@ -37,7 +37,7 @@ class Results:
         self._all = measurements
 
     def one(self, name: str, *parts: str, who: str = OURS) -> Measurement | None:
-        """The last figure whose case holds all `parts`."""
+        """Return the last figure whose case holds all `parts`."""
         found = self.every(name, *parts, who=who)
         return found[-1] if found else None
 

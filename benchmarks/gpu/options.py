@@ -1,5 +1,3 @@
-"""Options that the suite and every stage share."""
-
 from __future__ import annotations
 
 import argparse
@@ -24,7 +22,6 @@ def is_dry(options: argparse.Namespace) -> bool:
 
 
 def model_names(options: argparse.Namespace) -> list[str]:
-    """Raises `SystemExit` for one that is unknown."""
     known = (*MODEL_NAMES, *DRY_MODELS)
     wanted = [name for name in options.models.split(",") if name]
     if unknown := [name for name in wanted if name not in known]:

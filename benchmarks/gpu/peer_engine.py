@@ -1,9 +1,8 @@
-"""One engine in a process of its own: `PYTHON peer_engine.py ENGINE OPTIONS_JSON`, run as a file.
+"""One engine in its own process, run as a file: `PYTHON peer_engine.py ENGINE OPTIONS_JSON`.
 
 Options: model (a folder), requests (a file of [[input ids, output tokens], …]), repeats, device, max_model_len.
-Prints one JSON line: the seconds of each run of all requests, the tokens that came, and the first of them.
-Greedy, end of sequence ignored, no text. Imports nothing but the standard library and the engine, so that any Python
-environment that has the engine can run it.
+Prints one JSON line: seconds of each run, tokens received, and the first of them. Greedy, end of sequence ignored, no
+text. Imports only the standard library and the engine, so any environment with the engine can run it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def vllm(options: dict[str, Any], **settings: Any) -> Run:
 
 
 def vllm_triton(options: dict[str, Any]) -> Run:
-    """With its attention in triton-lang, as ours is."""
+    """Use attention in triton-lang, like Tidewheel's."""
     return vllm(options, attention_backend="TRITON_ATTN")
 
 
@@ -83,7 +82,7 @@ def sglang(options: dict[str, Any]) -> Run:
 
 
 def lmdeploy(options: dict[str, Any]) -> Run:
-    """Its PyTorch engine, whose kernels are in triton-lang."""
+    """Use the PyTorch engine, with kernels in triton-lang."""
     import asyncio
 
     from lmdeploy import GenerationConfig, PytorchEngineConfig, pipeline
@@ -111,7 +110,6 @@ def lmdeploy(options: dict[str, Any]) -> Run:
 
 
 def transformers(options: dict[str, Any], attention: str = "paged|sdpa") -> Run:
-    """`generate_batch`'s own continuous batching."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -188,13 +186,13 @@ def measure(options: dict[str, Any], make: Callable[[dict[str, Any]], Run]) -> d
 
 def main() -> None:
     name, options = sys.argv[1], json.loads(sys.argv[2])
-    # Libraries print to standard output as they like: the answer goes to where it pointed at the start.
+    # Libraries print to standard output; the answer uses a copy.
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     output.write(json.dumps(measure(options, ENGINES[name])) + "\n")
     output.flush()
-    os._exit(0)  # whatever threads and processes the engine has
+    os._exit(0)  # despite the engine's threads and processes
 
 
 if __name__ == "__main__":

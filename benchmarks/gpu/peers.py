@@ -1,8 +1,8 @@
-"""Other engines beside ours: the same weight files and requests, greedy, one process each, the device empty between.
+"""Other engines beside Tidewheel: equal weights and requests, greedy, each in a process on an empty device.
 
     python -m gpu.peers [--peers BUNDLE.tar.xz]
 
-transformers is measured where it is installed; a bundle brings the others, as folders for PYTHONPATH (README.md).
+transformers is measured if installed; a bundle brings the others, as folders for PYTHONPATH (README.md).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from gpu.stage import Stage, parser, run
 from gpu.values import OURS, Measurement
 from workload import WorkItem
 
-# Run with -P: a module of this folder must not stand in for a package of the same name that an engine imports.
+# -P keeps modules of this folder from shadowing an engine's imports.
 PROGRAM = Path(__file__).parent / "peer_engine.py"
 RANDOM_MODEL = Path(__file__).parents[1] / "random_model.py"
-START_S = 40.0  # what an engine needs besides its runs, about
+START_S = 40.0  # besides the runs
 
 
 class Peer(NamedTuple):
     name: str
-    folders: tuple[str, ...] = ()  # of the bundle, for PYTHONPATH; none: it is installed
+    folders: tuple[str, ...] = ()  # of the bundle, for PYTHONPATH; none: installed
     repeats: int = 2
     models: tuple[str, ...] = ()  # empty: all
 
@@ -51,7 +51,7 @@ PEERS = (
 
 
 def peer_environment(peer: Peer, bundle: Path | None) -> dict[str, str] | None:
-    """None when the bundle that it needs is not there, or lacks it."""
+    """Return None without the peer's bundle."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not peer.folders:
         return environment
@@ -77,12 +77,11 @@ def body(stage: Stage) -> None:
 
 
 def _bundle(path: Path, folder: Path) -> Path:
-    """A folder is taken as it is."""
     return path if path.is_dir() else unpack(path, folder)
 
 
 def _make_weights(stage: Stage, model: str, folder: Path) -> Path:
-    """In a process of its own, so that the device is empty afterwards."""
+    """Make weights in another process, to leave the device empty."""
     command = [sys.executable, str(RANDOM_MODEL), str(folder), "--shape", model, "--device", stage.device.type]
     subprocess.run(command, check=True, timeout=max(stage.seconds_left, 1.0), stdout=subprocess.DEVNULL)
     return folder
@@ -133,7 +132,7 @@ def _run(stage: Stage, peer: Peer, weights: Path, requests: Path, environment: d
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
-    """Engines have processes of their own, which must not hold the device."""
+    """End the engine's processes, which hold the device."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

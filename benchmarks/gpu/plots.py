@@ -1,5 +1,3 @@
-"""Pictures of the results: kernels against ceilings, decode steps against limits, engines side by side."""
-
 from __future__ import annotations
 
 import re
@@ -8,14 +6,14 @@ from pathlib import Path
 
 from gpu.values import OURS, Measurement
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart.
+# Okabe and Ito's colours, for any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555", "#882255")
 WIDTH, BAR_HEIGHT = 11.0, 0.13  # inches
 GAP = 0.6  # between groups, in bars
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[str]:
-    """Names of the files that were written; none for what was not measured."""
+    """Return the names of written files."""
     pictures: dict[str, Callable[[Sequence[Measurement], Path], bool]] = {
         "kernels.png": _kernels,
         "decode_steps.png": _decode_steps,
@@ -25,7 +23,6 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[str]:
 
 
 def _kernels(measurements: Sequence[Measurement], path: Path) -> bool:
-    """Percent of the measured ceiling."""
     units = ("GB/s", "TFLOP/s")
     kernels = [m for m in measurements if m.unit in units and m.percent is not None]
     labels = [f"{m.name}, {m.case}" for m in kernels]
@@ -50,7 +47,6 @@ def _bars(
     values: Sequence[float],
     mark: float | None = None,
 ) -> bool:
-    """A group for each label, a bar in it for each owner that has a value there."""
     from matplotlib.figure import Figure
 
     if not values:
@@ -85,7 +81,6 @@ def _bars(
 
 
 def _decode_steps(measurements: Sequence[Measurement], path: Path) -> bool:
-    """Milliseconds of a decode step over the batch size, with the limits as dashed lines."""
     from matplotlib.figure import Figure
 
     steps = [m for m in measurements if m.name == "decode step" and "batch" in m.details]

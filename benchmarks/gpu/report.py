@@ -1,4 +1,4 @@
-"""The results as Markdown: objectives first, then every figure of every stage, and what was not measured."""
+"""Results as Markdown: objectives, figures by stage, and gaps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from gpu.values import Measurement
 
 
 def markdown(result: dict[str, Any], measurements: Sequence[tuple[str, Measurement]], plots: Sequence[str]) -> str:
-    """`measurements`: stage and figure, in order."""
     parts = [_head(result)]
     if not result["dry_run"]:
         parts.append(_table("Objectives", OBJECTIVE_HEAD, _objective_rows(objectives([m for _, m in measurements]))))

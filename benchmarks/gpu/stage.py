@@ -1,7 +1,7 @@
-"""What the programs of the stages share: options, the time that is left, and where results go.
+"""Common parts of stages: options, time left, and results.
 
-A stage is a process of its own: its memory is free again when it ends, and an error on the device ends it alone.
-It prints a line per result, and with `--records` writes each at once as a line of JSON, so that nothing is lost.
+A stage is a process, so its end frees its memory and a device error ends only it. It prints a line per result;
+`--records` also writes each at once as JSON, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ NO_DEVICE, INTERRUPTED = 2, 130  # exit status
 
 
 class OutOfTime(Exception):
-    """The stage has used its share; what is left is recorded as skipped."""
+    """No time is left for the stage; the rest is skipped."""
 
 
 @dataclass
 class Stage:
-    """One run of one stage."""
-
     name: str
     device: torch.device
     models: list[str]
-    is_dry: bool  # tiny sizes and few samples: proves the program, measures nothing
+    is_dry: bool  # tiny sizes: proves the program, measures nothing
     end: float  # time.monotonic
     ceilings: Ceilings
-    out: Path  # for files that are kept beside the results
+    out: Path  # beside the results
     records: TextIO | None
     options: argparse.Namespace
 
@@ -61,12 +59,11 @@ class Stage:
         self._write({"type": "skipped", "what": what, "reason": reason})
 
     def facts(self, **facts: Any) -> None:
-        """What is worth recording and is no figure."""
         self._write({"type": "facts", **facts})
 
     @contextlib.contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """An error in it is recorded and the stage goes on; so is `check_time` finding that it does not fit."""
+        """Record an error, or `check_time`'s refusal, and go on."""
         try:
             yield
         except OutOfTime as late:
@@ -79,7 +76,7 @@ class Stage:
                 raise
 
     def check_time(self, needs_s: float) -> None:
-        """Raises `OutOfTime` when less is left."""
+        """Raise `OutOfTime` if less time is left."""
         if self.seconds_left < needs_s:
             raise OutOfTime(f"{max(0.0, self.seconds_left):.0f} s are left and it needs about {needs_s:.0f}")
 
@@ -90,7 +87,7 @@ class Stage:
 
 
 def is_device_lost(error: Exception) -> bool:
-    """After such an error every later call in the process fails too."""
+    """Return whether every later call in the process fails too."""
     text = str(error).lower()
     fatal = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
     return any(words in text for words in fatal)
@@ -106,14 +103,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def device_problem(device: str) -> str | None:
-    """Why there is nothing to measure on."""
     if device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device is seen by torch; --device cpu tries the programs without measuring anything"
     return None
 
 
 def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -> None:
-    """The main function of a stage."""
     problem = device_problem(options.device)
     if problem:
         print(f"gpu.{name}: {problem}", file=sys.stderr)
@@ -140,4 +135,4 @@ def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -
     sys.stdout.flush()
     sys.stderr.flush()
     if stage.is_cuda:
-        os._exit(0)  # threads and graphs of the device need no orderly end, and it costs seconds
+        os._exit(0)  # device shutdown would cost seconds

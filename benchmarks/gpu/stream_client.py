@@ -1,7 +1,7 @@
-"""One client process of the load: streams its requests over gRPC, all at once. Imports no torch.
+"""One client process of the load: streams requests over gRPC, all at once, without torch.
 
-Reads a JSON object from standard input (address, model, work as [input_ids, output tokens]), answers "ready" when it
-is connected, sends when a second line comes, and writes the arrivals of each stream.
+Reads a JSON object from standard input (address, model, work as [input_ids, output tokens]), answers "ready" once
+connected, sends on a second line, and writes each stream's arrivals.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ TIMEOUT_S = 120.0
 
 
 class Stream(NamedTuple):
-    """One answer as its client saw it, on the machine's monotonic clock."""
+    """Answer on the machine's monotonic clock."""
 
     arrivals: list[tuple[float, int]]  # (when, tokens)
     error: str
 
     def gaps(self) -> list[float]:
-        """Between tokens; those that came together share the gap before them evenly, as in `Outcome`."""
+        """Return times between tokens; tokens that arrive together split the gap, as in `Outcome`."""
         found: list[float] = []
         for (before, _), (now, count) in pairwise(self.arrivals):
             found += [(now - before) / count] * count
@@ -39,7 +39,7 @@ class Stream(NamedTuple):
 
 
 def stream_all(address: str, model: str, work: Sequence[WorkItem], num_clients: int) -> tuple[float, list[Stream]]:
-    """When the clients were told to send, and what came back. Raises RuntimeError if one failed."""
+    """Return the time of sending, and streams; raise RuntimeError if a client failed."""
     clients = [
         subprocess.Popen(
             [sys.executable, "-P", "-m", "gpu.stream_client"],

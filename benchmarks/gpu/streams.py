@@ -1,4 +1,4 @@
-"""Rate and latencies of requests that run at once, alike for the engine in-process and behind tritonserver."""
+"""Rate and latencies of concurrent requests, in-process or behind tritonserver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def report_streams(
     gaps: Sequence[float],
     first_tokens: Sequence[float],
 ) -> None:
-    """`gaps` between tokens of a request (ITL), and first tokens after the start, in seconds."""
+    """Report rate, times between tokens (ITL) and to first tokens, in seconds."""
     case, details = f"{model}, 256 concurrent", {"model": model, "num_tokens": num_tokens}
     rate = throughput(
         "streamed tokens", case, [seconds], num_tokens, "output tokens/s", None, who=who, details=details
@@ -35,7 +35,7 @@ def report_streams(
 
 
 def thinned(values: Sequence[float], count: int = NUM_KEPT) -> list[float]:
-    """Evenly spaced order statistics: the same median, and a file of a size that can be kept."""
+    """Return evenly spaced order statistics, which keep the median."""
     ordered = sorted(values)
     if len(ordered) <= count:
         return ordered

@@ -1,4 +1,4 @@
-"""The stages in order of importance, each in a process of its own with a share of the time; findings are kept."""
+"""Stages by importance, each in its own process with a share of the time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from gpu.bundle import FA3_FOLDER, FA3_LIBRARY
 
-END_S = 20.0  # for a stage that is told to stop
+END_S = 20.0
 POLL_S = 0.1
-FREE_BYTES = 3 << 30  # of device memory in use, when nothing of ours is left
+FREE_BYTES = 3 << 30  # device memory in use when idle
 FREE_WAIT_S = 20.0
 
 
 class StagePlan(NamedTuple):
-    """`seconds`: its share at most; a stage is not started with less than half of it left."""
+    """`seconds` is the largest share; a stage needs half of it to start."""
 
     name: str
     seconds: float
@@ -41,18 +41,18 @@ DEFAULT = (
     StagePlan("swap", 50.0),
 )
 PEERS = StagePlan("peers", 420.0)
-BESIDE = (StagePlan("ceilings", 40.0), StagePlan("kernels", 100.0), PEERS)  # what a bundle of peers is for
+BESIDE = (StagePlan("ceilings", 40.0), StagePlan("kernels", 100.0), PEERS)  # with a bundle of peers
 SWEEP = StagePlan("kernels", 480.0, ("--sweep",))
 NAMES = (*(plan.name for plan in DEFAULT), "peers", "sweep")
 
 
 def choose(names: Sequence[str], *, with_peers: bool) -> list[StagePlan]:
-    """Plans by name, the ceilings first: percentages relate to them. Raises ValueError for an unknown name."""
+    """Return plans, ceilings first for percentages; raise ValueError for an unknown name."""
     known = {plan.name: plan for plan in DEFAULT} | {"peers": PEERS, "sweep": SWEEP}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"--stages {','.join(unknown)}: choose from {', '.join(NAMES)}")
     if names:
-        if "engine" not in names:  # which measures the same requests in-process
+        if "engine" not in names:  # measures equal requests in-process
             known["triton_tax"] = known["triton_tax"]._replace(arguments=("--in-process",))
         return [known["ceilings"], *(known[name] for name in names if name != "ceilings")]
     return list(BESIDE if with_peers else DEFAULT)
@@ -60,8 +60,6 @@ def choose(names: Sequence[str], *, with_peers: bool) -> list[StagePlan]:
 
 @dataclass
 class Findings:
-    """Everything that the stages wrote, in order."""
-
     records: list[dict[str, Any]] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)  # name, seconds, outcome
 
@@ -78,7 +76,7 @@ class Suite:
         seconds: float,
         bundle: Path | None = None,
     ) -> None:
-        """`common`: options of every stage; `folder`: for scratch files; `bundle`: of peers, unpacked."""
+        """`common` are options of every stage, `folder` holds scratch files, `bundle` unpacked peers."""
         self.findings = Findings()
         self._plans = plans
         self._common = list(common)
@@ -88,7 +86,7 @@ class Suite:
         self._bundle = bundle
 
     def run(self, save: Callable[[Findings], None]) -> None:
-        """`save` is called after every stage. Ctrl-C ends the stage that runs and keeps what there is."""
+        """Run the stages, with `save` after each; Ctrl-C ends the current one and keeps results."""
         for number, plan in enumerate(self._plans):
             left = self._end - time.monotonic()
             label = plan.name + "".join(f" {argument}" for argument in plan.arguments)
@@ -128,7 +126,7 @@ class Suite:
             wait_for_free_memory()
 
     def _environment(self, plan: StagePlan) -> dict[str, str]:
-        """The kernels are compared with the FlashAttention-3 of a bundle; no other stage may see it."""
+        """Show a bundle's FlashAttention-3 only to the kernels stage."""
         environment = dict(os.environ)
         if plan.name == "kernels" and self._bundle is not None:
             paths = (environment.get("PYTHONPATH", ""), str(self._bundle / FA3_FOLDER))
@@ -142,7 +140,7 @@ class Suite:
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """In a process group of its own, nothing of which is left afterwards."""
+    """Run in a process group, and end all of it."""
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         yield process
@@ -169,7 +167,6 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Those that were written in full."""
     if not path.exists():
         return []
     records = []
@@ -180,7 +177,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_in_use() -> int | None:
-    """Bytes of the first device, of all processes; None where the driver does not say."""
+    """Return bytes of all processes on the first device; None if unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -190,7 +187,7 @@ def memory_in_use() -> int | None:
 
 
 def wait_for_free_memory() -> None:
-    """An engine process outlives its server by some seconds."""
+    """Wait for engine processes, which outlive their server by seconds."""
     end = time.monotonic() + FREE_WAIT_S
     while time.monotonic() < end:
         used = memory_in_use()

@@ -1,9 +1,9 @@
-"""Preemption: bringing a request back by a swap against computing it again, beside what the scheduler would choose.
+"""Preemption: swapping a request back against computing it again, and the scheduler's choice.
 
     python -m gpu.swap
 
-For each context, the time of one swap out and in of its blocks, and of one prefill of its tokens; then a workload
-that does not fit into the cache, with either way forced and with the choice left to the cost model.
+Per context, one swap out and in of its blocks, and one prefill; then a workload beyond the cache, with either way
+forced and with the cost model's choice.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from workload import WorkItem
 CONTEXTS = (512, 2048, 8192)
 REPEATS = 5
 COUNT, NUM_INPUT, NUM_OUTPUT = 96, 1024, 512
-ROOM = 0.6  # of the blocks that all requests need at their end
+ROOM = 0.6
 MODES = ("recompute", "swap", "auto")
 SWAP_GIB = 8.0
 
 
 def body(stage: Stage) -> None:
-    model = stage.models[-1]  # the largest
+    model = stage.models[-1]
     with tempfile.TemporaryDirectory() as scratch:
         with stage.part(f"ways back, {model}"):
             stage.check_time(0.0 if stage.is_dry else 12.0)
@@ -109,7 +109,7 @@ def _workload(stage: Stage, model: str, folder: Path, mode: str) -> None:
     needed = count * -(-(num_input + num_output) // block_size)
     settings = {
         "preemption_mode": mode,
-        "enable_prefix_caching": True,  # the host tier keeps blocks by their content
+        "enable_prefix_caching": True,  # the host tier needs contents
         "swap_space": 0.0 if mode == "recompute" else 0.01 if stage.is_dry else SWAP_GIB,
         "max_model_len": num_input + num_output,
         "num_blocks": max(round(ROOM * needed), needed // count),

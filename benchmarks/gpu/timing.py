@@ -1,10 +1,8 @@
-"""Seconds that an operation takes on the device, without the cost of launching it and without a warm L2 cache.
+"""Device seconds of an operation, without launch cost or a warm L2 cache.
 
-On CUDA the calls are captured into a graph that goes round over several independent sets of inputs, together larger
-than the L2 cache, so that none finds its data there from the call before; a replay is timed by two events and
-divided by its calls. It is queued behind another replay: while the device is busy with that one, the host has time to
-queue all of it, so that no wait for the host lies between the events. Sets that are larger than the cache need no
-copy. On a CPU each call is timed by itself.
+On CUDA, a graph of calls goes round over sets of inputs, together larger than the L2 cache, so no call finds its data
+there. Two events time a replay, divided by its calls. It queues behind another replay, during which the host queues
+all of it, so the events contain no wait for the host. On a CPU each call is timed.
 """
 
 from __future__ import annotations
@@ -16,18 +14,18 @@ from typing import NamedTuple
 import torch
 
 Call = Callable[[], object]
-Factory = Callable[[int], Call]  # makes the call on the i-th set of inputs
+Factory = Callable[[int], Call]  # call on the i-th set
 
 NUM_SAMPLES = 20
-MIN_REPLAY_S = 2e-3  # at the speed of calls without a graph, which may be ten times slower
+MIN_REPLAY_S = 2e-3  # at the speed without a graph, perhaps ten times slower
 WAKING, WAKING_CALLS = 8192, 100
 MAX_CALLS = 256
 MAX_SETS = 64
-MAX_MEASURING_S = 1.5  # of one operation
+MAX_MEASURING_S = 1.5
 
 
 class Timing(NamedTuple):
-    seconds: list[float]  # of one call, a sample per replay
+    seconds: list[float]  # of one call, by replay
     in_graph: bool
     num_sets: int
 
@@ -46,13 +44,13 @@ class Timer:
             _wake(device)
 
     def num_sets(self, set_bytes: int) -> int:
-        """Twice the cache, so that the oldest set is gone when its turn comes again."""
+        """Return how many sets fill the cache twice, so each is gone when its turn comes."""
         if self._device.type != "cuda":
             return 1
         return max(1, min(MAX_SETS, -(-2 * self._l2_bytes // max(set_bytes, 1))))
 
     def measure(self, factory: Factory, set_bytes: int) -> Timing:
-        """`set_bytes`: what one call reads and writes."""
+        """Time calls that read and write `set_bytes`."""
         num_sets = self.num_sets(set_bytes)
         calls = [factory(index) for index in range(num_sets)]
         if self._device.type == "cuda":
@@ -63,7 +61,7 @@ class Timer:
     def _on_cuda(self, calls: list[Call]) -> Timing:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # compiles, and makes library handles, before anything is captured
+        with torch.cuda.stream(stream):  # compiles and makes handles before the capture
             for call in (calls[0], *calls):
                 call()
         torch.cuda.synchronize(self._device)
@@ -77,7 +75,7 @@ class Timer:
             with torch.cuda.graph(graph, stream=stream):
                 for call in rounds:
                     call()
-        except RuntimeError:  # an operation that waits for the device, or allocates outside torch
+        except RuntimeError:  # the operation waits for the device, or allocates outside torch
             torch.cuda.synchronize(self._device)
             times = [self._events(lambda: [call() for call in rounds]) for _ in range(num_samples)]
             return Timing([seconds / num_calls for seconds in times], False, len(calls))
@@ -87,7 +85,7 @@ class Timer:
         return Timing([seconds / num_calls for seconds in times], True, len(calls))
 
     def _events(self, call: Call, behind: Call = lambda: None) -> float:
-        """Seconds on the device from the end of `behind` to the end of `call`."""
+        """Return device seconds between the ends of `behind` and `call`."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         behind()
         begin.record()
@@ -98,7 +96,7 @@ class Timer:
 
 
 def _wake(device: torch.device) -> None:
-    """Some 100 ms of work: an idle device has low clocks."""
+    """Work about 100 ms, as idle devices have low clocks."""
     matrix = torch.zeros(WAKING, WAKING, dtype=torch.bfloat16, device=device)
     for _ in range(WAKING_CALLS):
         torch.mm(matrix, matrix)

@@ -1,8 +1,8 @@
-"""What tritonserver costs: tokens streamed over gRPC to 256 clients, beside the same requests in-process.
+"""Cost of tritonserver: tokens streamed over gRPC to 256 clients, beside equal requests in-process.
 
     python -m gpu.triton_tax --in-process
 
-The same settings, temperature and random weights on both sides; the clients are several processes.
+Settings, temperature and random weights are equal; clients are several processes.
 """
 
 from __future__ import annotations

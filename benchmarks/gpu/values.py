@@ -1,4 +1,4 @@
-"""What a measurement says, and the ceilings that it is held against."""
+"""Measurements and their ceilings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ OURS = "tidewheel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One figure with the samples it comes from."""
-
-    name: str  # what was measured: "decode attention"
-    case: str  # under which conditions: "32:8 heads, batch 128, context 2048"
+    name: str
+    case: str  # conditions: "32:8 heads, batch 128, context 2048"
     value: float
     unit: str
     samples: list[float]
     sample_unit: str
     who: str = OURS
-    limit: float | None = None  # what the device allows at most, or at least, in `unit`
-    percent: float | None = None  # of that limit
+    limit: float | None = None  # the device's most or least, in `unit`
+    percent: float | None = None  # of the limit
     details: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
@@ -44,7 +42,7 @@ class Measurement:
 def throughput(
     name: str, case: str, seconds: list[float], amount: float, unit: str, limit: float | None, **rest: Any
 ) -> Measurement:
-    """`amount` (in `unit` · s) per median second; `limit` is the most that the device allows."""
+    """Return `amount` (in `unit` · s) per median second; `limit` is the device's most."""
     value = amount / statistics.median(seconds)
     percent = None if limit is None else 100.0 * value / limit
     return Measurement(
@@ -54,7 +52,7 @@ def throughput(
 
 
 def duration(name: str, case: str, seconds: list[float], limit_s: float | None, **rest: Any) -> Measurement:
-    """Median milliseconds; `limit_s` is the least that the device allows."""
+    """Return median milliseconds; `limit_s` is the device's least."""
     value = 1e3 * statistics.median(seconds)
     limit = None if limit_s is None else 1e3 * limit_s
     percent = None if limit is None else 100.0 * limit / value
@@ -66,11 +64,11 @@ def duration(name: str, case: str, seconds: list[float], limit_s: float | None, 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured on the device of this run. Bytes per second, and bf16 operations per second."""
+    """Bytes and bf16 operations per second of this device."""
 
     copy_bandwidth: float = H200.copy_bandwidth  # read and written
     flops: float = H200.flops
-    to_host: float = 0.0  # one direction; 0: not measured
+    to_host: float = 0.0  # 0: not measured
     from_host: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""The requests of the engine benchmarks: the same ids and lengths for every engine."""
+"""Requests of the engine benchmarks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TEMPERATURE = 0.6
 
 
 def headline(count: int = HEADLINE_COUNT, low: int = HEADLINE_LOW, high: int = HEADLINE_HIGH) -> list[WorkItem]:
-    """Prompts of `low` to `high` random ids and as many output tokens, seed 0.
+    """Return prompts of `low` to `high` random ids and as many output tokens, seed 0.
 
-    With the defaults it is the workload that nano-vllm and mini-sglang publish figures for (142,827 tokens in,
-    133,966 out): ids 0 to 10,000, the lengths and ids of all prompts drawn before the output lengths.
+    Defaults give the published workload of nano-vllm and mini-sglang (142,827 tokens in, 133,966 out): ids 0 to
+    10,000, lengths and ids of all prompts drawn before output lengths.
     """
     rng = random.Random(0)
     prompts = [[rng.randint(0, LAST_ID) for _ in range(rng.randint(low, high))] for _ in range(count)]
@@ -25,7 +25,7 @@ def headline(count: int = HEADLINE_COUNT, low: int = HEADLINE_LOW, high: int = H
 
 
 def sharegpt(count: int = SHAREGPT_COUNT) -> list[WorkItem]:
-    """Heavy-tailed lengths with the means of ShareGPT, seed 0."""
+    """Return heavy-tailed lengths with ShareGPT's means, seed 0."""
     conversations = WORKLOADS["sharegpt"].conversations(0)
     turns = [next(conversations)[0] for _ in range(count)]
     return [WorkItem(turn.input_ids, turn.num_output_tokens) for turn in turns]

@@ -1,4 +1,4 @@
-"""Client of a Tidewheel server: streams from NVIDIA Triton over gRPC. Needs neither torch nor the server's package.
+"""Client of a Tidewheel server over Triton's gRPC streams; it needs neither torch nor the server's package.
 
 from tidewheel_client import Client
 

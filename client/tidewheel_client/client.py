@@ -1,4 +1,4 @@
-"""The client: one gRPC channel, one call per request, so that no request can end another's stream."""
+"""Client with one gRPC channel and one call per request, so no request can end another's stream."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tidewheel_client.values import Completion, Metadata
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.enable_http_proxy", 0),  # a proxy for web pages is never meant for the server on this host
+    ("grpc.enable_http_proxy", 0),  # web proxies must not apply to the server
     ("grpc.use_local_subchannel_pool", 1),
 )
-# With it Triton answers an error with a gRPC status, not with bare text. It ends the call: each request has its own.
+# Makes Triton send errors as a gRPC status, not bare text. That ends the call, which serves one request only.
 _WITH_STATUS = ("triton_grpc_error", "true")
 _PROBE_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 
 
 class Client:
-    """Talks to one model of one server. Thread-safe; any number of requests at a time.
+    """Client of one model on one server; thread-safe, for any number of concurrent requests.
 
-    `timeout_s` bounds each request that does not bring its own. `credentials` turns on TLS; `headers` go with every
-    call, say for a gateway's token. Every method raises `RequestError`.
+    `timeout_s` bounds requests without their own. `credentials` turns on TLS. `headers`, such as a gateway's token,
+    go with every call. Every method raises `RequestError`.
     """
 
     def __init__(
@@ -65,13 +65,14 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> Stream:
-        """Starts a request; its text arrives as it is made.
+        """Start a request and return its stream.
 
-        The prompt is exactly one of `prompt`, `messages` (of a chat: `{"role": …, "content": …}`) and `input_ids`.
-        `params` are sampling keys (`max_tokens`, `temperature`, `stop`, …), keys that say how the request is served
-        (`n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `session_id`, `session_ttl_s`), and the flags
-        that ask for more output: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`,
-        `return_perf_metrics`. `priority` and `deadline_ms` are set as fields of Triton's too, for its own queue.
+        Give exactly one of `prompt`, `messages` (chat: `{"role": …, "content": …}`) and `input_ids`. `params` are:
+
+        - sampling keys: `max_tokens`, `temperature`, `stop`, …;
+        - serving keys: `n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `session_id`, `session_ttl_s`;
+          `priority` and `deadline_ms` also reach Triton's own queue;
+        - output flags: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`, `return_perf_metrics`.
         """
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=True)
         return self._start(request, timeout_s)
@@ -86,8 +87,7 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> Completion:
-        """The whole answer in one response; arguments as for `stream`, `n` left out. Works with a non-decoupled
-        model too."""
+        """Return the whole answer, with the arguments of `stream` except `n`; non-decoupled models work too."""
         if params.get("n", 1) != 1:
             raise InvalidRequest(f"n is {params['n']!r}: generate_all returns several sequences")
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=False)
@@ -104,27 +104,27 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> tuple[Completion, ...]:
-        """As `generate`, one answer for each of `n` sequences."""
+        """Return one answer per sequence of `n`, like `generate`."""
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=False)
         with self._start(request, timeout_s) as stream:
             return stream.read_all()
 
     def close_session(self, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
-        """Makes the server forget a session. Raises `NotFound` when it has none of that name."""
+        """Make the server forget a session; raise `NotFound` if it is unknown."""
         params = {"close_session": True, "session_id": session_id, "tenant": tenant}
         request = self._encode("", None, None, "", params, stream=False)
         with self._start(request, timeout_s) as stream:
             stream.read()
 
     def is_ready(self) -> bool:
-        """Whether the server can be reached and the model takes requests."""
+        """Return whether the server is reachable and the model accepts requests."""
         try:
             return bool(self._unary("ModelReady", service_pb2.ModelReadyRequest(name=self.model)).ready)
         except ServerUnavailable:
             return False
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Raises `RequestTimeout` if the model is not ready in time."""
+        """Raise `RequestTimeout` if the model is not ready in time."""
         end = time.monotonic() + timeout_s
         while not self.is_ready():
             if time.monotonic() >= end:
@@ -144,12 +144,12 @@ class Client:
         )
 
     def streaming_models(self) -> tuple[str, ...]:
-        """Names of the server's ready models that can stream, sorted."""
+        """Return the ready models that stream, sorted."""
         index = self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest(ready=True))
         return tuple(sorted({entry.name for entry in index.models if self._is_decoupled(entry.name)}))
 
     def close(self) -> None:
-        """Cancels what is still running."""
+        """Close the channel, cancelling running requests."""
         self._channel.close()
 
     def __enter__(self) -> Self:

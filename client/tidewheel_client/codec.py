@@ -1,4 +1,4 @@
-"""Between Python values and the tensors of one request: `ModelInferRequest` out, `ModelInferResponse` in."""
+"""Codec between Python values and a request's tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tidewheel_client.values import Chunk, PerfMetrics, TokenLogprob
 
 Message = str | Mapping[str, object]
 
-# Outputs that a request asks for, and whether it does unless told otherwise. The counts are cheap and tell
-# a reader how many tokens a coalesced chunk holds.
+# Output flags with defaults. Counts are cheap and tell how many tokens a coalesced chunk holds.
 OUTPUT_FLAGS: dict[str, bool] = {
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
@@ -46,7 +45,7 @@ def encode(
     *,
     stream: bool,
 ) -> service_pb2.ModelInferRequest:
-    """One request. `prompt` is what `prompt_input` returns; `params` holds sampling keys and `return_…` flags."""
+    """Encode a request; `prompt` comes from `prompt_input`, `params` hold sampling keys and `return_…` flags."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     (name, value), *_ = prompt.items()
     if name == "input_ids":
@@ -56,14 +55,14 @@ def encode(
         _add_text(request, name, str(value))
     _add_bool(request, "stream", stream)
     _add_bool(request, "exclude_input_in_output", True)
-    _add_bool(request, "return_finish_reason", True)  # it is what tells a whole stream from a broken one
+    _add_bool(request, "return_finish_reason", True)  # tells a whole stream from a broken one
     sampling = dict(params)
     for flag, default in OUTPUT_FLAGS.items():
         wanted = sampling.pop(flag, default)
         if wanted not in (True, False):
             raise InvalidRequest(f"{flag} must be true or false, not {wanted!r}")
         if wanted or (flag == "return_num_output_tokens" and params.get("return_token_ids")):
-            _add_bool(request, flag, True)  # the counts tell which ids are whose
+            _add_bool(request, flag, True)  # counts assign ids to sequences
     _add_queue_fields(request, sampling)
     if sampling:
         _add_text(request, "sampling_parameters", _json("sampling parameters", sampling))
@@ -73,7 +72,7 @@ def encode(
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """The one input that carries the prompt, by tensor name. Raises `InvalidRequest` unless just one is given."""
+    """Return the prompt's input by tensor name; raise `InvalidRequest` unless exactly one is given."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt
@@ -88,7 +87,6 @@ def prompt_input(
 
 
 def decode(response: service_pb2.ModelInferResponse) -> list[Chunk]:
-    """One response as a chunk for each sequence."""
     outputs = _outputs(response)
     texts = outputs.get("text_output", ("",))
     counts = outputs.get("num_output_tokens") or (None,) * len(texts)
@@ -117,7 +115,7 @@ def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, .
 
 
 def _element(outputs: Mapping[str, tuple[Any, ...]], name: str, index: int) -> Any:
-    """None when the output was not asked for."""
+    """Return None for an output that was not requested."""
     values = outputs.get(name)
     return values[index] if values else None
 
@@ -127,7 +125,7 @@ def _finish_reason(text: str | None) -> str | None:
 
 
 def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> list[tuple[int, ...] | None]:
-    """The ids of all sequences, one after the other, to those of each."""
+    """Split concatenated ids by sequence."""
     if token_ids is None:
         return [None] * len(counts)
     if len(counts) == 1:
@@ -195,7 +193,7 @@ def _json(what: str, value: object) -> str:
 
 
 def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[str, object]) -> None:
-    """Priority and deadline where Triton's own queue reads them too; what it cannot read the model refuses."""
+    """Copy priority and deadline to where Triton's queue reads them; the model refuses bad values."""
     priority, deadline_ms = params.get("priority"), params.get("deadline_ms")
     if isinstance(priority, int) and 0 < priority < 2**31:
         request.parameters["priority"].uint64_param = int(priority)
@@ -208,7 +206,7 @@ def _add_bool(request: service_pb2.ModelInferRequest, name: str, value: bool) ->
 
 
 def _add_text(request: service_pb2.ModelInferRequest, name: str, text: str) -> None:
-    # Lone surrogates go out as they are, so that the server says what is wrong with them.
+    # The server reports lone surrogates, so send them.
     data = text.encode("utf-8", "surrogatepass")
     _add(request, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
 

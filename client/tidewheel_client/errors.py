@@ -1,23 +1,23 @@
-"""What a request may end with, one class per cause.
+"""Errors of requests, one class per cause.
 
     RequestError
     ├── InvalidRequest      TW-INPUT         can never work as sent
     │   └── PromptTooLarge  TW-TOO-LARGE
-    ├── Unsupported         TW-UNSUPPORTED   known, and not offered
-    ├── NotFound            TW-NOT-FOUND     no such model
-    ├── Busy                TW-BUSY          overload: try again after `retry_after_ms`
+    ├── Unsupported         TW-UNSUPPORTED   known, but not offered
+    ├── NotFound            TW-NOT-FOUND     no such model or session
+    ├── Busy                TW-BUSY          overload: retry after `retry_after_ms`
     ├── Draining            TW-DRAINING      shutting down: try another server
-    ├── DeadlineExceeded    TW-DEADLINE      the request's own `deadline_ms` passed
+    ├── DeadlineExceeded    TW-DEADLINE      the request's `deadline_ms` passed
     ├── Cancelled           TW-CANCELLED
     ├── EngineDead          TW-ENGINE-DEAD   the engine process is gone: safe to retry
     ├── SlowReader          TW-SLOW-READER   this client did not read its stream
-    ├── NumericError        TW-NUMERIC       the model produced non-finite logits for this request
-    ├── InternalError       TW-INTERNAL      a bug of the server
-    ├── ServerUnavailable   (no tag)         not reachable, or the connection was lost
+    ├── NumericError        TW-NUMERIC       the model produced non-finite logits
+    ├── InternalError       TW-INTERNAL      server bug
+    ├── ServerUnavailable   (no tag)         unreachable, or connection lost
     └── RequestTimeout      (no tag)         this client's `timeout_s` passed
 
-The server starts each message with a tag, `[TW-BUSY retry_after_ms=250] …`. Messages of Triton itself carry none;
-they are told apart by their gRPC status, and by their text where a stream brings nothing else.
+Server messages start with a tag, `[TW-BUSY retry_after_ms=250] …`. Triton's own have none; the gRPC status tells them
+apart, or their text on a stream without one.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import grpc
 
 
 class RequestError(Exception):
-    """Base of every error of this package. `message` is the text without the tag."""
+    """Base of all errors of this package; `message` excludes the tag."""
 
     tag: ClassVar[str] = ""
-    retryable: ClassVar[bool] = False  # the same request may succeed later, and none of it has been done twice
+    retryable: ClassVar[bool] = False  # a retry may succeed and repeats no work
 
     def __init__(self, message: str, *, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
@@ -122,9 +122,9 @@ _BY_STATUS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: PromptTooLarge,
 }
 
-# What Triton says on a stream, where no status travels with it.
+# Triton's messages on streams, which carry no status.
 _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
-    ("has no available versions", ServerUnavailable),  # it is shutting down
+    ("has no available versions", ServerUnavailable),  # shutting down
     ("unknown model", NotFound),
     ("is not ready", NotFound),
     ("Exceeds maximum queue size", Busy),
@@ -135,12 +135,10 @@ _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\
 
 
 def from_text(text: str) -> RequestError:
-    """The error that a message on a stream stands for."""
     return _from_tagged(text) or _first_match(text)(text)
 
 
 def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
-    """The error that a failed call to the server at `url` stands for."""
     text = error.details() or ""
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestTimeout("the time limit of the request has passed")

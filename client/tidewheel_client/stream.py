@@ -1,5 +1,3 @@
-"""One answer as it arrives."""
-
 from __future__ import annotations
 
 import contextlib
@@ -16,19 +14,19 @@ from tidewheel_client.values import Chunk, Completion
 
 
 class Stream(Iterator[Chunk]):
-    """Iterates over the chunks of one request; ends after the last `finish_reason`, or raises `RequestError`.
+    """Iterator over a request's chunks, up to the last `finish_reason`; raises `RequestError`.
 
-    With `n` over 1 each chunk is of one sequence, named by its `index`. One thread reads; any thread may `cancel`,
-    which ends the iteration and makes the server drop the request. Leaving the `with` block cancels what is not
-    finished. `finish_reason` is None until the end.
+    With `n` over 1, `index` names each chunk's sequence. One thread reads; any thread may `cancel`, which ends the
+    iteration and makes the server drop the request. Leaving the `with` block cancels an unfinished request.
+    `finish_reason` is None until the end.
     """
 
     def __init__(self, call: Any, request_id: str, url: str) -> None:
-        self._call = call  # the gRPC call: an iterator of ModelStreamInferResponse, with cancel()
+        self._call = call  # iterator of ModelStreamInferResponse, with cancel()
         self._url = url
         self._cancelled = False
         self._ended = False
-        self._chunks: deque[Chunk] = deque()  # of responses, not handed out yet
+        self._chunks: deque[Chunk] = deque()  # received, not yet returned
         self._finished: set[int] = set()  # sequences
         self.request_id = request_id
         self.finish_reason: str | None = None
@@ -51,20 +49,22 @@ class Stream(Iterator[Chunk]):
         return chunk
 
     def cancel(self) -> None:
-        """Idempotent, and harmless after the end."""
+        """Cancel the request; may be repeated, even after its end."""
         self._cancelled = True
         self._call.cancel()
 
     def read(self) -> Completion:
-        """Waits for the end; what is left of the answer, as one. Raises `Cancelled` if `cancel` was called before,
-        and `InvalidRequest` if there are several sequences."""
+        """Wait for the end and join the rest of the answer.
+
+        Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences.
+        """
         completions = self.read_all()
         if len(completions) > 1:
             raise InvalidRequest(f"the answer has {len(completions)} sequences: read them with read_all")
         return completions[0]
 
     def read_all(self) -> tuple[Completion, ...]:
-        """As `read`, one for each sequence."""
+        """Read all sequences, like `read`."""
         chunks = list(self)
         if not chunks or self.finish_reason is None:
             raise Cancelled("the stream was cancelled before its end")
@@ -84,7 +84,7 @@ class Stream(Iterator[Chunk]):
         self._close()
 
     def _is_news(self, chunk: Chunk) -> bool:
-        """Each response of several sequences has an element for all of them, also for those that have ended."""
+        """Return whether the chunk has news; responses repeat sequences that have ended."""
         if chunk.index in self._finished:
             return False
         if chunk.finish_reason is not None:
@@ -93,13 +93,13 @@ class Stream(Iterator[Chunk]):
         return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
 
     def _close(self) -> None:
-        """Takes the server's end of the call: a call that is dropped before would reach Triton as a late cancel."""
+        """Read the end of the call; Triton would see an unread one as cancelled late."""
         with contextlib.suppress(grpc.RpcError):
             while next(self._call, None) is not None:
                 pass
 
     def _receive(self) -> Any | None:
-        """The next ModelInferResponse; None after `cancel`."""
+        """Return the next ModelInferResponse, or None after `cancel`."""
         message = None
         try:
             message = next(self._call, None)

@@ -1,5 +1,3 @@
-"""What a client gets back."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -9,13 +7,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     logprob: float
-    rank: int  # 1 is the most likely token
+    rank: int  # 1: the most likely
     decoded_token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerfMetrics:
-    """Times in ns of the server's monotonic clock, KV blocks of the prompt, and the class that was granted."""
+    """Times in ns of the server's monotonic clock, KV blocks of the prompt, and the granted class."""
 
     arrival_time_ns: int
     first_scheduled_time_ns: int
@@ -23,28 +21,27 @@ class PerfMetrics:
     last_token_time_ns: int
     kv_cache_reused_blocks: int
     kv_cache_alloc_new_blocks: int
-    priority: int  # 1 CRITICAL to 4 LOW: what was asked for, or the best that the tenant may have
+    priority: int  # 1 CRITICAL to 4 LOW: as requested, or the best the tenant may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new of one sequence since the response before. Its last has a `finish_reason`."""
+    """News of one sequence since the last response; its last chunk has a `finish_reason`."""
 
     text: str
-    index: int = 0  # of the sequence, with `n` over 1
+    index: int = 0  # of the sequence
     finish_reason: str | None = None  # stop, length, cancelled, deadline
     num_input_tokens: int | None = None  # unless switched off
-    num_output_tokens: int | None = None  # new in this chunk, unless switched off
+    num_output_tokens: int | None = None  # in this chunk, unless switched off
     token_ids: tuple[int, ...] | None = None  # with return_token_ids
-    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # a mapping per token, with return_logprobs
+    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs
     cumulative_logprob: float | None = None  # of all output so far, with return_cumulative_logprob
     perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole answer, or one of its `n` sequences. The optional parts are there when they were asked for, as in
-    `Chunk`."""
+    """Whole answer, or one of its `n` sequences; optional parts as in `Chunk`."""
 
     request_id: str
     text: str
@@ -59,7 +56,6 @@ class Completion:
 
     @classmethod
     def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> Completion:
-        """Joins the chunks of one finished sequence."""
         parts = list(chunks)
         last = parts[-1]
         counts = [part.num_output_tokens for part in parts if part.num_output_tokens is not None]
@@ -81,8 +77,6 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What the server says of itself and of the model."""
-
     server_version: str
     model: str
     versions: tuple[str, ...]

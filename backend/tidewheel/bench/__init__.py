@@ -1,1 +1,1 @@
-"""`tidewheel bench`: the same requests to any number of targets, measured by the client, in one report."""
+"""`tidewheel bench`: equal requests to any number of targets, timed by the client."""

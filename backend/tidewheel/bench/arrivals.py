@@ -1,6 +1,6 @@
-"""When requests are sent: by a clock of their own (open loop), or when an earlier one ends (closed loop).
+"""Pacing of requests: open or closed loop.
 
-A closed loop slows down with the server and hides what overload does; an open loop shows it.
+A closed loop sends when a request ends, so it slows down with the server and hides overload; an open loop does not.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from tidewheel.bench.errors import BenchError
 from tidewheel.simulate.traces import bursty_arrivals
 
 SYNTAX = "closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or all"
-MAX_RATE = 100_000.0  # requests per second: no client of one process comes near
+MAX_RATE = 100_000.0  # requests per second, beyond one client
 MAX_REQUESTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How one run is paced. `kind` is closed, poisson, burst, trace or all; `value` its number.
+    """Pace of one run. `value` depends on `kind`:
 
-    closed: requests in flight. poisson, burst: requests per second. trace: how many times as fast as recorded.
-    all: everything at once, as an offline batch.
+    closed: requests in flight; poisson, burst: requests per second; trace: speed-up over the recording;
+    all: no value, everything at once.
     """
 
     kind: str
     value: float = 0.0
-    burstiness: float = 4.0  # of bursts: variance of the gaps over that of a Poisson process
+    burstiness: float = 4.0  # variance of a burst's gaps over Poisson's
 
     def __str__(self) -> str:
         return {
@@ -43,11 +43,10 @@ class Load:
 
     @property
     def rate(self) -> float | None:
-        """Requests per second that are offered, where the load says so."""
+        """Offered requests per second, if fixed."""
         return self.value if self.kind in ("poisson", "burst") else None
 
     def times(self, seconds: float, seed: int) -> list[float]:
-        """Times of an open loop within `seconds`, from a seed."""
         assert self.rate is not None
         if self.kind == "poisson":
             return poisson_arrivals(self.rate, seconds, random.Random(seed))  # noqa: S311 - a load
@@ -58,7 +57,6 @@ class Load:
 
 
 def poisson_arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:
-    """Times of a Poisson process of `rate` per second, within `seconds`."""
     times, at = [], rng.expovariate(rate)
     while at < seconds:
         times.append(at)
@@ -67,7 +65,7 @@ def poisson_arrivals(rate: float, seconds: float, rng: random.Random) -> list[fl
 
 
 def parse_loads(text: str, seconds: float) -> list[Load]:
-    """The loads that a text stands for: a ramp is several. Raises `BenchError`."""
+    """Raise `BenchError` for a bad load; a ramp gives several."""
     kind, *parts = text.split(":")
     try:
         numbers = [float(part) for part in parts]
@@ -106,14 +104,14 @@ def _loads(kind: str, numbers: list[float], text: str, seconds: float) -> Iterat
 
 
 def ramp(low: float, high: float, steps: int) -> list[float]:
-    """`steps` rates from `low` to `high`, evenly spaced. Raises `BenchError` unless they rise."""
+    """Return evenly spaced rates; raise `BenchError` if they do not rise."""
     if not low < high or steps < 3:
         raise BenchError(f"a ramp from {low:g} to {high:g} in {steps} steps: it must rise, in at least 3 steps")
     return [round(low + (high - low) * step / (steps - 1), 4) for step in range(steps)]
 
 
 def checked_rate(rate: float, seconds: float, text: str) -> float:
-    """The rate, if a client can offer it. Raises `BenchError`."""
+    """Raise `BenchError` for a rate no client can offer."""
     if not (math.isfinite(rate) and 0.0 < rate <= MAX_RATE):
         raise BenchError(
             f"--load {text!r}: the rate is {rate:g} requests/s: it must be above 0, {MAX_RATE:g} at most"

@@ -1,8 +1,7 @@
-"""Servers and peers for the time of a measurement: one tritonserver with an entry for each target that needs one.
+"""Servers and peers for a measurement.
 
-All of them stay up while their runs take turns, so that no target is measured in another hour than its rivals; an
-idle engine waits and computes nothing. `one_at_a_time` starts and ends each around its runs, where one device cannot
-hold all.
+All stay up while their runs take turns, so targets are measured at the same hour; idle engines compute nothing. With
+`one_at_a_time`, for a device that cannot hold all, each is up only for its own runs.
 """
 
 from __future__ import annotations
@@ -40,16 +39,14 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """What is common to all that is started here."""
-
-    model: str  # a folder of weights
+    model: str
     dtype: str
-    settings: dict[str, str] = field(default_factory=dict)  # of every engine of ours
-    baselines: Path = Path("model_repository")  # where the baselines' entries are
-    folder: Path  # for logs and generated repositories
+    settings: dict[str, str] = field(default_factory=dict)
+    baselines: Path = Path("model_repository")
+    folder: Path
 
     def summary(self) -> dict[str, Any]:
-        """For the record: the shape of the model says more than where its folder was."""
+        """Describe the model by its shape; its folder says less."""
         try:
             shape = json.loads((Path(self.model) / "config.json").read_text())
         except (OSError, ValueError):
@@ -63,8 +60,6 @@ class Deployment:
 
 
 class Place(NamedTuple):
-    """How to reach a target that is up."""
-
     transport: Transport
     metrics_url: str | None
     metrics_model: str
@@ -78,7 +73,7 @@ class _Addresses(NamedTuple):
 
 @contextlib.contextmanager
 def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: bool) -> Iterator[dict[str, Place]]:
-    """Every target, by name, up and ready. Raises `BenchError` or `ConfigError` if one of them cannot be."""
+    """Bring up all targets; raise `BenchError` or `ConfigError` if one fails."""
     places: dict[str, Place] = {}
     with contextlib.ExitStack() as stack:
         if served := [target for target in targets if target.is_served_here]:
@@ -125,7 +120,6 @@ def _engine_settings(target: Target) -> dict[str, str]:
 
 
 def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> None:
-    """A copy of the baseline's entry, on the weights of this measurement."""
     source = deployment.baselines / target.settings["entry"]
     try:
         config = text_format.Parse((source / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
@@ -146,7 +140,7 @@ def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> Non
 
 @contextlib.contextmanager
 def _serve(repository: Path, log: Path) -> Iterator[_Addresses]:
-    """A `tidewheel serve` of the repository. Raises `BenchError` with its last words if it does not come up."""
+    """Run `tidewheel serve`; raise `BenchError` with its last output if it fails."""
     addresses = _Addresses(*(f"{_HOST}:{port}" for port in _free_ports(3)))
     command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model-repository", str(repository)]
     for option, address in zip(("--http-port", "--grpc-port", "--metrics-port"), addresses, strict=True):
@@ -156,7 +150,7 @@ def _serve(repository: Path, log: Path) -> Iterator[_Addresses]:
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this program, which ends the others
+            start_new_session=True,  # Ctrl-C reaches only this program, which ends the others
             preexec_fn=processes.end_with_parent,
         )
     try:

@@ -1,4 +1,4 @@
-"""Sends a load to one target, in order of time, and collects what became of it."""
+"""Driver of one target: sends a load and collects outcomes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tidewheel.bench.values import TIMEOUT, UNANSWERED, UNREADABLE, Conversation
 
 @dataclass(slots=True)
 class Progress:
-    """What has happened so far; kept when a run is cut short."""
+    """State of a run; survives its interruption."""
 
-    start: float = 0.0  # perf_counter
-    outcomes: list[Outcome] = field(default_factory=list)  # of all that were sent
+    start: float = 0.0
+    outcomes: list[Outcome] = field(default_factory=list)
     num_ended: int = 0
     num_tokens_ended: int = 0
 
@@ -27,13 +27,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    seconds: float  # after which a closed loop sends no more
+    seconds: float  # a closed loop starts no more after these
     max_requests: int | None = None
-    timeout_s: float = 120.0  # of one request, at the client
+    timeout_s: float = 120.0
 
 
 class Driver:
-    """One run. Conversations are sent one turn after the other; different ones know nothing of each other."""
+    """One run. Turns of a conversation follow each other; conversations are independent."""
 
     def __init__(self, transport: Transport, limits: Limits, progress: Progress) -> None:
         self._transport = transport
@@ -41,7 +41,7 @@ class Driver:
         self._progress = progress
 
     async def open_loop(self, load: Iterable[Conversation]) -> None:
-        """Each conversation starts at the time of its first turn, whether or not earlier ones were answered."""
+        """Start each conversation at its own time, whether earlier ones are answered or not."""
         self._progress.start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for conversation in load:
@@ -49,7 +49,6 @@ class Driver:
                 tasks.create_task(self._converse(conversation))
 
     async def closed_loop(self, load: Iterator[Conversation], num_users: int) -> None:
-        """`num_users` conversations at a time: the next one starts when one has ended."""
         self._progress.start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(num_users):

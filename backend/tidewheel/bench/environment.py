@@ -1,5 +1,3 @@
-"""What every recorded result says of itself: machine, versions, commit, command."""
-
 from __future__ import annotations
 
 import os
@@ -18,7 +16,6 @@ PACKAGES = ("torch", "transformers", "triton", "tritonclient", "nvidia-pytriton"
 
 
 def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
-    """Enough to know where a figure comes from, and to make it again."""
     return {
         "commit": commit(),
         "command": command_line("tidewheel", sys.argv[1:]),
@@ -29,7 +26,7 @@ def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """Without the folders of this machine: of an absolute path, the last part."""
+    """Cut absolute paths to their last part."""
     return " ".join([program, *(re.sub(r"(^|=)/(?:[^/=]+/)*", r"\1", argument) for argument in arguments)])
 
 
@@ -41,13 +38,13 @@ def processor() -> str:
 
 
 def gpu() -> str | None:
-    """Name and memory as the driver gives them; None without one."""
+    """Return name, memory and driver version; None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return _output(command) or None
 
 
 def commit() -> str:
-    """The commit that is measured; "-dirty" when the tree differs from it."""
+    """Return the measured commit, with "-dirty" for a changed tree."""
     command = ["git", "-C", str(SOURCE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     return _output(command) or "unknown"
 

@@ -1,5 +1,3 @@
-"""Runs a stage: everything up, warmed, then one run after the other, each recorded as it ends."""
-
 from __future__ import annotations
 
 import asyncio
@@ -27,8 +25,9 @@ Turn = tuple[StageResult, Run]
 
 
 class Experiment:
-    """Stages on one deployment. All `targets` are up from the first stage on, also while a few of them are measured;
-    `one_at_a_time`: only the one that is.
+    """Stages on one deployment.
+
+    All `targets` stay up, even in stages that measure a few; with `one_at_a_time`, only the measured one is up.
     """
 
     def __init__(
@@ -57,12 +56,11 @@ class Experiment:
         self._runner.close()
 
     def measure(self, stage: Stage) -> StageResult:
-        """Raises `BenchError` if a target is not there. What was measured until then is recorded."""
+        """Measure a stage; raise `BenchError` if a target is missing. Finished runs stay recorded."""
         return self.measure_in_turns([stage])[0]
 
     def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
-        """Stages of the same targets, one repeat of each after the other, so that a drifting machine changes them
-        alike. Raises `BenchError` as `measure` does."""
+        """Measure stages of equal targets in turns, so machine drift hits all alike."""
         first = stages[0]
         setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
         if any(target.is_served_here or target.is_peer for target in first.targets):
@@ -86,7 +84,6 @@ class Experiment:
                 yield (target,), [turn for turn in group if turn[1].target == target]
 
     def _bring_up(self, targets: Sequence[Target], stage: Stage, live: Live) -> None:
-        """What is up already stays, if nothing new is wanted."""
         if self._places and all(target.name in self._places for target in targets):
             return
         if not self._one_at_a_time and all(target in self._targets for target in targets):
@@ -114,7 +111,7 @@ class Experiment:
         self._places = {}
 
     async def _warm(self, target: Target, stage: Stage) -> None:
-        """A few requests that count nowhere. Raises `BenchError` if none is answered."""
+        """Send a few uncounted requests; raise `BenchError` if none is answered."""
         if not self._warm_up:
             return
         progress = Progress()
@@ -164,7 +161,6 @@ async def _following(live: Live, run: Run, load: str, progress: Progress) -> Asy
 
 
 def scratch(folder: Path) -> Path:
-    """Where logs and generated repositories lie."""
     path = folder / "work"
     path.mkdir(parents=True, exist_ok=True)
     return path

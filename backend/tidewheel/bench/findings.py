@@ -1,4 +1,4 @@
-"""What is concluded from stages: ratios of paired repeats, with their intervals."""
+"""Conclusions from stages, as ratios with intervals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ EFFICIENCIES = {
 
 
 def lone_tpot(repeats: Sequence[Sequence[Outcome]], ttft: float) -> float:
-    """Median time per output token of requests served one after the other. Of an answer in one piece: its time after
-    the `ttft` seconds that a first token takes, over the tokens after the first. Raises `BenchError` without any.
+    """Return the median time per output token of requests served one at a time.
+
+    Answers in one piece are taken to need `ttft` seconds for a first token. Raise `BenchError` without answers.
     """
     answered = [o for outcomes in repeats for o in outcomes if o.is_complete and o.num_tokens > 1]
     times = [
@@ -35,7 +36,7 @@ def lone_tpot(repeats: Sequence[Sequence[Outcome]], ttft: float) -> float:
 
 
 def comparison(result: StageResult, load: int, ours: str, reference: str) -> dict[str, Any]:
-    """Ours over the reference at one load. Only with both measured."""
+    """Compare `ours` to `reference` at one load; return nothing if either is missing."""
     mine, theirs = result.outcomes(ours, load), result.outcomes(reference, load)
     if not mine or not theirs:
         return {}
@@ -56,8 +57,9 @@ def comparison(result: StageResult, load: int, ours: str, reference: str) -> dic
 
 
 def _ratio(name: str, mine: list[float], theirs: list[float], least: float) -> dict[str, Any]:
-    """The ratio of paired repeats; of their sums, without an interval, where one of them has 0. A reference that had
-    nothing at all is taken as `least`: the ratio is a bound.
+    """Return the ratio of paired repeats, or of sums, without interval, if a value is 0.
+
+    A reference of zeros counts as `least`, which makes the ratio a lower bound.
     """
     is_bound = not any(value > 0 for value in theirs)
     if is_bound and not math.isfinite(least):
@@ -73,7 +75,6 @@ def _ratio(name: str, mine: list[float], theirs: list[float], least: float) -> d
 
 
 def offline_speeds(result: StageResult) -> Speeds:
-    """Output tokens per second by target, a value per repeat."""
     slo = result.stage.slo
     return {
         target.name: [rates(one, slo, None)["output_tokens_per_s"] for one in result.outcomes(target.name, 0)]
@@ -82,7 +83,6 @@ def offline_speeds(result: StageResult) -> Speeds:
 
 
 def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
-    """Ours over each other target in output tokens per second, by paired repeats."""
     speeds = offline_speeds(result)
     findings: dict[str, Any] = {"offline_ratios": {}}
     for target in result.stage.targets:
@@ -96,7 +96,7 @@ def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
 
 
 def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]:
-    """Each engine against itself, and ours over the others in that."""
+    """Return each engine's speed against its own, and the ratios of `ours` to the others."""
     findings: dict[str, Any] = {}
     for name, (tested, plain) in EFFICIENCIES.items():
         by_target = {target: _paired(values, speeds[plain][target]) for target, values in speeds[tested].items()}
@@ -107,6 +107,5 @@ def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]
 
 
 def _paired(mine: list[float], theirs: list[float]) -> Estimate:
-    """Of as many repeats as both have."""
     count = min(len(mine), len(theirs))
     return ratio_interval(mine[:count], theirs[:count])

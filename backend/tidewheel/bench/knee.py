@@ -1,7 +1,6 @@
-"""Where the curve of a target bends: up to its knee load is nearly free, beyond it latency pays for all that comes.
+"""Knees of latency curves: up to one, load is nearly free; beyond it latency rises steeply.
 
-Curves are of a ramp: requests per second, and the mean latency of whole answers at them. The rate is what an open
-loop offered, or what came of a number of requests in flight.
+A curve plots mean latency of whole answers over requests per second, offered (open loop) or achieved (in flight).
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from tidewheel.bench.stats import knee, mean
 
 
 class Point(NamedTuple):
-    load: int  # index of the stage's loads
+    load: int  # index into the stage's loads
     rate: float  # requests per second
-    latency: float  # seconds, mean
+    latency: float  # mean seconds
 
 
 def curve(result: StageResult, target: str) -> list[Point]:
-    """Points at which more was sent than at the ones before.
+    """Return the points whose rate exceeds all earlier ones.
 
-    A load so low that no request fell into its run has no point; where none was answered, its latency is the client's
-    limit. The mean and not a tail: few requests make a point, and one of them would decide.
+    A load without requests has no point; one without answers has the client's limit as latency. A mean, because one
+    of a point's few requests would decide a tail.
     """
     points: list[Point] = []
     for index, load in enumerate(result.stage.loads):
@@ -40,7 +39,7 @@ def curve(result: StageResult, target: str) -> list[Point]:
 
 
 def knee_of(result: StageResult, target: str) -> Point:
-    """Raises `BenchError` with less than 3 points."""
+    """Raise `BenchError` for fewer than 3 points."""
     points = curve(result, target)
     if len(points) < 3:
         raise BenchError(f"too few requests to find the knee of {target}: raise --seconds, or the rates")

@@ -1,4 +1,4 @@
-"""What one sees while it runs: a progress bar, a live line, and a line for each run that has ended."""
+"""Progress on the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TICK_S = 0.5
 
 
 class Live:
-    """To standard error. Without a terminal: a line per run, and no bar."""
+    """Progress on standard error; without a terminal, only a line per run."""
 
     def __init__(self, title: str, num_runs: int) -> None:
         is_terminal = sys.stderr.isatty()
@@ -39,7 +39,6 @@ class Live:
         self._bar.close()
 
     async def follow(self, run: Run, load: str, progress: Progress) -> None:
-        """Keeps the live line until cancelled."""
         while True:
             self.note(live_line(run, load, progress))
             await asyncio.sleep(TICK_S)
@@ -49,11 +48,10 @@ class Live:
         self._bar.update()
 
     def note(self, text: str) -> None:
-        """What is being done, on the live line."""
         self._bar.set_postfix_str(text, refresh=True)
 
     def say(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a terminal that has gone away must not end the measurement
+        with contextlib.suppress(OSError, ValueError):  # a closed terminal ends no measurement
             tqdm.write(text, file=sys.stderr)
 
 

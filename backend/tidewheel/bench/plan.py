@@ -1,5 +1,3 @@
-"""What is measured, in which order, as values."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,23 +13,23 @@ from tidewheel.bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The same requests to every target at every load, `repeats` times."""
+    """Equal requests to every target at every load, `repeats` times."""
 
     name: str
     title: str
     targets: tuple[Target, ...]
     loads: tuple[Load, ...]
     workload: Workload
-    seconds: float  # in which requests are sent
+    seconds: float  # of sending
     repeats: int
     max_requests: int | None = None
     slo: Slo = Slo()  # noqa: RUF009 - immutable
     seed: int = 0
     timeout_s: float = 120.0
-    load_names: tuple[str, ...] = ()  # what the loads stand for
+    load_names: tuple[str, ...] = ()
 
     def runs(self) -> Iterator[Run]:
-        """Interleaved: all targets take their turn before any comes again, and another one begins each time."""
+        """Yield runs in turns of targets, starting with a different one each time."""
         for repeat in range(self.repeats):
             for index, load in enumerate(self.loads):
                 first = (repeat + index) % len(self.targets)
@@ -39,7 +37,7 @@ class Stage:
                     yield Run(target, load, repeat, seed=self.seed + 1000 * repeat + index)
 
     def conversations(self, run: Run) -> Iterator[Conversation]:
-        """The requests of a run: alike for all targets, other ones at each load and repeat."""
+        """Yield a run's requests: equal for all targets, new for each load and repeat."""
         source = self.workload.conversations(run.seed)
         if run.load.kind == "closed":
             return source
@@ -52,11 +50,10 @@ class Stage:
         return (_at(conversation, at) for conversation, at in zip(source, limited, strict=False))
 
     def label(self, load: Load) -> str:
-        """What the load stands for, where it was named."""
         return self.load_names[self.loads.index(load)] if self.load_names else str(load)
 
     def offered_s(self, load: Load) -> float | None:
-        """Seconds in which an open loop sends; None for a load that sends when it may."""
+        """Return the seconds of sending of an open loop, else None."""
         return self.seconds if load.rate is not None else None
 
     def summary(self) -> dict[str, Any]:
@@ -95,13 +92,13 @@ class Run:
 
 
 def in_turns(stages: Sequence[Stage]) -> list[tuple[int, Run]]:
-    """The runs of all stages, each with the number of its stage: a repeat of every stage before the next repeat."""
+    """Return (stage index, run): one repeat of every stage, then the next."""
     runs = [(index, run) for index, stage in enumerate(stages) for run in stage.runs()]
     return sorted(runs, key=lambda numbered: numbered[1].repeat)  # stable
 
 
 def _portable(settings: Mapping[str, str]) -> dict[str, str]:
-    """Without the folders of this machine."""
+    """Cut absolute paths to their last part."""
     return {key: Path(value).name if value.startswith("/") else value for key, value in settings.items()}
 
 

@@ -1,4 +1,4 @@
-"""Pictures of results: matplotlib figures, drawn without a display."""
+"""Plots of results, drawn without a display."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidewheel.bench.plan import Stage
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.stats import UNKNOWN, Estimate
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart; grey is for the baselines.
+# Okabe and Ito's colours, for any colour vision; grey is for baselines.
 _OURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")
 _PEERS = ("#D55E00", "#882255", "#F0C000", "#44AA99")
 _BASELINES = ("#555555", "#999999")
@@ -29,7 +29,7 @@ _MOST_DECADES = 2.3
 
 
 class Picture(NamedTuple):
-    name: str  # of its file
+    name: str
     caption: str
     figure: Figure
 
@@ -47,10 +47,9 @@ class Picture(NamedTuple):
 
 
 def pictures(result: StageResult) -> list[Picture]:
-    """Those that say something about a stage."""
     loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
     measured = [t.name for t in result.stage.targets if any(result.figures(t.name, i) for i in range(len(loads)))]
-    if len(measured) * len(loads) < 2:  # nothing to compare
+    if len(measured) * len(loads) < 2:
         return []
     if all(load.kind == "closed" for load in loads) and len(loads) >= 3:
         return [_over_batch_size(result, measured, name)]
@@ -60,7 +59,7 @@ def pictures(result: StageResult) -> list[Picture]:
 
 
 def colours(result: StageResult) -> dict[str, str]:
-    """A target keeps its colour in all pictures of a stage."""
+    """Return a colour per target, the same in all plots."""
     pools = {"ours": iter(_OURS), "baseline": iter(_BASELINES)}
     others = iter(_PEERS * 8)
     return {
@@ -70,7 +69,6 @@ def colours(result: StageResult) -> dict[str, str]:
 
 
 def _bars(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """Goodput, p99 time to first token and tokens per second: a group per load, a bar per target."""
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     panels = figure.subplots(1, 3)
     figures = {(t, i): result.figures(t, i) for t in targets for i in range(len(result.stage.loads))}
@@ -120,7 +118,7 @@ def _grouped(
     if is_logarithmic:
         axes.set_yscale("log")
         _readable(axes.yaxis)
-    else:  # few repeats make wide intervals, which would squash the bars
+    else:  # wide intervals would squash the bars
         highest = 1.4 * max((height for height in heights_of_all if height > 0), default=1.0)
         axes.set_ylim(0, highest if is_outline else max(highest, axes.get_ylim()[1] if axes.patches else 0.0))
 
@@ -138,7 +136,6 @@ def _whiskers(axes: Axes, places: Sequence[float], estimates: Sequence[Estimate]
 
 
 def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """What is achieved, and how long it takes, as the offered rate grows; the knee of each curve is marked."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     rates = [load.rate or 0.0 for load in result.stage.loads]
@@ -150,7 +147,7 @@ def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Pictur
         for panel, latency in zip(panels[1:], ("ttft_s", "e2e_s"), strict=True):
             values = [f[latency]["p99"].mean * 1e3 if f else math.nan for f in series]
             panel.plot(rates, values, **line)
-        with contextlib.suppress(BenchError):  # too few points
+        with contextlib.suppress(BenchError):  # no knee
             at = knee_of(result, target).load
             panels[2].plot(rates[at], series[at]["e2e_s"]["p99"].mean * 1e3, "o", mfc="none", mec=_INK, ms=14)
     panels[0].plot(rates, rates, color=_GRID, zorder=0, label="offered")
@@ -167,7 +164,6 @@ def _over_rate(result: StageResult, targets: Sequence[str], name: str) -> Pictur
 
 
 def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """Throughput, time and utilisation over the requests in flight, and the knee of each curve."""
     figure = Figure(figsize=(12, 4.4), layout="constrained")
     panels = figure.subplots(1, 3)
     sizes = [load.value for load in result.stage.loads]
@@ -185,7 +181,7 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
             panels[1].plot(sizes, values, style, label=f"{target} {quantile}", **line)
         values = [f["server"].get(server, math.nan) * scale if f else math.nan for f in series[target]]
         panels[2].plot(sizes, values, label=target, **line)
-        with contextlib.suppress(BenchError):  # too few points
+        with contextlib.suppress(BenchError):  # no knee
             at = knee_of(result, target).load
             panels[0].plot(sizes[at], speeds[at], "o", mfc="none", mec=_INK, ms=14)
     _title(panels[0], "Output, tokens/s", "circle: the knee of latency over requests/s")
@@ -205,7 +201,6 @@ def _over_batch_size(result: StageResult, targets: Sequence[str], name: str) -> 
 
 
 def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Picture:
-    """Share of requests whose first token had come by then, at each load (three of them, spread, when many)."""
     count = len(result.stage.loads)
     shown = sorted({0, count // 2, count - 1})
     figure = Figure(figsize=(12, 4.2), layout="constrained")
@@ -222,14 +217,14 @@ def _distributions(result: StageResult, targets: Sequence[str], name: str) -> Pi
         panel.set_ylim(0, 1.02)
         panel.set_xlabel("ms, logarithmic")
         _title(panel, f"First token within …, {result.stage.loads[index]}", "dotted: the objective")
-    _readable(panels[0].xaxis)  # all share it
+    _readable(panels[0].xaxis)  # shared
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)
     return Picture(f"{name}_ttft", "Share of requests that had their first token by then.", figure)
 
 
 def _readable(axis: Axis) -> None:
-    """Ticks of a logarithmic axis, written out: 1, 2 and 5 of each power of ten, or 1 alone when there are many."""
+    """Label 1, 2 and 5 of each decade, or only 1 over a wide range."""
     low, high = axis.get_view_interval()
     is_wide = low > 0 and math.log10(high / low) > _MOST_DECADES
     axis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))

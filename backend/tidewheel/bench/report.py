@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing else: what was measured, where, the tables and the pictures."""
+"""Self-contained HTML page of results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.bench.tables import LATENCIES, RATES, SERVER, Table, class_table,
 if TYPE_CHECKING:
     from tidewheel.bench.plots import Picture
 
-MOST_LAG_S = 0.05  # of the client, before a reader is warned
+MOST_LAG_S = 0.05  # beyond it a reader is warned
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1240px; margin: 2rem auto;
@@ -52,7 +52,7 @@ _HOW = (
 
 
 def render(recorder: Recorder, pictures: Mapping[str, Sequence[Picture]]) -> str:
-    """`pictures` by name of stage; without any the page has tables alone."""
+    """Render the page; `pictures` are by stage name."""
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>Tidewheel benchmark</title>',
@@ -111,7 +111,6 @@ def _conditions(result: StageResult) -> str:
 
 
 def _warnings(result: StageResult) -> Iterator[str]:
-    """What makes the figures less than they look."""
     if any(run.interrupted for run in result.runs):
         yield "Cut short: its last run was interrupted."
     for index, load in enumerate(result.stage.loads):

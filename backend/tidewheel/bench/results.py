@@ -1,4 +1,4 @@
-"""What was measured, kept as it comes: a line of JSON per run, and one document at the end."""
+"""Results: a line of JSON per run, then one document."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class RunResult:
 class StageResult:
     stage: Stage
     runs: list[RunResult] = field(default_factory=list)
-    setup: Mapping[str, Any] = field(default_factory=dict)  # of what is started here
+    setup: Mapping[str, Any] = field(default_factory=dict)
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
 
     def repeats(self, target: str, load: int) -> list[RunResult]:
-        """The complete repeats of a target at a load; those cut short only when there is no other."""
+        """Return complete repeats, or interrupted ones if there are no others."""
         of = [r for r in self.runs if r.run.target.name == target and r.run.load == self.stage.loads[load]]
         return [r for r in of if not r.interrupted] or of
 
@@ -43,7 +43,7 @@ class StageResult:
         return [result.outcomes for result in self.repeats(target, load)]
 
     def figures(self, target: str, load: int) -> dict[str, Any]:
-        """Empty when it was not measured."""
+        """Return the figures; empty if not measured."""
         key = (target, load, len(self.runs))
         if key not in self._figures:
             self._figures[key] = self._summarise(target, load)
@@ -59,13 +59,11 @@ class StageResult:
 
 
 class Recorder:
-    """Owns the folder of results."""
-
     def __init__(self, folder: Path, environment: Mapping[str, Any]) -> None:
         self.folder = folder
         self.environment = dict(environment)
         self.stages: list[StageResult] = []
-        self.extra: dict[str, Any] = {}  # findings across stages
+        self.extra: dict[str, Any] = {}  # across stages
         self._lines = folder / "runs.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         self._lines.write_text("")
@@ -149,7 +147,7 @@ def _mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _clean(value: Any) -> Any:
-    """JSON without NaN, and without digits that mean nothing."""
+    """Make JSON values: NaN as null, six digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

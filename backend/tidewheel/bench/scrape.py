@@ -1,4 +1,4 @@
-"""What the server says of itself during a run: differences of counters, and gauges sampled, from `/metrics`."""
+"""Server figures of a run from `/metrics`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import aiohttp
 from tidewheel.bench.stats import mean
 
 INTERVAL_S = 1.0
-FLUSH_S = 0.5  # until what has happened is published, mostly
+FLUSH_S = 0.5  # most events are published by then
 MAX_FLUSHES = 10
 _TIMEOUT_S = 5.0
 
-# Our engine's and vLLM's names, then Triton's own.
+# Names of this engine and vLLM, then Triton's.
 _GAUGES = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -39,7 +39,7 @@ Sample = dict[str, float]
 
 
 def parse(text: str, model: str) -> Sample:
-    """Sums by name over the series of one model; series without a model belong to everybody."""
+    """Sum a model's series by name; series without a model count too."""
     wanted = {*_GAUGES, *_COUNTERS}
     sample: Sample = {}
     for name, labels, value in _series(text):
@@ -65,9 +65,9 @@ def _is_of(labels: str, model: str) -> bool:
 
 
 def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Figures of a run of `seconds`; the first sample is from before it, the last from after it.
+    """Return exported figures of a run of `seconds`.
 
-    Absent: the server does not export it.
+    The first sample precedes the run, the last follows it.
     """
     if len(samples) < 2:
         return {}
@@ -82,13 +82,12 @@ def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
 
 
 def lacks_steps(samples: list[Sample]) -> bool:
-    """Does an engine that counts its steps say that it took none?"""
+    """Return whether an engine that counts steps reports none."""
     name = "tidewheel_steps_total"
     return len(samples) > 1 and name in samples[-1] and samples[-1][name] == samples[0].get(name, 0.0)
 
 
 def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """From the counters of an engine that counts its steps."""
     figures: dict[str, float] = {}
     if steps := grown.get("tidewheel_steps_total"):
         figures["steps"] = steps
@@ -104,9 +103,9 @@ def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
-    """From Triton's own counters, which know models that answer before `execute` returns.
+    """Use Triton's counters, which cover models that answer before `execute` returns.
 
-    How long its executions took cannot be said: the duration of a batch is counted once for each of its requests.
+    They give no time of execution: a batch's duration counts once per request.
     """
     executions, count = grown.get("nv_inference_exec_count"), grown.get("nv_inference_count")
     if not executions or not count:
@@ -119,7 +118,7 @@ def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
 
 
 class Sampler:
-    """Scrapes an address while a run goes on: `async with Sampler(url, model) as sampler`."""
+    """Scraper around a run: `async with Sampler(url, model) as sampler`."""
 
     def __init__(self, url: str | None, model: str) -> None:
         self._url = url
@@ -156,7 +155,7 @@ class Sampler:
             await self._scrape()
 
     async def _scrape_the_end(self) -> None:
-        """One more sample, when it has the steps of the run: a busy machine may publish them late."""
+        """Take a last sample once it has steps, which a busy machine publishes late."""
         before = list(self.samples)
         for _ in range(MAX_FLUSHES):
             await asyncio.sleep(FLUSH_S)
@@ -166,7 +165,7 @@ class Sampler:
                 return
 
     async def _scrape(self) -> None:
-        """A server that does not answer just now costs a sample."""
+        """Take a sample, or none if the server does not answer."""
         assert self._session is not None and self._url is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._session.get(self._url) as answer:

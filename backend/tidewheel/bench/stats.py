@@ -1,5 +1,3 @@
-"""Numbers from samples: quantiles, intervals, fairness, and the knee of a curve."""
-
 from __future__ import annotations
 
 import itertools
@@ -10,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Student's t, 97.5 % quantile by degrees of freedom; beyond the table it is the normal's within 2 %.
+# Student's t, 97.5 % quantile by degrees of freedom; beyond, the normal's is within 2 %.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -20,7 +18,7 @@ _RESAMPLES = 1000
 
 
 class Estimate(NamedTuple):
-    """A mean over repeats, with the ends of its 95 % confidence interval; NaN where one repeat tells nothing."""
+    """Mean over repeats with 95 % confidence interval, NaN for a single repeat."""
 
     mean: float
     low: float
@@ -31,7 +29,7 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Nearest rank, as load generators report it; NaN of nothing."""
+    """Return the nearest rank, as load generators do; NaN if empty."""
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
 
 
@@ -40,7 +38,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def t_interval(samples: Sequence[float]) -> Estimate:
-    """Mean of independent repeats and Student's 95 % interval. Repeats in which nothing was seen are left out."""
+    """Return the mean of repeats and Student's 95 % interval; NaN repeats are skipped."""
     seen = [value for value in samples if not math.isnan(value)]
     if not seen:
         return UNKNOWN
@@ -54,10 +52,10 @@ def t_interval(samples: Sequence[float]) -> Estimate:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Geometric mean of the ratios of paired repeats, with Student's 95 % interval of their logarithms.
+    """Return the geometric mean ratio of paired repeats, with Student's 95 % interval of the logarithms.
 
-    A machine that drifts moves both of a pair, so the ratio of pairs is sharper than the ratio of means. Pairs in
-    which either is 0 or unknown are left out; with a denominator of 0 throughout there is no ratio (NaN).
+    Drift moves both of a pair, so this is sharper than a ratio of means. Pairs with 0 or NaN are skipped; no pairs
+    give NaN.
     """
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True) if a > 0 and b > 0]
     centre, low, high = t_interval(logs)
@@ -65,19 +63,19 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -
 
 
 def bootstrap_quantiles(values: Sequence[float], quantiles: Sequence[float], *, seed: int = 0) -> list[Estimate]:
-    """Quantiles of requests, each with its 95 % percentile bootstrap interval (Efron, 1979)."""
+    """Return quantiles with 95 % percentile bootstrap intervals (Efron, 1979)."""
     if not values:
         return [UNKNOWN] * len(quantiles)
     sample, rng = np.sort(np.asarray(values, dtype=np.float64)), np.random.default_rng(seed)
     ranks = [max(0, math.ceil(q * len(sample)) - 1) for q in quantiles]
-    # Sorted indices pick sorted values, so one sort of integers serves every quantile.
+    # Sorted indices pick sorted values: one integer sort serves every quantile.
     drawn = np.sort(rng.integers(0, len(sample), (_RESAMPLES, len(sample))), axis=1)[:, ranks]
     low, high = np.quantile(sample[drawn], (0.025, 0.975), axis=0)
     return [Estimate(float(sample[r]), float(a), float(b)) for r, a, b in zip(ranks, low, high, strict=True)]
 
 
 def jain(shares: Sequence[float]) -> float:
-    """Jain's index of fairness (Jain, Chiu, Hawe, 1984): 1 when all shares are equal, 1/n when one has all."""
+    """Return Jain's fairness index (Jain, Chiu, Hawe, 1984): 1 for equal shares, 1/n if one has all."""
     squares = sum(share * share for share in shares)
     if not squares:
         return math.nan
@@ -85,10 +83,10 @@ def jain(shares: Sequence[float]) -> float:
 
 
 def knee(loads: Sequence[float], latencies: Sequence[float]) -> int:
-    """Index of the knee of a latency curve that rises with the load (Kneedle: Satopää and others, 2011).
+    """Return the index of the knee of a rising latency curve (Kneedle: Satopää and others, 2011).
 
-    Both axes are scaled to 0…1; the knee is the point furthest below the straight line from the first point to the
-    last: up to it load is nearly free, beyond it latency pays for every bit more. Loads must grow, 3 at least.
+    With axes scaled to 0…1, it lies furthest below the line from first to last. Raise `ValueError` unless 3 or more
+    loads rise.
     """
     if len(loads) < 3 or any(b <= a for a, b in itertools.pairwise(loads)):
         raise ValueError("a knee needs at least 3 loads that grow")

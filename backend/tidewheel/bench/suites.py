@@ -1,4 +1,4 @@
-"""Measurements of several stages, in which a later one depends on what an earlier one found."""
+"""Suites of stages, later ones set by earlier results."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tidewheel.bench.workloads import WORKLOADS, Uniform
 from tidewheel.simulate.lengths import Lengths
 
 CAPACITY_USERS = 64
-RAMP = (1, 2, 4, 8, 16, 32, 64)  # requests in flight
+RAMP = (1, 2, 4, 8, 16, 32, 64)  # in flight
 ALONE_REQUESTS = 32
-# Objectives as multiples of a request alone: ten times its wait still feels prompt where one takes some 20 ms, and
-# five times its pace still streams.
+# Multiples of a lone request. Ten times its wait, at some 20 ms, still feels prompt; five times its pace still
+# streams.
 TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
 LOADS = {"half the knee": 0.5, "the knee": 1.0, "twice the knee": 2.0}
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-RATES = (10, 100, 500)  # requests/s; 100 stands for what the machine can just do
+RATES = (10, 100, 500)  # requests/s; 100 stands for capacity
 RATE_OF_CAPACITY = 100
 OFFLINE_REQUESTS = 64
-# Mean lengths are the same in the first two, and in the last two.
+# Mean lengths agree in the first two, and in the last two.
 EFFICIENCY = {
     "mixed lengths": WORKLOADS["mixed"],
     "equal lengths": replace(
@@ -49,20 +49,20 @@ EFFICIENCY = {
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """`base` is a stage whose workload, times and objective all others take over."""
+    """Suites; stages inherit workload, times and objective from `base`."""
 
     experiment: Experiment
     recorder: Recorder
     base: Stage
 
     def run(self) -> None:
-        """The targets at the loads that were asked for."""
         result = self.experiment.measure(self.base)
         self._note_knees(result)
 
     def compare(self, reference: Target, ours: str, slo: Slo | None = None) -> None:
-        """All targets at three loads around the knee of the reference's curve, held against `slo`, or against
-        multiples of what a request takes that the reference serves alone.
+        """Measure all targets at three loads around the knee of the reference.
+
+        The objective is `slo`, or multiples of what the reference takes for a lone request.
         """
         curve = self.experiment.measure(
             replace(
@@ -94,7 +94,7 @@ class Suite:
         self.recorder.extra |= {"comparisons": by_load, **by_load["the knee"]}
 
     def _alone(self, reference: Target) -> float:
-        """Median seconds to the only token of a request that the reference serves alone. Raises `BenchError`."""
+        """Return median seconds of lone one-token requests; raise `BenchError` if none is answered."""
         one_token = replace(self.base.workload, outputs=Lengths("constant", 1, 1.0, 1))
         result = self.experiment.measure(
             replace(
@@ -114,14 +114,13 @@ class Suite:
         return quantile(times, 0.5)
 
     def batch_sizes(self) -> None:
-        """Throughput, latency and utilisation over the number of requests in flight."""
         loads = tuple(Load("closed", size) for size in BATCH_SIZES)
         self.experiment.measure(
             replace(self.base, name="batch", title="Throughput and latency over the batch size", loads=loads)
         )
 
     def rates(self, measure: Target) -> None:
-        """10, 100 and 500 requests/s, scaled so that 100 is the capacity of `measure` on this machine."""
+        """Measure 10, 100 and 500 requests/s, scaled so that 100 is `measure`'s capacity."""
         capacity = self.capacity(measure)
         scale = capacity / RATE_OF_CAPACITY
         loads = tuple(Load("poisson", round(rate * scale, 3)) for rate in RATES)
@@ -134,7 +133,6 @@ class Suite:
         self.experiment.measure(replace(self.base, name="rates", title=title, loads=loads, load_names=names))
 
     def offline(self, ours: str) -> None:
-        """Everything at once: output tokens per second of each engine, and ours over theirs."""
         count = self.base.max_requests or OFFLINE_REQUESTS
         stage = replace(
             self.base, name="offline", title=f"{count} requests at once", loads=(Load("all"),), max_requests=count
@@ -143,9 +141,11 @@ class Suite:
         self.recorder.extra |= offline_ratios(result, ours)
 
     def efficiency(self, ours: str) -> None:
-        """How much of its own best speed each engine keeps: lengths mixed against all alike, and a prompt that is
-        shared against as many tokens of each request's own. Ratios of one engine to itself say something about its
-        scheduler and its cache, whatever its arithmetic."""
+        """Measure how much of its own best speed each engine keeps.
+
+        Mixed lengths compare with equal ones, a shared prompt with separate ones as long. The ratios judge scheduler
+        and cache, whatever the arithmetic.
+        """
         base = self.base.workload
         stages = [
             replace(
@@ -165,7 +165,6 @@ class Suite:
         )
 
     def capacity(self, target: Target) -> float:
-        """Requests per second of a target that always has work."""
         stage = replace(
             self.base,
             name=f"capacity of {target.name}",
@@ -186,11 +185,10 @@ class Suite:
         if len(loads) < 3 or not is_ramp:
             return
         for target in result.stage.targets:
-            with contextlib.suppress(BenchError):  # the figures are there, without a knee
+            with contextlib.suppress(BenchError):  # no knee, but figures
                 knees = self.recorder.extra.setdefault("knees_per_s", {})
                 knees[target.name] = knee_of(result, target.name).rate
 
 
 def _rounded(value: float) -> float:
-    """To three digits, as it is shown."""
     return float(f"{value:.3g}")

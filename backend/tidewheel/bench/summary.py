@@ -1,4 +1,4 @@
-"""Figures of one run, and of the repeats of a target at a load."""
+"""Figures of a run, and of repeats."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ Figures = dict[str, float]
 
 
 def span(outcomes: Sequence[Outcome]) -> float:
-    """Seconds from the first sending to the last end."""
+    """Return seconds from first sending to last end."""
     ends = [o.sent + o.ended for o in outcomes if o.ended is not None]
     return max(ends) - min(o.sent for o in outcomes) if ends else 0.0
 
 
 def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Figures:
-    """Per second, from the first sending to the last end.
+    """Return figures per second, from first sending to last end.
 
-    Goodput counts requests answered in full within the objective. An open loop divides by the `offered_s` in which
-    requests were sent: each of them had its chance, however long the queue took to drain. Later turns of a
-    conversation may be sent after it; then it is the time up to the last sending.
+    Goodput counts full answers within the objective. Open loops divide it by `offered_s` of sending, or up to the
+    last turn of a conversation: each request had its chance, however long the queue drains.
     """
     seconds = span(outcomes)
     if not seconds:
@@ -54,7 +53,6 @@ def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Fig
 
 
 def summarise_run(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None = None) -> dict[str, Any]:
-    """Everything about one run that its outcomes tell."""
     answered = [o for o in outcomes if not o.error]
     gaps = [gap for o in answered if o.streamed for gap in o.inter_token_latencies()]
     figures: dict[str, Any] = {
@@ -76,7 +74,7 @@ def summarise_run(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None
 
 
 def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s: float | None) -> dict[str, Any]:
-    """Rates: mean over repeats, Student's t. Latencies: quantiles of all requests, percentile bootstrap."""
+    """Give rates as means with Student's t, latencies as pooled quantiles with percentile bootstrap."""
     per_repeat = [rates(outcomes, slo, offered_s) for outcomes in repeats if outcomes]
     figures: dict[str, Any] = {name: t_interval([rate[name] for rate in per_repeat]) for name in RATES}
     pooled = [o for outcomes in repeats for o in outcomes]
@@ -97,8 +95,7 @@ def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s:
 
 
 def fairness(outcomes: Sequence[Outcome]) -> float:
-    """Jain's index over tenants of the share of their tokens that they got; without tenants, over requests of the
-    tokens per second that each was served at."""
+    """Return Jain's index over tenants' served shares, or, without tenants, over requests' tokens/s."""
     wanted: dict[str, float] = defaultdict(float)
     got: dict[str, float] = defaultdict(float)
     for outcome in outcomes:
@@ -111,7 +108,6 @@ def fairness(outcomes: Sequence[Outcome]) -> float:
 
 
 def _by_class(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
-    """By QoS class, if there are several."""
     classes: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         classes[CLASS_NAMES.get(outcome.offered.parameters.get("priority", 0), "normal")].append(outcome)

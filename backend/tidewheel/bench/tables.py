@@ -1,4 +1,4 @@
-"""Results as rows: one per target and load, for the terminal, for Markdown and for the report."""
+"""Result tables for terminal, Markdown and report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Table(NamedTuple):
 
 
 def number(value: float | None) -> str:
-    """Three digits, which is what such figures are good for."""
     if value is None or not math.isfinite(value):
         return NOTHING
     size = abs(value)
@@ -33,7 +32,7 @@ def number(value: float | None) -> str:
 
 
 def with_interval(estimate: Estimate, scale: float = 1.0) -> str:
-    """`12.3 ± 0.4`, or with the two ends where they are not symmetric."""
+    """Format as `12.3 ± 0.4`, or with both ends if asymmetric."""
     mean, low, high = (part * scale for part in estimate)
     if not (math.isfinite(low) and math.isfinite(high)):
         return number(mean)
@@ -96,7 +95,6 @@ SHORT = tuple(column for column in (*RATES, *LATENCIES, *SERVER) if column.title
 
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:
-    """A row per load and target that was measured."""
     header = ["load", "target", *(f"{c.title} {c.unit}".strip() for c in columns)]
     rows = []
     for index, load in enumerate(result.stage.loads):
@@ -107,7 +105,7 @@ def table(result: StageResult, columns: Sequence[Column]) -> Table:
 
 
 def class_table(result: StageResult) -> Table:
-    """A row per load, target and QoS class; no rows where there is one class."""
+    """Return a row per load, target and QoS class; none for one class."""
     header = ["load", "target", "class", "requests", "within the objective %", "TTFT p50 ms", "TTFT p99 ms",
               "e2e p50 ms", "e2e p99 ms", "errors"]  # fmt: skip
     rows = []
@@ -126,7 +124,7 @@ def _class_cells(figures: Mapping[str, Any]) -> list[str]:
 
 
 def without_empty(one: Table) -> Table:
-    """Without the columns in which nothing is known; no rows if that leaves none."""
+    """Drop empty columns, and rows if no column is left."""
     kept = [i for i in range(len(one.header)) if i < 2 or any(row[i] != NOTHING for row in one.rows)]
     if len(kept) <= 2:
         return Table(one.header, [])
@@ -134,7 +132,6 @@ def without_empty(one: Table) -> Table:
 
 
 def as_text(one: Table) -> str:
-    """Aligned for a terminal."""
     lines = [one.header, *one.rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(one.header))]
     return "\n".join(

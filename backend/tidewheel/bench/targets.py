@@ -1,14 +1,14 @@
-"""What can be measured, and how it is written on the command line.
+"""Targets and their syntax.
 
-continuous, static, dynamic, predictive, hybrid   our engine with that scheduling strategy, served by this command
-baseline_dynamic, baseline_static                 transformers `generate` behind Triton's own batcher, likewise
-transformers, llm                                 a peer engine in a process beside; llm: ours, for offline loads
-vllm=PYTHON, openvino=PYTHON                      a peer of another environment: the path of its python
-grpc://HOST:PORT/MODEL                            a model that Triton serves: a stream, or a unary call
+continuous, static, dynamic, predictive, hybrid   Tidewheel with that strategy, served by this command
+baseline_dynamic, baseline_static                 transformers `generate` behind Triton's batcher, likewise
+transformers, llm                                 a peer process; llm: Tidewheel, for offline loads
+vllm=PYTHON, openvino=PYTHON                      a peer in that python's environment
+grpc://HOST:PORT/MODEL                            a Triton model, streamed or unary
 http://HOST:PORT/v2/models/MODEL/generate_stream  or …/infer
 http://HOST:PORT/v1/completions?model=NAME        OpenAI-compatible; or …/v1/chat/completions
 
-`NAME=SPEC` names a target; `SPEC,KEY=VALUE,…` gives it settings: those of the engine, of the peer, or `metrics=URL`.
+`NAME=SPEC` names a target; `SPEC,KEY=VALUE,…` adds settings of engine or peer, or `metrics=URL`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tidewheel.config import StrategyName
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 BASELINES = ("baseline_dynamic", "baseline_static")
 PEERS = ("transformers", "llm", "vllm", "openvino")
-ELSEWHERE = ("vllm", "openvino")  # peers that need an environment of their own
+ELSEWHERE = ("vllm", "openvino")  # in their own environments
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Target:
     kind: str
     settings: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
-    python: str = ""  # of a peer in another environment
+    python: str = ""  # of a peer
 
     @property
     def is_served_here(self) -> bool:
@@ -56,14 +56,12 @@ class Target:
 
     @property
     def model(self) -> str:
-        """Its label in the server's metrics."""
         if self.kind == "grpc":
             return urlsplit(self.url).path.strip("/")
         match = re.search(r"/v2/models/([^/]+)/", self.url)
         return match[1] if match else ""
 
     def transport(self, *, with_ids: bool) -> Transport:
-        """Of a target that is there already."""
         parts = urlsplit(self.url)
         if self.kind == "grpc":
             return TritonGrpc(parts.netloc, self.model, with_ids=with_ids)
@@ -77,7 +75,7 @@ class Target:
 
 
 def parse_targets(texts: list[str]) -> list[Target]:
-    """Raises `BenchError` for a text that names nothing, and for two of one name."""
+    """Raise `BenchError` for an unknown target or a repeated name."""
     targets = [parse_target(text) for text in texts]
     names = [target.name for target in targets]
     for name in names:

@@ -1,9 +1,9 @@
-"""Recorded traces: the columns of Azure and of BurstGPT, beside the project's own JSONL and CSV.
+"""Azure and BurstGPT traces, beside the project's JSONL and CSV.
 
 Azure LLM inference traces (Patel and others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub):
-`TIMESTAMP,ContextTokens,GeneratedTokens`, times as dates. BurstGPT (Wang and others, arXiv 2401.17644):
-`Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, times in seconds; rows without response
-tokens are failed requests and are left out. Further columns are ignored in both.
+`TIMESTAMP,ContextTokens,GeneratedTokens`, with dates. BurstGPT (Wang and others, arXiv 2401.17644):
+`Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type`, with seconds; rows without response tokens are
+failed requests and dropped. Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _BURSTGPT = _Columns("Timestamp", "Request tokens", "Response tokens", False, Tr
 
 
 def read_any_trace(path: Path) -> Trace:
-    """Told apart by the header line; sorted by arrival, the first at 0. Raises `ConfigError` naming file and line."""
+    """Read a trace, known by its header; sort it and start it at 0.
+
+    Raise `ConfigError` naming file and line.
+    """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header = next(csv.reader([file.readline()]), [])

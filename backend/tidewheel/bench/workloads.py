@@ -1,7 +1,7 @@
-"""What is asked for: lengths, conversations, shared prompts and classes, from a seed.
+"""Workloads from a seed: lengths, conversations, shared prompts, classes.
 
-Request number i of a workload and a seed is always the same, whatever the load, so every target gets the same work.
-Prompts are random token ids: no two are alike unless the workload says so, and no prefix cache helps by accident.
+Request i of a workload and seed is the same at any load, so targets get equal work. Prompts are random token ids, so
+they share prefixes only if the workload says so.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tidewheel.bench.values import Conversation, Offered
 from tidewheel.simulate.lengths import Int32Array, Lengths
 from tidewheel.simulate.traces import NOBODY, Trace
 
-FIRST_ID = 4  # below it, models keep special tokens
-_BLOCK = 256  # requests whose lengths are drawn together
+FIRST_ID = 4  # below are special tokens
+_BLOCK = 256  # requests per draw
 
-# Means of ShareGPT conversations in tokens: Kwon and others, "Efficient memory management for large language model
-# serving with PagedAttention", SOSP 2023, figure 11. The shape is an assumption: lognormal, sigma 1.
+# Means of ShareGPT conversations, in tokens: Kwon and others, "Efficient memory management for large language model
+# serving with PagedAttention", SOSP 2023, figure 11. Lognormal with sigma 1 is an assumption.
 SHAREGPT_INPUT, SHAREGPT_OUTPUT, SHAREGPT_SIGMA, SHAREGPT_MAX = 161.31, 337.99, 1.0, 1024
 
 
 class Kind(NamedTuple):
-    """Some of the requests, by their share, with parameters of their own."""
+    """Share of requests, with parameters."""
 
     share: float
     parameters: Mapping[str, Any]
@@ -47,7 +47,7 @@ PLAIN = (Kind(1.0, {}),)
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Lengths from `low` to `high`, both ends included."""
+    """Lengths from `low` to `high`, inclusive."""
 
     low: int
     high: int
@@ -58,22 +58,22 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths in tokens. `turns` over 1 makes conversations, with a pause between an answer and the next turn."""
+    """Lengths in tokens. `turns` over 1 makes conversations, with pauses between answer and next turn."""
 
     name: str
     inputs: Lengths | Uniform
     outputs: Lengths | Uniform
     source: str = "synthetic"
     kinds: tuple[Kind, ...] = PLAIN
-    prefix_tokens: int = 0  # the same for all requests, in front of their own
+    prefix_tokens: int = 0  # shared by all requests, ahead of their own
     turns: int = 1
-    pause_s: float = 0.0  # mean; exponentially distributed
+    pause_s: float = 0.0  # mean, exponentially distributed
     vocab: int = 4096
-    max_tokens: int = 1024  # prompt and output of one request; longer ones are cut
+    max_tokens: int = 1024  # prompt and output; longer requests are cut
     trace: Trace | None = None
 
     def conversations(self, seed: int) -> Iterator[Conversation]:
-        """Without end; of a trace, each request once."""
+        """Yield conversations without end, or a trace's requests once."""
         if self.trace is not None:
             yield from _recorded(self, self.trace)
             return
@@ -93,7 +93,6 @@ class Workload:
                 number += 1
 
     def summary(self) -> dict[str, Any]:
-        """For the record: what is needed to make the same again."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "trace"}
         fields["inputs"], fields["outputs"] = dataclasses.asdict(self.inputs), dataclasses.asdict(self.outputs)
         fields["kinds"] = [{"share": kind.share, "parameters": dict(kind.parameters)} for kind in self.kinds]
@@ -126,7 +125,7 @@ class Workload:
 
 
 def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
-    """The requests of a trace. Those of a session, and of a prefix group, begin alike."""
+    """Yield a trace's requests; sessions and prefix groups share beginnings."""
     for index in range(len(trace)):
         session, group = int(trace.sessions[index]), int(trace.prefix_groups[index])
         num_prompt = min(int(trace.prompt_tokens[index]), workload.max_tokens - 1)
@@ -176,7 +175,10 @@ SYNTAX = f"{', '.join(WORKLOADS)}, sharegpt:SCALE or trace:FILE"
 
 
 def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int, max_tokens: int) -> Workload:
-    """The workload of a name, with other lengths if given. Raises `BenchError`, or `ConfigError` of a bad trace."""
+    """Return a named workload, with other lengths if given.
+
+    Raise `BenchError`, or `ConfigError` for a bad trace.
+    """
     name, _, argument = text.partition(":")
     if name == "trace" and argument:
         zero = _lengths("constant", 1)

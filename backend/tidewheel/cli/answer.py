@@ -1,4 +1,4 @@
-"""An answer on the terminal, as it arrives, and how long it took."""
+"""Answers printed as they arrive, with their timing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Answer:
     finish_reason: str | None  # None: cancelled here
     num_input_tokens: int
     num_output_tokens: int
-    first_s: float  # until the first text came
+    first_s: float  # until the first text
     total_s: float
 
     @property
     def stats(self) -> str:
-        """One line: tokens, time to the first, speed after it, why it ended."""
+        """One line of token counts, timing and finish reason."""
         after_first = self.total_s - self.first_s
         speed = (self.num_output_tokens - 1) / after_first if self.num_output_tokens > 1 and after_first > 0 else 0.0
         return (
@@ -36,7 +36,7 @@ class Answer:
 
 
 def show(stream: Stream, out: TextIO | None = None) -> Answer:
-    """Prints the chunks of a stream; ends with a line break. Ctrl-C cancels the stream, and what came stays."""
+    """Print a stream's chunks and a line break; Ctrl-C cancels it, keeping what came."""
     out = out or sys.stdout
     start = time.monotonic()
     first_s, texts, num_input, num_output = 0.0, [], 0, 0
@@ -65,5 +65,5 @@ def show(stream: Stream, out: TextIO | None = None) -> Answer:
 
 
 def printable(text: str) -> str:
-    """Without control characters: a model may write escape sequences, and a terminal would obey them."""
+    """Drop control characters: a terminal would obey a model's escape sequences."""
     return "".join(c for c in text if c in _KEPT_CONTROLS or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))

@@ -107,11 +107,11 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 130 after Ctrl-C, with what was measured kept. Raises `UsageError`."""
+    """Return 0, or 130 after Ctrl-C with the results so far kept; raise `UsageError`."""
     from tidewheel.bench.errors import BenchError
     from tidewheel.errors import ConfigError
 
-    # Whoever ends this politely gets what Ctrl-C gets: servers ended, results kept.
+    # SIGTERM acts like Ctrl-C: servers end, results are kept.
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         return _measure(args)

@@ -1,4 +1,4 @@
-"""What `tidewheel bench` is asked to do, as stages on deployments."""
+"""Stages and deployments from the options of `tidewheel bench`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
 
 class Defaults(NamedTuple):
-    """Of a suite, unless told otherwise."""
-
     text: str
     targets: tuple[str, ...]
     workload: str
@@ -67,8 +65,6 @@ SUITES: dict[str, Defaults] = {
 
 
 class Part(NamedTuple):
-    """Stages on one deployment."""
-
     deployment: Deployment
     stage: Stage
     run: Callable[[Suite], None]
@@ -99,7 +95,7 @@ def parts_of(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def _offline_part(args: argparse.Namespace, peers: list[str]) -> Part:
-    """Engines without a server, with the peers that have an environment of their own."""
+    """Measure engines without a server, peers in their own environments included."""
     model = args.offline_model or args.model
     stage = replace(
         _stage(args, model, "offline"), targets=_targets(["llm", *peers]), workload=_workload(args, "mixed", model)

@@ -1,4 +1,4 @@
-"""The results of `tidewheel bench`: tables on the terminal, and files."""
+"""Results of `tidewheel bench` on the terminal and in files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def report(recorder: Recorder, record: Path | None) -> None:
-    """`record`: where the JSON goes too, and the pictures beside it."""
+    """Write all results; `record` adds a JSON copy, with the plots beside it."""
     from tidewheel.bench.report import render
     from tidewheel.bench.tables import SHORT, as_text, table, without_empty
 
@@ -31,7 +31,7 @@ def report(recorder: Recorder, record: Path | None) -> None:
 
 
 def _pictures(recorder: Recorder) -> dict[str, list[Picture]]:
-    """By name of stage; none without matplotlib, which is said."""
+    """Return plots by stage name, or none, with a note, without matplotlib."""
     try:
         from tidewheel.bench.plots import pictures
     except ImportError:

@@ -29,14 +29,14 @@ def run(args: argparse.Namespace) -> int:
         import readline  # noqa: F401 - gives `input` line editing and a history
     params = sampling_params(args)
     with connect(args) as client:
-        client.metadata()  # says at once when there is no such server or model
+        client.metadata()  # fails at once without the server or the model
         print(f"{client.model} at {client.url}. {_HELP}")
         _Chat(client, args.system, params, stats=args.stats).run()
     return 0
 
 
 class _Chat:
-    """The messages so far, and the loop that adds to them."""
+    """Conversation loop."""
 
     def __init__(self, client: Client, system: str | None, params: dict[str, object], *, stats: bool) -> None:
         self._client = client
@@ -53,7 +53,7 @@ class _Chat:
                 self._turn(line)
 
     def _turn(self, line: str) -> None:
-        """One question and its answer. One that fails leaves no trace in the conversation."""
+        """Ask one question; a failed one leaves no trace in the conversation."""
         from tidewheel_client import RequestError
 
         messages = [*self._messages, {"role": "user", "content": line}]
@@ -72,7 +72,7 @@ class _Chat:
 
 
 def _read_line() -> str | None:
-    """The next line; empty after Ctrl-C, None at the end of the input."""
+    """Return the next line, empty after Ctrl-C, None at the end of input."""
     try:
         return input(_PROMPT if sys.stdin.isatty() else "").strip()
     except KeyboardInterrupt:

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     session = _Session(args.max_tokens)
     options = ServeOptions(
         model_repository=args.model_repository,
-        models=(MODEL,),  # the others of the repository would take their time to load
+        models=(MODEL,),  # loading the others takes time
         settings={},
         ports=Ports(http=0, grpc=0, metrics=0),
         drain_s=0.0,
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Session:
-    """Asks the server that has just started. Runs on a thread of its own; `error` is what went wrong there."""
+    """Client on its own thread; `error` is its failure."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens

@@ -1,6 +1,6 @@
-"""`tidewheel COMMAND`: finds the command, and turns what goes wrong into one line and an exit code.
+"""`tidewheel COMMAND`: run a command; turn errors into one line and an exit code.
 
-Exit codes: 0 done; 1 the server could not start, or a part of it died; 2 wrong usage, or the request failed.
+Exit codes: 0 done; 1 the server could not start, or part of it died; 2 wrong usage, or the request failed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib import import_module
 
 from tidewheel import __version__
 
-# Module → what it does. Each has add_arguments(parser) and run(args) → exit code, which imports what is heavy.
+# Module → summary. Each has add_arguments(parser) and run(args) → exit code, and imports heavy modules there.
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
     "generate": "send one prompt and stream the answer",
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.run(args))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # say, `tidewheel generate … | head`
+    except BrokenPipeError:  # such as `tidewheel generate … | head`
         sys.stderr.close()
         return 0
     except Exception as error:
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """None for what is a bug of ours. The classes are looked up among what is loaded, to import nothing for it."""
+    """Return an expected error's exit code, None for a bug; look classes up among loaded modules, importing none."""
     for module, name, code in (
         ("tidewheel.server.errors", "ServeError", 1),
         ("tidewheel.errors", "ConfigError", 1),

@@ -1,4 +1,4 @@
-"""`tidewheel simulate`: what a deployment would do under a load, by the real scheduler under a modelled clock."""
+"""`tidewheel simulate`: the real scheduler under a modelled clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `tidewheel simulate` runs: options become a plan, and the plan one simulation for each policy and load."""
+"""Simulations from the options of `tidewheel simulate`, one per policy and load."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from tidewheel.simulate.traces import (
 ARRIVALS = {"poisson": poisson_arrivals, "bursty": bursty_arrivals, "switching": switching_arrivals}
 DEFAULT_LOAD = 0.8
 MAX_LOAD = 10.0
-CAPACITY_BATCHES = 8  # full batches that tell the capacity
+CAPACITY_BATCHES = 8  # full batches to measure the capacity
 UNBOUNDED = 1 << 30
 MODEL = "simulated"
 
 
 class Result(NamedTuple):
     policy: str
-    load: float | None  # share of the capacity; None: the rate was given, or is that of the file
+    load: float | None  # share of capacity; None: rate of option or file
     report: Report
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    trace_kind: str  # of `ARRIVALS`, or the path of a file
+    trace_kind: str  # key of `ARRIVALS`, or a file's path
     recorded_trace: Trace | None
     num_requests: int
     rate: float | None
@@ -72,7 +72,7 @@ class Plan:
 
     @classmethod
     def from_options(cls, args: argparse.Namespace) -> Plan:
-        """Raises `UsageError` or `ConfigError` naming the option and the value."""
+        """Raise `UsageError` or `ConfigError` naming option and value."""
         from tidewheel.server.repository import parse_settings
 
         recorded_trace = None if args.trace in ARRIVALS else _read(args.trace)
@@ -108,7 +108,7 @@ class Plan:
         return EngineConfig.from_settings(values)
 
     def trace(self, rate: float | None) -> Trace:
-        """At this rate; None: that of the file."""
+        """Return the trace at `rate`; None: the file's own rate."""
         if self.recorded_trace is not None:
             trace = self.recorded_trace
             if rate is None:
@@ -126,7 +126,7 @@ class Plan:
         )
 
     def saturating(self, count: int) -> Trace:
-        """This many requests, all at once."""
+        """Return `count` requests that arrive at once."""
         if self.recorded_trace is None:
             return self._synthesise(count, np.zeros(count), np.random.default_rng(self.seed))
         trace = self.recorded_trace
@@ -141,7 +141,6 @@ class Plan:
 
 
 def simulate_all(plan: Plan) -> Iterator[Result]:
-    """One result after the other: each policy at each load."""
     for policy in plan.policies:
         if not plan.loads:
             yield Result(policy, None, simulate(plan, policy, plan.trace(plan.rate)))
@@ -161,7 +160,7 @@ def build_simulator(plan: Plan, policy: str, trace: Trace) -> Simulator:
 
 
 def find_capacity(plan: Plan, policy: str) -> float:
-    """Requests per second that one replica ends while its batch stays full."""
+    """Return requests per second of one replica while its batch stays full."""
     config = plan.config(policy)
     unbounded = dataclasses.replace(
         config, record="", max_waiting_requests=UNBOUNDED, max_waiting_tokens=UNBOUNDED, scheduling_policy="fifo"

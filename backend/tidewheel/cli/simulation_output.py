@@ -1,5 +1,3 @@
-"""What `tidewheel simulate` shows and writes."""
-
 from __future__ import annotations
 
 import json
@@ -41,7 +39,7 @@ def write_json(plan: Plan, results: Sequence[Result], target: str) -> None:
 
 
 def write_plots(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Those that have something to show."""
+    """Write the plots that have something to show; return their paths."""
     from tidewheel.simulate import plots
 
     try:
@@ -76,7 +74,6 @@ def _by_policy(results: Sequence[Result]) -> dict[str, list[Report]]:
 
 
 def with_progress(plan: Plan, results: Iterable[Result]) -> Iterator[Result]:
-    """On a terminal, how far it is."""
     total = len(plan.policies) * max(len(plan.loads), 1)
     for number, result in enumerate(results, 1):
         if sys.stderr.isatty():

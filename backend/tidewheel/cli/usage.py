@@ -1,4 +1,4 @@
-"""What several commands share: where the server is, sampling options, and errors of usage."""
+"""Options and errors that commands share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "127.0.0.1:8001"
 
-# Option → (type, help). Only those given are sent, so that the model's own defaults hold.
+# Option → (type, help). Only given ones are sent, so the model's defaults hold.
 _SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "longest answer in tokens (default: what fits the context)"),
     "temperature": (float, "0 is greedy"),
@@ -26,7 +26,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
 
 
 class UsageError(Exception):
-    """The command cannot mean anything, or the server has not what it asks for."""
+    """Command line without a meaning, or beyond what the server offers."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,6 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(args: argparse.Namespace) -> dict[str, object]:
-    """What was given, by the names of the wire."""
     params: dict[str, object] = {
         name: value for name in (*_SAMPLING, "stop") if (value := getattr(args, name)) is not None
     }
@@ -63,7 +62,7 @@ def sampling_params(args: argparse.Namespace) -> dict[str, object]:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """A client of the server, with the model that is meant. Raises `UsageError` or `RequestError`."""
+    """Return a client with the model chosen; raise `UsageError` or `RequestError`."""
     from tidewheel_client import Client
 
     client = Client(args.url, args.model or "", timeout_s=args.timeout_s)

@@ -1,1 +1,1 @@
-"""The real scheduler and KV cache under a modelled clock: what a deployment would do, before there is one."""
+"""Simulation of deployments: the real scheduler and KV cache under a modelled clock."""

@@ -1,4 +1,4 @@
-"""Coefficients of the cost model from the steps of a recorded run: least squares with no negative coefficient."""
+"""Fit of the cost model to the steps of a recorded run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FloatArray = npt.NDArray[np.float64]
 
 MIN_STEPS = 50
 KNOTS = tuple(2**exponent for exponent in range(1, 16))
-MIN_STEPS_PER_SEGMENT = 20  # of `gemm`: a slope that fewer steps tell is noise
+MIN_STEPS_PER_SEGMENT = 20  # fewer steps give a noisy slope of `gemm`
 
 
 class MeasuredStep(NamedTuple):
     features: StepFeatures
-    seconds: float  # from its start to its tokens
-    turn_seconds: float | None  # from its tokens to the start of the next step; None: the engine was idle then
+    seconds: float  # from start to tokens
+    turn_seconds: float | None  # from tokens to the next start; None: the engine was idle
 
 
 def fit(
@@ -35,7 +35,10 @@ def fit(
     block_size: int = 64,
     num_blocks: int = 8192,
 ) -> CostModel:
-    """Raises `ConfigError` when the steps are too few to tell."""
+    """Fit by least squares, with no coefficient negative.
+
+    Raise `ConfigError` for fewer than `MIN_STEPS` steps.
+    """
     if len(steps) < MIN_STEPS:
         raise ConfigError(f"{len(steps)} measured steps are too few to calibrate a cost model: at least {MIN_STEPS}")
     features = np.array([step.features for step in steps], dtype=np.float64)
@@ -71,7 +74,6 @@ def fit(
 
 
 def choose_knots(tokens: FloatArray) -> tuple[int, ...]:
-    """Powers of two with enough steps on both sides and between."""
     knots: list[int] = []
     previous = 0.0
     for knot in KNOTS:
@@ -84,7 +86,7 @@ def choose_knots(tokens: FloatArray) -> tuple[int, ...]:
 
 
 def _segments(tokens: FloatArray, knots: tuple[int, ...]) -> list[FloatArray]:
-    """How much of each segment lies below `tokens`: with slopes of 0 or more, their sum never falls."""
+    """Split `tokens` at the knots; with slopes of 0 or more the time never falls."""
     edges = (0.0, *knots, np.inf)
     return [np.clip(tokens - low, 0.0, high - low) for low, high in pairwise(edges)]
 
@@ -98,7 +100,7 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """`sum_error`: of the total time, signed. `median_error`: of one step, absolute. Both as a share."""
+    """Return quality figures; as shares, `sum_error`, signed, of all time, `median_error`, absolute, of a step."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {
@@ -110,8 +112,10 @@ def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
 
 
 def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatArray:
-    """The x >= 0 that minimises |design · x - target|, by the active set method of Lawson and Hanson, "Solving Least
-    Squares Problems" (1974), chapter 23. Columns may be collinear: some solution is given then."""
+    """Return an x >= 0 that minimises |design · x - target|; columns may be collinear.
+
+    Active set method of Lawson and Hanson, "Solving Least Squares Problems" (1974), chapter 23.
+    """
     scale = np.linalg.norm(design, axis=0)
     scale[scale == 0.0] = 1.0
     matrix = design / scale
@@ -119,7 +123,7 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
     solution = np.zeros(num_terms)
     is_free = np.zeros(num_terms, dtype=np.bool_)
     tolerance = 1e-10 * max(float(np.abs(matrix.T @ target).max()), 1e-300)
-    for _ in range(3 * num_terms):  # the bound that the authors give in practice
+    for _ in range(3 * num_terms):  # the authors' practical bound
         gradient = matrix.T @ (target - matrix @ solution)
         gradient[is_free] = -np.inf
         best = int(np.argmax(gradient))
@@ -133,7 +137,7 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
 def _step_inside(
     matrix: FloatArray, target: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
 ) -> FloatArray:
-    """Least squares over the free terms; terms that would turn negative are fixed at 0, one after the other."""
+    """Solve for the free terms, fixing terms below 0 one by one."""
     while True:
         candidate = np.zeros_like(solution)
         candidate[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]

@@ -1,8 +1,7 @@
-"""The tokens of simulated requests: views of one pool of random ids, so that a million prompts cost no memory.
+"""Token contents of requests: views of one pool of random ids, so prompts take no memory.
 
-A request reads the pool from an offset of its own, prompt and output alike, so what it generates is determined by
-its place. The turns of a session read from one offset: the prompt of a later turn begins with all that was said
-before. Requests of a prefix group begin with the same view.
+A request reads prompt and output from one offset; so do all turns of a session, whose prompts thus grow. Requests of
+a prefix group begin with the same view.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from tidewheel.simulate.traces import NOBODY, Trace
 
 STOP_TOKEN = 0
 _POOL_SIZE = 1 << 22
-_STRIDE = 0x9E3779B1  # odd, so the first `_POOL_SIZE` multiples of it are all different
+_STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
 
 
 class Contents:
@@ -25,7 +24,7 @@ class Contents:
         self.pool: Int32Array = np.concatenate((pool, pool[: trace.max_num_tokens + 1]))
 
     def offset(self, index: int) -> int:
-        """Where in the pool the request reads; its token at position p is ``pool[offset + p]``."""
+        """Return the request's offset: its token at position p is ``pool[offset + p]``."""
         session = int(self._trace.sessions[index])
         return self._offset(2 * session + 1 if session != NOBODY else 2 * index)
 

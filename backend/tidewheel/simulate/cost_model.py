@@ -1,14 +1,13 @@
-"""How long a step takes, from what is in it.
+"""Time of a step from its contents.
 
-    seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
+seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
 
-*overhead* holds what every step pays: launches, and reading the weights once. *gemm* is the rest of the matrix
-products as a function of the tokens in the step: piecewise linear and never falling, because a product reads the
-weights whatever it computes until the arithmetic takes longer than the reading (the roofline: Williams, Waterman,
-Patterson, CACM 2009). *kv_bytes* is the cache that attention reads; *chunk_pairs* are (query, key) pairs of prompt
-chunks, whose attention is bound by arithmetic. The host's work between two steps has two terms of its own.
+*overhead* covers launches and reading the weights once. *gemm*, the rest of the matrix products, is piecewise linear
+in the tokens and never falls: arithmetic adds time only once it outlasts reading the weights (roofline: Williams,
+Waterman, Patterson, CACM 2009). *kv_bytes* is the cache that attention reads; *chunk_pairs* are (query, key) pairs of
+prompt chunks, whose attention is bound by arithmetic. Host time between steps has two more terms.
 
-Coefficients come from recorded runs (`calibration.fit`) or from the figures of a device (`CostModel.from_device`).
+Coefficients come from recorded runs (`calibration.fit`) or device figures (`CostModel.from_device`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ SCHEMA = 1
 
 
 class StepFeatures(NamedTuple):
-    """What the time of a step depends on."""
-
     num_rows: int
     num_tokens: int
     num_samples: int
     num_new_rows: int
-    kv_tokens: int  # tokens in the cache that attention reads, over all rows
-    chunk_pairs: int  # (query, key) pairs of chunks longer than one token
+    kv_tokens: int  # cached tokens attention reads, over all rows
+    chunk_pairs: int  # (query, key) pairs of chunks over one token
 
 
 def step_features(batch: ScheduledBatch) -> StepFeatures:
@@ -53,25 +50,25 @@ def step_features(batch: ScheduledBatch) -> StepFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Coefficients in seconds per unit. Raises `ConfigError` for a value that is negative or not finite."""
+    """Coefficients in seconds per unit; raise `ConfigError` if one is negative or not finite."""
 
     name: str
     device: str = ""
-    weights_bytes: float = 0.0  # what a step reads once; a fact about the model, its time is in `overhead_s`
+    weights_bytes: float = 0.0  # informative: their time is in `overhead_s`
     kv_bytes_per_token: float = 1.0
     block_size: int = 64
-    num_blocks: int = 8192  # what the device has room for
+    num_blocks: int = 8192
     overhead_s: float
-    knots: tuple[int, ...] = ()  # tokens at which the slope of `gemm` changes, rising
-    seconds_per_token: tuple[float, ...] = (0.0,)  # its slopes: below the first knot, …, above the last
+    knots: tuple[int, ...] = ()  # tokens where the slope of `gemm` changes, rising
+    seconds_per_token: tuple[float, ...] = (0.0,)  # slopes of `gemm`, from below the first knot to above the last
     seconds_per_kv_byte: float = 0.0
     seconds_per_chunk_pair: float = 0.0
     seconds_per_row: float = 0.0
     seconds_per_sample: float = 0.0
     seconds_per_new_row: float = 0.0
-    turn_overhead_s: float = 0.0  # host time from the end of a step to the start of the next
+    turn_overhead_s: float = 0.0
     turn_seconds_per_row: float = 0.0
-    fit: dict[str, float] = field(default_factory=dict)  # how good the calibration was, in the words of `calibration`
+    fit: dict[str, float] = field(default_factory=dict)  # from `calibration.fit`
 
     def __post_init__(self) -> None:
         for name in _COEFFICIENTS:
@@ -104,7 +101,7 @@ class CostModel:
         launch_s: float,
         **facts: object,
     ) -> CostModel:
-        """A roofline from achieved memory bandwidth and arithmetic: two FLOPs per parameter and token."""
+        """Make a roofline from achieved bandwidth and arithmetic: two FLOPs per parameter and token."""
         reading_s = weights_bytes / bytes_per_s
         token_s = 2 * num_parameters / flops_per_s
         return cls(
@@ -135,7 +132,7 @@ class CostModel:
         return self._gemm_at_knots[segment - 1] + slope * (num_tokens - self.knots[segment - 1])
 
     def step_seconds(self, step: StepFeatures) -> float:
-        """From the start of a step to its tokens."""
+        """Return seconds from start to tokens."""
         return (
             self.overhead_s
             + self.gemm_seconds(step.num_tokens)
@@ -147,7 +144,7 @@ class CostModel:
         )
 
     def turn_seconds(self, num_rows: int) -> float:
-        """From the tokens of a step with this many rows to the start of the next."""
+        """Return host seconds from a step's tokens to the next step."""
         return self.turn_overhead_s + self.turn_seconds_per_row * num_rows
 
     def save(self, path: Path) -> None:
@@ -156,7 +153,7 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
-        """Raises `ConfigError` naming the file and what is wrong with it."""
+        """Load a saved model; raise `ConfigError` naming file and fault."""
         try:
             record = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
             if record.pop("schema", None) != SCHEMA:
@@ -172,7 +169,7 @@ _COEFFICIENTS = (
     "turn_seconds_per_row",
 )  # fmt: skip
 
-# A Llama-3.1-8B shape in bfloat16 on one H200, from the data sheet (4.8 TB/s, 989 TFLOP/s dense) at 80 % and 60 %.
+# Llama-3.1-8B, bfloat16, on one H200: 80 % and 60 % of the data sheet's 4.8 TB/s and 989 TFLOP/s (dense).
 H200_8B = CostModel.from_device(
     "h200-8b",
     num_parameters=8.03e9,

@@ -1,9 +1,9 @@
-"""The lines of a recording: one JSON array a line, its first element the name of the event.
+"""Events of a recording: one JSON array a line, the event's name first.
 
-A recording holds no text and no token of a prompt or an answer. Decisions depend on tokens in two ways only: which
-requests share a prefix, and which token ends a request. So a token is written as a number drawn from the whole prefix
-that it ends (`names.PrefixNames`), equal where prefixes are equal and telling nothing else; tokens that stop a
-request are 0. Names of sessions, salts and tenants are drawn the same way, except tenants that the settings name.
+A recording holds no text and no real token. Decisions depend on tokens in two ways only: which requests share a
+prefix, and which token ends a request. So each token becomes a number drawn from the whole prefix that it ends
+(`names.PrefixNames`), or 0 if it stops a request. Session, salt and tenant names are drawn likewise, except tenants
+that the settings name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tidewheel.errors import ConfigError
 
 SCHEMA = 1
 STOP_TOKEN = 0
-ORDINARY_TOKEN = 1  # where prefixes are not looked up, all tokens but those that stop are alike
+ORDINARY_TOKEN = 1  # every other token, without prefix caching
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -23,7 +23,7 @@ class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 class Header(Event, frozen=True, tag="tidewheel-recording"):
     schema: int
-    version: str  # of the program
+    version: str
     settings: dict[str, object]  # `EngineConfig.to_settings`
     info: dict[str, object]  # `EngineInfo`
 
@@ -31,10 +31,10 @@ class Header(Event, frozen=True, tag="tidewheel-recording"):
 class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     num_prompt_tokens: int
-    prompt: bytes  # names of the prompt's tokens, int32; empty: prefixes are not looked up
+    prompt: bytes  # int32 token names; empty without prefix caching
     max_tokens: int
     min_tokens: int
-    can_stop: bool  # it has stop ids
+    can_stop: bool
     arrival_time: float
     priority: int
     cache_salt: str
@@ -47,8 +47,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Added(Event, frozen=True, tag="add"):
     now: float
-    requests: list[RecordedRequest]  # several: a leader and those that share its prompt
-    refused: str  # tag of the error; empty: accepted
+    requests: list[RecordedRequest]  # a leader, then its followers
+    refused: str  # error tag; empty: accepted
     evicted: list[str]
 
 
@@ -75,15 +75,15 @@ class SessionClosed(Event, frozen=True, tag="close-session"):
 
 class Scheduled(Event, frozen=True, tag="schedule"):
     now: float
-    expired: bool  # `expire` was called just before, at the same time, and nobody ended
-    step_id: int = -1  # and no more: nothing was scheduled
+    expired: bool  # `expire` ran just before, at `now`, and ended no request
+    step_id: int = -1  # -1: nothing was scheduled
     num_rows: int = 0
     num_tokens: int = 0
     num_samples: int = 0
     num_new_rows: int = 0
     kv_tokens: int = 0
     chunk_pairs: int = 0
-    digest: str = ""  # of all columns of the batch
+    digest: str = ""
     new_requests: list[str] = []
     freed_rows: list[int] = []
 
@@ -91,13 +91,13 @@ class Scheduled(Event, frozen=True, tag="schedule"):
 class Applied(Event, frozen=True, tag="apply"):
     now: float
     step_id: int
-    tokens: bytes  # names of the sampled tokens, one for each row of the batch, int32; empty: all ORDINARY_TOKEN
+    tokens: bytes  # int32 token names by row; empty: all ORDINARY_TOKEN
     num_delivered: int
-    ended: list[tuple[str, str]]  # request, finish reason
+    ended: list[tuple[str, str]]  # id, finish reason
 
 
 class Full(Event, frozen=True, tag="full"):
-    """The recording reached its limit; nothing follows."""
+    """Last event of a recording that reached its size limit."""
 
 
 AnyEvent = Header | Added | Cancelled | Expired | Failed | SessionClosed | Scheduled | Applied | Full
@@ -107,7 +107,7 @@ _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 
 def decode_line(line: bytes, number: int) -> AnyEvent:
-    """Raises `ConfigError` naming the line."""
+    """Raise `ConfigError` naming the line."""
     try:
         event: AnyEvent = _decoder.decode(line)
         return event

@@ -1,4 +1,4 @@
-"""Lengths of prompts and outputs in tokens, light or heavy tailed, with a given mean."""
+"""Random lengths of prompts and outputs, in tokens."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _DEFAULT_SHAPE = {"lognormal": 1.0, "pareto": 2.5}
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Draws whole numbers from 1 to `maximum`.
+    """Distribution of whole numbers from 1 to `maximum`.
 
-    `shape` is sigma of the underlying normal for lognormal (1: heavy, 0.5: mild), and the tail index of a Pareto
-    type I distribution (over 1; the variance is infinite up to 2). Cutting at `maximum` lowers the mean of a heavy
-    tail; `scale` undoes that, so that the mean of what is drawn is the one asked for.
+    `shape` is sigma of the underlying normal for lognormal (1: heavy, 0.5: mild). For Pareto type I it is the tail
+    index, above 1; up to 2 the variance is infinite. `_scale` restores the mean after `maximum` cuts the tail.
     """
 
     kind: str
@@ -33,7 +32,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, *, name: str) -> Lengths:
-        """``lognormal:128:1.0:4096``, ``constant:64``. Raises `ConfigError` naming `name` and the part."""
+        """Parse ``lognormal:128:1.0:4096`` or ``constant:64``.
+
+        Raise `ConfigError` naming `name` and the faulty part.
+        """
         kind, *numbers = text.split(":")
         if kind not in KINDS:
             raise ConfigError(f"{name} is {text!r}: write {SYNTAX} with one of {', '.join(KINDS)}")
@@ -75,7 +77,7 @@ class Lengths:
                 return np.asarray(self.mean * (self.shape - 1) / self.shape * (1 + rng.pareto(self.shape, count)))
 
     def _scale(self) -> float:
-        """What makes up for the tail that is cut, found by bisection on a fixed sample of quantiles."""
+        """Find the factor that restores the mean, by bisection."""
         sample = self._raw(1 << 16, np.random.default_rng(0))
         low, high = 1.0, 1.0
         while np.minimum(sample * high, self.maximum).mean() < self.mean and high < 1e6:

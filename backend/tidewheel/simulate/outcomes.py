@@ -1,5 +1,3 @@
-"""What became of every request of a trace, as columns."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -14,13 +12,13 @@ _ENDS = {
     FinishReason.STOP: FINISHED,
     FinishReason.LENGTH: FINISHED,
     FinishReason.DEADLINE: DEADLINE,
-    FinishReason.ERROR: REFUSED,  # evicted from the waiting set, or hopeless
-    None: REFUSED,  # never accepted
+    FinishReason.ERROR: REFUSED,  # evicted while waiting, or hopeless
+    None: REFUSED,
 }
 
 
 class Outcomes:
-    """Times in seconds of the trace; NaN: it never happened."""
+    """Outcomes of a trace as columns; times in seconds of the trace, NaN if never reached."""
 
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
@@ -35,7 +33,7 @@ class Outcomes:
         self.preemptions: npt.NDArray[np.int32] = np.zeros(count, dtype=np.int32)
 
     def record(self, index: int, replica: int, request: Request) -> None:
-        """Raises `InternalError` if the request has ended before: each has one end."""
+        """Record the end of a request; raise `InternalError` for a second one."""
         if self.ends[index] != UNKNOWN:
             raise InternalError(f"request {index} ended twice")
         self.ends[index] = _ENDS.get(request.finish_reason, FAILED)
@@ -65,7 +63,7 @@ class Outcomes:
 
     @property
     def latency(self) -> FloatArray:
-        """From the arrival to the last token."""
+        """Seconds from arrival to last token."""
         return self.last_token - self.trace.arrivals
 
     @property
@@ -74,14 +72,14 @@ class Outcomes:
 
     @property
     def tpot(self) -> FloatArray:
-        """Seconds per output token after the first; NaN for requests with one."""
+        """Seconds per output token after the first; NaN with fewer than two."""
         with np.errstate(invalid="ignore", divide="ignore"):
             tokens = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
             return np.asarray((self.last_token - self.first_token) / tokens)
 
     @property
     def span(self) -> float:
-        """From the first arrival to the last token."""
+        """Seconds from first arrival to last token."""
         if not np.isfinite(self.last_token).any():
             return 0.0
         return float(np.nanmax(self.last_token) - self.trace.arrivals[0])

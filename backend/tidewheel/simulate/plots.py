@@ -1,4 +1,4 @@
-"""Plots of simulated runs. Needs matplotlib, which is imported here and nowhere else."""
+"""Plots of simulated runs; only they need matplotlib."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ _COLOURS = ("#1f6f8b", "#d1495b", "#edae49", "#3b7a57", "#6a4c93", "#8a8a8a")
 
 
 class Knee(NamedTuple):
-    """Mean number in the system at each load, of one kind of output lengths."""
+    """Mean number in the system by load, for one service time distribution."""
 
     name: str
-    service_scv: float  # squared coefficient of variation of the service time
+    service_scv: float  # squared coefficient of variation
     loads: Sequence[float]
     mean_in_system: Sequence[float]
 
 
 def plot_throughput(series: Mapping[str, Sequence[Report]], path: Path) -> None:
-    """Output tokens per second against p99 TTFT: one line a policy, one point a load."""
     figure, axes = _figure()
     for (name, reports), (colour, marker) in zip(series.items(), _styles(len(series)), strict=True):
         points = [(r["output_tokens_per_s"], 1e3 * r["ttft_s"]["p99"]) for r in reports if r["ttft_s"]["p99"]]
@@ -43,7 +42,6 @@ def plot_throughput(series: Mapping[str, Sequence[Report]], path: Path) -> None:
 
 
 def plot_classes(reports: Mapping[str, Report], path: Path) -> None:
-    """TTFT of each QoS class, p50 as a bar and p99 as a line on it, one group a policy."""
     figure, axes = _figure()
     classes = list(dict.fromkeys(name for report in reports.values() for name in report["classes"]))
     width = 0.8 / len(classes)
@@ -61,7 +59,6 @@ def plot_classes(reports: Mapping[str, Report], path: Path) -> None:
 
 
 def plot_fairness(reports: Mapping[str, Report], path: Path) -> None:
-    """Share of the served tokens of each tenant, one bar a policy, with Jain's index."""
     figure, axes = _figure()
     tenants = list(dict.fromkeys(name for report in reports.values() for name in report["tenants"]))
     bottom = np.zeros(len(reports))
@@ -78,7 +75,6 @@ def plot_fairness(reports: Mapping[str, Report], path: Path) -> None:
 
 
 def plot_knee(knees: Sequence[Knee], path: Path) -> None:
-    """Simulated queues of one server beside the formulas."""
     figure, axes = _figure()
     loads = np.linspace(0.5, 0.96, 200)
     axes.plot(loads, [mm1_mean_in_system(load) for load in loads], color="#444444", linestyle=":", label="M/M/1")
@@ -94,7 +90,6 @@ def plot_knee(knees: Sequence[Knee], path: Path) -> None:
 
 
 def plot_queue(series: Mapping[str, Sequence[tuple[float, Report]]], path: Path) -> None:
-    """Waiting requests of a batching engine against its load, beside what a server without batching would have."""
     figure, axes = _figure()
     for (name, points), (colour, marker) in zip(series.items(), _styles(len(series)), strict=True):
         x = [load for load, _ in points]
@@ -111,7 +106,7 @@ def plot_queue(series: Mapping[str, Sequence[tuple[float, Report]]], path: Path)
 
 
 def _styles(count: int) -> list[tuple[str, str]]:
-    """Colour and marker of each line: those that lie on each other can be told apart."""
+    """Return colours and markers; markers tell overlapping lines apart."""
     return [(_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]) for index in range(count)]
 
 

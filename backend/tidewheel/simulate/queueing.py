@@ -1,7 +1,7 @@
-"""Single-server queues that have an answer on paper, to hold the simulator against.
+"""Single-server queues with closed-form answers, to check the simulator.
 
-Kleinrock, "Queueing Systems, Volume 1: Theory" (1975): M/M/1 in chapter 3, M/G/1 (Pollaczek-Khinchine) in chapter 5.
-Times in seconds; `load` is the arrival rate times the mean service time, below 1.
+Kleinrock, "Queueing Systems, Volume 1: Theory" (1975), chapters 3 (M/M/1) and 5 (M/G/1, Pollaczek-Khinchine). `load`
+is the arrival rate times the mean service time, below 1.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from tidewheel.errors import ConfigError
 
 
 def mm1_mean_in_system(load: float) -> float:
-    """Mean number of requests waiting and in service, with exponential service times."""
+    """Return the mean number waiting and in service, for exponential service times."""
     return _check_load(load) / (1 - load)
 
 
 def mg1_mean_in_system(load: float, service_scv: float) -> float:
-    """The same for any service time, whose squared coefficient of variation is `service_scv`: variance over squared
-    mean; 0 for a constant, 1 for the exponential."""
+    """Return the mean number waiting and in service, for any service times.
+
+    `service_scv` is its variance over its squared mean: 0 if constant, 1 if exponential.
+    """
     return _check_load(load) + load**2 * (1 + service_scv) / (2 * (1 - load))
 
 

@@ -1,4 +1,4 @@
-"""Writes down what a scheduler is asked and what it decides, so that `replay` can ask another the same."""
+"""Recorder of a scheduler's calls and decisions, for `replay`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ FLUSH_BYTES = 1 << 20
 
 
 class _Stream:
-    """The tokens of one request, as names."""
-
     __slots__ = ("request_id", "state", "stop_token_ids")
 
     def __init__(self, request_id: str, state: bytes, stop_token_ids: Collection[int]) -> None:
@@ -51,7 +49,7 @@ class _Stream:
 
 
 class Recorder:
-    """One file. It is whole whenever the engine is idle; an error in writing ends the recording, not the engine."""
+    """One file, complete whenever the engine is idle; a write error ends only the recording."""
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ class Recorder:
         named_tenants: Collection[str] = (),
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`with_contents`: prefixes are looked up, so decisions depend on them."""
+        """Record token names only `with_contents`: prefix caching makes decisions depend on them."""
         self._file: BinaryIO | None = file
         self._names = PrefixNames()
         self._with_contents = with_contents
@@ -75,10 +73,8 @@ class Recorder:
         self._streams: dict[str, _Stream] = {}
         self._rows: dict[int, _Stream] = {}
         self._in_flight: deque[list[_Stream]] = deque()
-        self._pending_expire: float | None = None  # an `expire` that ended nobody
+        self._pending_expire: float | None = None  # an `expire` that ended no request
         self._write(Header(SCHEMA, __version__, settings, info))
-
-    # --- what is written ------------------------------------------------------------------------------------------
 
     def added(self, now: float, requests: Sequence[Request], refused: str, evicted: Sequence[Request]) -> None:
         recorded = [self._recorded(request, with_contents=not refused) for request in requests]
@@ -123,7 +119,7 @@ class Recorder:
         self._ended(outputs.finished)
 
     def flush(self) -> None:
-        """Errors of the disk end the recording."""
+        """Write the buffer; a disk error ends the recording."""
         if self._file is None or not self._unwritten:
             return
         data = b"".join(self._unwritten)
@@ -135,8 +131,6 @@ class Recorder:
         except OSError as error:
             log.warning("recording ends: %s", error)
             self._file = None
-
-    # --- how ------------------------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -159,7 +153,7 @@ class Recorder:
             self.flush()
 
     def _recorded(self, request: Request, *, with_contents: bool) -> RecordedRequest:
-        """A refusal does not depend on contents."""
+        """Describe a request; refusals do not depend on contents."""
         state, names = self._names.root, b""
         if self._with_contents and with_contents:
             state, ids = self._names.extend(state, request.prompt_token_ids.tolist())
@@ -186,7 +180,7 @@ class Recorder:
         return name if name in self._named_tenants else self._names.word(name)
 
     def _token_names(self, streams: list[_Stream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
-        """Tokens that nobody gets, of rows that changed hands in flight, belong to no prefix."""
+        """Return int32 names by row; undelivered tokens, of rows reassigned in flight, are ordinary."""
         names = [
             self._token_name(stream, token_id) if stream.request_id in delivered or token_id < 0 else ORDINARY_TOKEN
             for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
@@ -230,7 +224,7 @@ def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool) -> Sched
 
 
 def batch_digest(batch: ScheduledBatch) -> str:
-    """Of every column, and of who takes which row; not of tokens."""
+    """Return a digest of all columns and new rows, token values left out."""
     digest = blake2b(digest_size=8)
     for name in _COLUMNS:
         column = getattr(batch, name)

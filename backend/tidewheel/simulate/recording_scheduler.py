@@ -1,5 +1,3 @@
-"""A scheduler that is written down while it works."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from tidewheel.simulate.recorder import Recorder
 
 
 class RecordingScheduler(Scheduler):
-    """Tells a recorder of every call and of what came of it."""
+    """Scheduler that reports every call and its result to a recorder."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, recorder: Recorder) -> None:
         super().__init__(config, kv)

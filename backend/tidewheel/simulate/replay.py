@@ -1,4 +1,4 @@
-"""Asks a scheduler what another one was asked in a recording, and compares every decision."""
+"""Replay of a recording on another scheduler, decision by decision."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Replayed(NamedTuple):
     num_events: int
     num_steps: int
     num_requests: int
-    difference: str  # the first one; empty: every decision was the same
-    is_cut: bool  # the recording ends in the middle: the engine was killed, or the limit reached
+    difference: str  # first one; empty: none
+    is_cut: bool  # ends early: engine killed or limit reached
 
 
 class Recording:
-    """A file of events. Raises `ConfigError` naming the file when it is none."""
+    """File of events; raise `ConfigError` naming the file if it is not one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +58,7 @@ class Recording:
         self.header = header
 
     def events(self) -> Iterator[AnyEvent]:
-        """All that follow the header. The last line may be torn: the engine was killed while it was written."""
+        """Yield events after the header; drop a last line torn when the engine was killed."""
         events = self._events()
         next(events)
         for event in events:
@@ -82,7 +82,7 @@ class Recording:
 
 
 def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
-    """`scheduler` must be new and made from the header."""
+    """Replay up to the first difference; make `scheduler` new, from the header."""
     player = _Player(scheduler)
     num_events = 0
     for event in recording.events():
@@ -102,7 +102,7 @@ class _Player:
         self._in_flight: deque[ScheduledBatch] = deque()
 
     def play(self, event: AnyEvent) -> str:
-        """What differs; empty: nothing."""
+        """Return the difference; empty: none."""
         match event:
             case Added():
                 return self._add(event)
@@ -178,7 +178,7 @@ class _Player:
         ) or _differs(f"step {event.step_id}, requests that end", event.ended, describe_ended(outputs))
 
 
-_COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "num_rows")  # what tells a reader most
+_COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "num_rows")  # most telling
 _FAILURE = EngineDead("replayed")
 
 
@@ -215,10 +215,10 @@ def _differs(what: str, recorded: object, replayed: object) -> str:
 
 
 def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
-    """Steps with their times, for `calibration.fit`.
+    """Return timed steps for `calibration.fit`.
 
-    With two batches in flight a step starts when the one before it ends. The turn to the next step counts when the
-    engine went on without a pause: requests were left, and the next step began before anything else was awaited.
+    With two batches in flight, a step starts when the previous one ends. A turn is timed only if nothing was in
+    flight and the engine went on without an idle moment.
     """
     steps: list[MeasuredStep] = []
     in_flight: deque[Scheduled] = deque()

@@ -1,5 +1,4 @@
-"""One engine under a modelled clock: the loop of `EngineCore.step` with the real scheduler and a device that is a
-formula."""
+"""One engine under a modelled clock: the loop of `EngineCore.step` with a cost model as its device."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.contents import STOP_TOKEN
 from tidewheel.simulate.cost_model import CostModel, step_features
 
-IDLE_POLL_S = 1e-3  # how soon an engine that could not start anything looks again
+IDLE_POLL_S = 1e-3  # delay before an engine that could start nothing looks again
 
-Ended = Callable[[int, Request], None]  # the number of the replica, and the request
+Ended = Callable[[int, Request], None]  # (replica number, request)
 
 
 class _InFlight(NamedTuple):
@@ -27,10 +26,10 @@ class _InFlight(NamedTuple):
 
 
 class Replica:
-    """`turn` does what the engine's host does at one moment and says when it acts next.
+    """Scheduler driven turn by turn.
 
-    A batch that is done is applied as of its end, then the next is scheduled when the host is ready for that: the two
-    are one turn. What arrived by either moment is added then, as an engine drains its socket.
+    A turn applies the finished batch as of its end, then schedules the next when the host is ready. Requests that
+    arrived by either moment are added then, as an engine drains its socket.
     """
 
     def __init__(
@@ -47,28 +46,28 @@ class Replica:
         self.number = number
         self.is_idle = True
         self.num_steps = 0
-        self.num_tokens = 0  # scheduled
+        self.num_tokens = 0
         self.busy_seconds = 0.0
         self._scheduler = scheduler
         self._cost = cost
         self._ended = ended
         self._has_deadlines = has_deadlines
-        self._pool = pool  # of tokens; None: all are alike, which nobody notices while prefixes are not looked up
+        self._pool = pool  # None: all tokens are alike, enough without prefix caching
         self._inbox: deque[tuple[float, Request, int, int]] = deque()
-        self._lasts: dict[str, tuple[int, int]] = {}  # by id of a request without a row
-        self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position that its last token comes from
-        self._offsets = np.zeros(num_rows, dtype=np.int64)  # row → where in the pool it reads
+        self._lasts: dict[str, tuple[int, int]] = {}  # id → last position, offset, before a row
+        self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position of the last token
+        self._offsets = np.zeros(num_rows, dtype=np.int64)  # row → offset in the pool
         self._ordinary = np.ones(num_rows, dtype=np.int32)
         self._in_flight: deque[_InFlight] = deque()
         self._device_free = 0.0
-        self._completes = False  # this turn begins with the end of the oldest batch
+        self._completes = False  # this turn begins with the oldest batch's end
 
     def submit(self, now: float, request: Request, num_output_tokens: int, offset: int) -> None:
-        """It ends with its token number `num_output_tokens`, which the scheduler does not know."""
+        """Queue a request that stops at token `num_output_tokens`, unknown to the scheduler."""
         self._inbox.append((now, request, request.num_prompt_tokens + num_output_tokens - 1, offset))
 
     def turn(self, now: float) -> float | None:
-        """The time of the next turn; None: nothing to do until something arrives."""
+        """Return the time of the next turn; None: wait for an arrival."""
         if self._completes:
             batch, end = self._in_flight.popleft()
             self._receive(end)

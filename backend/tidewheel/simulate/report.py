@@ -1,4 +1,4 @@
-"""What a run came to, in figures: for a table, for JSON, and for plots. Times in seconds."""
+"""Figures of a run for tables, JSON and plots; times in seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidewheel.simulate.outcomes import DEADLINE, FAILED, FINISHED, REFUSED, Out
 from tidewheel.simulate.replica import Replica
 from tidewheel.simulate.traces import FloatArray
 
-Report = dict[str, Any]  # plain values, as JSON has them
+Report = dict[str, Any]  # JSON values
 QUANTILES = (50, 90, 99)
 
 
@@ -52,7 +52,7 @@ def latencies(outcomes: Outcomes, chosen: npt.NDArray[np.bool_]) -> Report:
 
 
 def distribution(values: FloatArray) -> dict[str, float | None]:
-    """Mean and quantiles of what is not NaN; None without any."""
+    """Return mean and quantiles without NaN; None for each if nothing is left."""
     values = values[~np.isnan(values)]
     if not len(values):
         return dict.fromkeys(("mean", *(f"p{quantile}" for quantile in QUANTILES)))
@@ -62,8 +62,11 @@ def distribution(values: FloatArray) -> dict[str, float | None]:
 
 
 def jain_index(shares: Sequence[float]) -> float:
-    """1 when all get the same, 1/n when one gets everything: "A Quantitative Measure of Fairness and Discrimination
-    for Resource Allocation in Shared Computer Systems", Jain, Chiu, Hawe, DEC-TR-301 (1984)."""
+    """Return 1 for equal shares, 1/n if one has everything.
+
+    "A Quantitative Measure of Fairness and Discrimination for Resource Allocation in Shared Computer Systems", Jain,
+    Chiu, Hawe, DEC-TR-301 (1984).
+    """
     total = sum(shares)
     if not total:
         return 1.0
@@ -71,8 +74,10 @@ def jain_index(shares: Sequence[float]) -> float:
 
 
 def served_tokens(outcomes: Outcomes) -> dict[str, float]:
-    """Prompt and output tokens by tenant of the requests that had ended when the last one arrived: while everybody
-    still asks, not after the queue has emptied."""
+    """Return tokens by tenant, prompt and output, of requests finished by the last arrival.
+
+    After it the queue empties and tenants no longer compete.
+    """
     trace = outcomes.trace
     done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
     tokens = np.where(done, trace.prompt_tokens + outcomes.output_tokens, 0)
@@ -133,7 +138,6 @@ _COLUMNS = (
 
 
 def table(reports: dict[str, Report], *, title: str) -> str:
-    """One line for each run, under the name of what differs between them."""
     width = max(len(title), *(len(name) for name in reports))
     lines = [title.ljust(width) + "".join(heading.rjust(11) for heading, *_ in _COLUMNS)]
     for name, report in reports.items():
@@ -143,7 +147,6 @@ def table(reports: dict[str, Report], *, title: str) -> str:
 
 
 def parts_table(report: Report) -> str:
-    """Classes, and tenants when there are several."""
     lines = [f"{'':18}{'requests':>9}{'refused':>9}{'TTFT p50':>10}{'p99 ms':>9}{'latency p50':>13}{'p99 s':>9}"]
     parts = [("class", report["classes"])]
     if len(report["tenants"]) > 1:

@@ -1,5 +1,4 @@
-"""Which replica a request goes to. A router sees what a real one sees: keys of requests, and how many of them each
-replica has not answered yet."""
+"""Choice of a replica from a request's keys and the replicas' unanswered requests."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from typing import NamedTuple, Protocol
 
 from tidewheel.errors import ConfigError
 
-VIRTUAL_NODES = 64  # points of each replica on the ring
-LOAD_FACTOR = 1.25  # of the mean load: what a replica may have before its keys go elsewhere
+VIRTUAL_NODES = 64  # ring points per replica
+LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
 
 
 class RouteKey(NamedTuple):
-    """What of a request a router may look at. Empty: there is none."""
+    """Keys of a request; empty: none."""
 
     session: str = ""
-    prefix: str = ""  # the part of the prompt that it shares with others
+    prefix: str = ""  # of the shared part of the prompt
 
 
 class Router(Protocol):
     def choose(self, key: RouteKey, loads: list[int]) -> int:
-        """The replica; `loads` are the unanswered requests of each."""
+        """Return the replica; `loads` counts unanswered requests of each."""
 
 
 class RoundRobin:
@@ -39,8 +38,6 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The replica with the fewest unanswered requests; of several, the first."""
-
     def __init__(self, num_replicas: int) -> None:
         del num_replicas
 
@@ -49,7 +46,7 @@ class LeastLoaded:
 
 
 class HashRing:
-    """Consistent hashing (Karger et al., STOC 1997): a replica that comes or goes moves few keys."""
+    """Consistent hashing (Karger et al., STOC 1997): adding or removing a replica moves few keys."""
 
     def __init__(self, num_replicas: int) -> None:
         points = sorted(
@@ -64,7 +61,7 @@ class HashRing:
         return self._replicas[self._position(key)]
 
     def first(self, key: str, accepts: Callable[[int], bool]) -> int | None:
-        """The first replica clockwise from the key that accepts; None if none does."""
+        """Return the first accepting replica clockwise from the key, or None."""
         start, refused = self._position(key), set[int]()
         for offset in range(len(self._replicas)):
             replica = self._replicas[(start + offset) % len(self._replicas)]
@@ -80,7 +77,7 @@ class HashRing:
 
 
 class SessionAffinity:
-    """All turns of a session go to one replica, whatever its load; others to the least loaded."""
+    """One replica for a session, whatever its load; the least loaded for other requests."""
 
     def __init__(self, num_replicas: int) -> None:
         self._ring = HashRing(num_replicas)
@@ -91,11 +88,11 @@ class SessionAffinity:
 
 
 class PrefixAware:
-    """Prompts that share a prefix go to one replica while its load is bounded; the overflow goes to the next one on
-    the ring, so that a popular prefix spreads over as many replicas as it needs and no more.
+    """One replica for prompts that share a prefix, while its load is bounded.
 
-    "Consistent Hashing with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam, SODA 2018: with n replicas and m
-    requests in them, the new one included, none gets more than ceil(c · m / n), here with c = 1.25.
+    The overflow goes to the next on the ring, so a popular prefix spreads only as far as needed. "Consistent Hashing
+    with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam, SODA 2018: with n replicas and m requests, the new one
+    included, none gets more than ceil(c · m / n), here with c = 1.25.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -112,7 +109,7 @@ class PrefixAware:
 
 
 def load_bound(loads: list[int]) -> int:
-    """Requests that one replica may have when the new one is in."""
+    """Return the bound on a replica's requests, the new one included."""
     return math.ceil(LOAD_FACTOR * (sum(loads) + 1) / len(loads))
 
 

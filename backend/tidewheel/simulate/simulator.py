@@ -1,4 +1,4 @@
-"""Many replicas behind a router, driven by one trace, event by event: no step is skipped or merged."""
+"""Discrete-event simulation of replicas behind a router; no step is skipped or merged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidewheel.simulate.replica import Replica
 from tidewheel.simulate.router import RouteKey, Router
 from tidewheel.simulate.traces import NOBODY, Trace
 
-MakeScheduler = Callable[[int], Scheduler]  # for the replica with this number
+MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
 
 _PRIORITIES = {int(priority): priority for priority in Priority}
 _SAMPLING = SamplingParams()
@@ -27,8 +27,6 @@ _SAMPLING = SamplingParams()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What the simulator must know of the engine that `make_scheduler` makes."""
-
     num_rows: int
     max_model_len: int
     enable_prefix_caching: bool = True
@@ -36,7 +34,7 @@ class ReplicaSettings:
 
 
 class Simulator:
-    """One run. `run` may be called once."""
+    """One simulation; `run` may be called once."""
 
     def __init__(
         self,
@@ -49,7 +47,7 @@ class Simulator:
         router: Router,
         max_tokens: int | None = None,
     ) -> None:
-        """`max_tokens` is the limit that every request names; None: the longest output of the trace."""
+        """Set `max_tokens` of every request; None: the trace's longest output."""
         self._trace = trace
         self._settings = settings
         self._router = router
@@ -72,8 +70,7 @@ class Simulator:
         ]
 
     def run(self) -> Outcomes:
-        """Until every request has ended."""
-        turns: list[tuple[float, int]] = []  # heap: when, which replica
+        turns: list[tuple[float, int]] = []  # heap of (time, replica)
         for index, arrival in enumerate(self._trace.arrivals.tolist()):
             self._advance(turns, arrival)
             self._arrive(turns, index, arrival)
@@ -82,7 +79,6 @@ class Simulator:
         return self.outcomes
 
     def _advance(self, turns: list[tuple[float, int]], until: float) -> None:
-        """All turns up to this time."""
         replicas = self.replicas
         while turns and turns[0][0] <= until:
             now, number = turns[0]

@@ -1,4 +1,4 @@
-"""Traces in files: JSONL or CSV, with the fields that `traces` names."""
+"""Trace files in JSONL or CSV; `traces` lists the fields."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class _Names:
 
 
 def read_trace(path: Path) -> Trace:
-    """Sorted by arrival, the first at 0. Raises `ConfigError` naming file, line and field."""
+    """Read a trace, sorted by arrival, the first at 0.
+
+    Raise `ConfigError` naming file, line and field.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -153,7 +156,6 @@ def _integer(
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """As JSONL; what is absent is left out."""
     with path.open("w") as file:
         for record in _records(trace):
             file.write(json.dumps(record) + "\n")

@@ -1,16 +1,16 @@
-"""What arrives when: synthetic traces from a seed, and recorded ones from JSONL or CSV files.
+"""Traces of requests: synthetic from a seed, or recorded in JSONL or CSV files.
 
-A file has one request per line (CSV with a header line) with the fields
+A file has one request per line (CSV: after a header line) with the fields
 
-    arrival          seconds from the start of the trace                  required
-    prompt_tokens    tokens in the prompt                                 required
-    output_tokens    tokens that it generates                             required
+    arrival          seconds from the start           required
+    prompt_tokens    tokens in the prompt             required
+    output_tokens    tokens generated                 required
     priority         1 (CRITICAL) … 4 (LOW), 0 or absent: NORMAL
-    tenant           a name; absent: none
-    session          a name: its turns have one growing content; absent: none
-    prefix_group     a name: its requests share their first prefix_tokens tokens
+    tenant           a name
+    session          a name; each turn's prompt extends the last
+    prefix_group     a name; its requests share their first prefix_tokens tokens
     prefix_tokens    with prefix_group
-    deadline_s       seconds after its arrival at which it ends; absent: never
+    deadline_s       seconds from arrival; absent: never
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tidewheel.request import Priority
 from tidewheel.simulate.lengths import Int32Array, Lengths
 
 FloatArray = npt.NDArray[np.float64]
-NOBODY = -1  # no session, no prefix group
+NOBODY = -1  # no session or prefix group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Requests in order of arrival, as columns [n]. Names are indices into the tuples beside them."""
+    """Columns [n] in order of arrival; names are indices into the tuples beside them."""
 
     arrivals: FloatArray  # seconds
     prompt_tokens: Int32Array
@@ -44,38 +44,36 @@ class Trace:
     prefix_groups: Int32Array
     prefix_names: tuple[str, ...] = ()
     prefix_tokens: Int32Array
-    deadlines: FloatArray  # seconds after the arrival; infinite: none
+    deadlines: FloatArray  # seconds after arrival; infinite: none
 
     def __len__(self) -> int:
         return len(self.arrivals)
 
     @property
     def rate(self) -> float:
-        """Requests per second over the whole trace."""
+        """Requests per second over the trace."""
         span = float(self.arrivals[-1] - self.arrivals[0]) if len(self) > 1 else 0.0
         return (len(self) - 1) / span if span > 0 else 0.0
 
     @property
     def max_num_tokens(self) -> int:
-        """Of the longest request, prompt and output."""
+        """Prompt and output of the longest request."""
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def scaled(self, factor: float) -> Trace:
-        """The same requests, `factor` times as fast."""
+        """Return the same requests, `factor` times as fast."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return Trace(**(values | {"arrivals": self.arrivals / factor}))
 
 
 class Prefixes(NamedTuple):
-    """System prompts: `num_groups` of them, used with Zipf's law, each `num_tokens` long."""
+    """System prompts of `num_tokens` tokens; `num_groups` used by Zipf's law."""
 
     num_groups: int
     num_tokens: int
 
 
 class Tenants(NamedTuple):
-    """Names with their share of the requests and their class."""
-
     names: tuple[str, ...] = ("",)
     shares: tuple[float, ...] = (1.0,)
     priorities: tuple[Priority, ...] = (Priority.NORMAL,)
@@ -116,15 +114,15 @@ def synthesise(
 
 
 def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> FloatArray:
-    """Independent arrivals, `rate` a second."""
+    """Return a Poisson process of `rate` arrivals a second."""
     _check_rate(rate)
     return np.asarray(np.cumsum(rng.exponential(1 / rate, count)))
 
 
 def bursty_arrivals(count: int, rate: float, rng: np.random.Generator, *, burstiness: float = 4.0) -> FloatArray:
-    """Gamma distributed gaps whose variance is `burstiness` times that of a Poisson process of the same rate.
+    """Return arrivals in clumps: gamma distributed gaps.
 
-    1 is Poisson; above it, requests come in clumps with pauses between them.
+    Their variance is `burstiness` times that of a Poisson process of the same rate; 1 is Poisson.
     """
     _check_rate(rate)
     if not 0.1 <= burstiness <= 1000:
@@ -141,8 +139,11 @@ def switching_arrivals(
     busy_share: float = 0.2,
     mean_busy_s: float = 5.0,
 ) -> FloatArray:
-    """Two-state Markov modulated Poisson process (Fischer, Meier-Hellstern, 1993): busy spells of `mean_busy_s`
-    seconds on average, `busy_share` of the time, in which `ratio` times as many requests arrive as between them."""
+    """Return a two-state Markov modulated Poisson process (Fischer, Meier-Hellstern, 1993).
+
+    Busy spells, `mean_busy_s` seconds on average, take `busy_share` of the time; requests arrive `ratio` times as
+    fast in them.
+    """
     _check_rate(rate)
     calm_rate = rate / (1 - busy_share + ratio * busy_share)
     rates = (calm_rate, ratio * calm_rate)

@@ -1,1 +1,1 @@
-"""Load from many users at once, by locust: `locustfile.py` is what locust is given. Needs the extra `load`."""
+"""Load from many users, run by locust with `locustfile.py`. Needs the extra `load`."""

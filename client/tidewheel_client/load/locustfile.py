@@ -2,9 +2,9 @@
 
     locust -f client/tidewheel_client/load/locustfile.py --headless -u 200 -r 50 -t 2m GrpcStreamUser
 
-Name the users to have (GrpcStreamUser, HttpStreamUser, HttpInferUser; without a name all three, in equal shares);
-leave out --headless for the web page. `locust -f … --help` lists their options; what the rows of the
-statistics mean stands in `tidewheel_client/load/report.py`.
+Name the users: GrpcStreamUser, HttpStreamUser, HttpInferUser; without a name, all three in equal shares. Leave out
+--headless for the web page. `locust -f … --help` lists options; `tidewheel_client/load/report.py` explains the rows
+of the statistics.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _add_options(parser: Any) -> None:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def _let_grpc_yield(environment: Any, **kwargs: Any) -> None:
-    """Without it a waiting call would stop every user. Not earlier: worker processes are forked before this event."""
+    """Let waiting calls yield to other users; worker processes fork before this event, so not earlier."""
     del environment, kwargs
     grpc_gevent.init_gevent()
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]
 def _check_options(environment: Any, **kwargs: Any) -> None:
-    """The web page's, which nobody has checked yet; its test ends at once if they cannot be meant."""
+    """Check options from the web page; bad ones end the test at once."""
     del kwargs
     try:
         LoadOptions.from_arguments(environment.parsed_options)

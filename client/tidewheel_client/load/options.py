@@ -1,4 +1,4 @@
-"""What the users ask for: options of locust's command line and web page, checked, and as values."""
+"""Checked options of the users, from locust's command line or web page."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MAX_LENGTH = 1_000_000
 
 
 class OptionError(ValueError):
-    """An option cannot be meant. One line."""
+    """Bad option, explained in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Both ends included; drawn from evenly."""
+    """Uniform range, both ends included."""
 
     low: float
     high: float
 
     @classmethod
     def parse(cls, text: str) -> Range:
-        """`5`, or `1-5`."""
+        """Parse `5` or `1-5`."""
         low, dash, high = text.partition("-")
         try:
             found = cls(float(low), float(high if dash else low))
@@ -39,7 +39,7 @@ class Range:
 
     @classmethod
     def parse_count(cls, text: str) -> Range:
-        """As `parse`, of whole numbers from 1."""
+        """Parse a range of whole numbers from 1."""
         found = cls.parse(text)
         if found.low < 1 or not (found.low.is_integer() and found.high.is_integer()):
             raise OptionError(f"{text!r} is no range of counts: write whole numbers from 1")
@@ -54,13 +54,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Names with weights."""
-
     weights: dict[str, float]
 
     @classmethod
     def parse(cls, text: str) -> Mix:
-        """`name` or `name=weight`, separated by commas; a weight that is left out is 1."""
+        """Parse `name` or `name=weight`, separated by commas; the default weight is 1."""
         weights: dict[str, float] = {}
         for part in text.split(","):
             name, equals, number = (item.strip() for item in part.partition("="))
@@ -78,7 +76,6 @@ class Mix:
 
     @classmethod
     def parse_qos(cls, text: str) -> Mix:
-        """As `parse`; the names are QoS classes."""
         found = cls.parse(text)
         unknown = sorted(found.weights.keys() - PRIORITIES.keys())
         if unknown:
@@ -91,7 +88,6 @@ class Mix:
 
 @lru_cache(maxsize=4)
 def read_prompts(path: str) -> tuple[str, ...]:
-    """The lines of a UTF-8 file that are not blank."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -107,7 +103,7 @@ class LoadOptions:
     grpc_url: str
     model: str
     infer_model: str
-    prompts: tuple[str, ...]  # empty: made of words
+    prompts: tuple[str, ...]  # empty: random words
     prompt_words: Range
     output_tokens: Range
     stop_at_eos: bool
@@ -119,7 +115,7 @@ class LoadOptions:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> LoadOptions:
-        """Raises `OptionError`: locust's web page sends what nobody has checked."""
+        """Raise `OptionError`; options of the web page arrive unchecked."""
         if args.request_timeout <= 0:
             raise OptionError(f"request timeout is {args.request_timeout:g} s: it must be over 0")
         return cls(
@@ -139,7 +135,7 @@ class LoadOptions:
 
 
 def add_arguments(parser: Any) -> None:
-    """To locust's own parser, whose direct arguments its web page shows too; not in a group, which it would not."""
+    """Add options to locust's parser itself: its web page omits grouped options."""
     parser.add_argument("--grpc-url", default="127.0.0.1:8001", metavar="HOST:PORT", help="the server's gRPC address")
     parser.add_argument("--model", default="demo", metavar="NAME", help="the model that streams (default: demo)")
     parser.add_argument("--infer-model", default="", metavar="NAME", help="the one for /infer (default: MODEL_infer)")
@@ -170,7 +166,7 @@ def _unless_empty(parse: Callable[[str], object]) -> Callable[[str], object]:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """The text itself, which the web page shows, once it is known to parse."""
+    """Check the text, but return it for the web page to show."""
 
     def check(text: str) -> str:
         try:

@@ -1,12 +1,11 @@
-"""What locust gets to know of a request. Rows of its statistics, by request type:
+"""Reports to locust. Rows of its statistics, by request type:
 
-    GRPC, SSE, INFER   the whole request, from sending to its last token; what fails counts here, under its tag
-    TTFT               the first token of one that succeeded and streamed
-    TPOT               the mean time between the tokens of such a one, if it had more than one
+    GRPC, SSE, INFER   whole requests, from sending to last token; failures count here, under their tag
+    TTFT               first tokens of successful streams
+    TPOT               mean times between their tokens, if more than one
 
-The name of a row is the model and the QoS class; rows of TTFT and TPOT put the type of the request before it. All
-times are milliseconds. Locust's percentiles are rounded to whole ones, its averages are not. Its "Aggregated" row
-mixes all of these: read the rows.
+A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds; locust rounds
+percentiles, not averages, to whole ones. Its "Aggregated" row mixes all of these, so read the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Timing:
-    """Of one request, from its making on."""
+    """Timing of one request, from construction on."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -32,7 +31,6 @@ class Timing:
         self.num_bytes = 0  # of text
 
     def arrived(self, num_tokens: int, num_bytes: int) -> None:
-        """A part of the answer has come."""
         self.num_bytes += num_bytes
         if num_tokens == 0:
             return
@@ -47,7 +45,6 @@ class Timing:
 
     @property
     def ttft_ms(self) -> float | None:
-        """None before the first token."""
         return None if self._first is None else 1e3 * (self._first - self._start)
 
     @property
@@ -59,10 +56,10 @@ class Timing:
 
 
 class Reporter:
-    """Fires locust's `request` event for the users of one kind."""
+    """Sender of locust's `request` events for one kind of user."""
 
     def __init__(self, event: Any, kind: str, model: str) -> None:
-        """`event` is `environment.events.request`; `kind` is GRPC, SSE or INFER."""
+        """Take `environment.events.request` as `event`; `kind` is GRPC, SSE or INFER."""
         self._event = event
         self._kind = kind
         self._model = model
@@ -78,7 +75,7 @@ class Reporter:
                 self._fire(row, f"{self._kind} {name}", value, 0)
 
     def failed(self, ask: Ask, timing: Timing, error: RequestError) -> None:
-        """Counted under the error's tag, else its class; the text of the first of each goes to the log."""
+        """Count a failure under its tag, else its class; log the first of each."""
         label = error.tag or type(error).__name__
         _log_first(self._kind, label, error)
         self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, label)

@@ -1,8 +1,8 @@
-"""The users: one that streams over gRPC, one that streams over HTTP, one that waits for whole answers.
+"""Users that stream over gRPC, stream over HTTP, or wait for whole answers over HTTP.
 
-Each has connections of its own, as a client program would. The gRPC user runs on the raw stub: the callback stream
-of `tritonclient` and gevent do not end together. The HTTP users run on `requests`, whose body arrives as the server
-sends it; locust's FastHttpUser collects a kilobyte first, and shows a late first token.
+Each has its own connections, as client programs do. The gRPC user needs the raw stub: `tritonclient`'s callback
+stream and gevent do not end together. HTTP users need `requests`, which delivers a body as it comes; locust's
+FastHttpUser first collects a kilobyte and so shows a late first token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """Asks, takes the answer, thinks, and asks again; not before the time that a refusal names."""
+    """User that asks, reads the answer, thinks and repeats, but not before a refusal's retry time."""
 
     abstract = True
     kind: ClassVar[str]
@@ -36,7 +36,7 @@ class LoadUser(User):
     def on_start(self) -> None:
         try:
             self.options = LoadOptions.from_arguments(self.environment.parsed_options)
-        except OptionError:  # of the web page; the test is about to end, and the log says why
+        except OptionError:  # from the web page; the test ends soon, and the log has the reason
             raise GreenletExit from None
         worker = getattr(self.environment.runner, "worker_index", 0)
         self._work = Work(self.options, f"{worker} {next(self._numbers)}")
@@ -69,11 +69,11 @@ class LoadUser(User):
         raise NotImplementedError
 
     def disconnect(self) -> None:
-        """Called after a failed start too."""
+        """Runs after a failed start too."""
         raise NotImplementedError
 
     def send(self, ask: Ask, timing: Timing) -> None:
-        """Returns at the end of a complete answer. Raises `RequestError`."""
+        """Return after a complete answer; raise `RequestError`."""
         raise NotImplementedError
 
 
@@ -104,7 +104,7 @@ class _HttpUser(LoadUser):
 
     def connect(self) -> None:
         self._session = requests.Session()
-        self._session.trust_env = False  # a proxy for web pages is never meant for the server
+        self._session.trust_env = False  # web proxies must not apply to the server
 
     def disconnect(self) -> None:
         if self._session is not None:
@@ -122,7 +122,6 @@ class _HttpUser(LoadUser):
         raise NotImplementedError
 
     def request(self, path: str, body: dict[str, Any], *, stream: bool) -> Any:
-        """The response, whose status says that the request was taken."""
         assert self._session is not None
         url = f"{str(self.host).rstrip('/')}/v2/models/{self.target_model()}/{path}"
         response = self._session.post(url, json=body, stream=stream, timeout=self.options.request_timeout_s)
@@ -132,8 +131,6 @@ class _HttpUser(LoadUser):
 
 
 class HttpStreamUser(_HttpUser):
-    """`/generate_stream`: server-sent events."""
-
     kind = "SSE"
 
     def post(self, ask: Ask, timing: Timing) -> None:
@@ -156,8 +153,6 @@ class HttpStreamUser(_HttpUser):
 
 
 class HttpInferUser(_HttpUser):
-    """`/infer`: one answer, in Triton's inference protocol."""
-
     kind = "INFER"
 
     def target_model(self) -> str:
@@ -182,9 +177,9 @@ def _tensor(name: str, datatype: str, value: object) -> dict[str, object]:
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """The JSON of server-sent events, each when it comes: a chunk of the body is handed on as it is read.
+    """Yield server-sent events as they come.
 
-    Measured: 3 µs an event; a chunk_size of 1, which is as prompt, takes 130.
+    Whole body chunks cost 3 µs an event; a chunk_size of 1 is no sooner and takes 130.
     """
     for line in response.iter_lines(chunk_size=None):
         if line.startswith(b"data:"):
@@ -192,7 +187,7 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
 
 
 def _error_text(body: str) -> str:
-    """Triton's errors are JSON; what stands before it may answer with anything."""
+    """Return Triton's JSON error, or a proxy's answer as it is."""
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):

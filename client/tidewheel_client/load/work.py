@@ -1,5 +1,3 @@
-"""The requests of one user, drawn from a seed."""
-
 from __future__ import annotations
 
 import random
@@ -18,8 +16,6 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request."""
-
     prompt: str
     qos: str
     max_tokens: int
@@ -28,7 +24,7 @@ class Ask:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Sampling keys, by their names on the wire."""
+        """Sampling keys under their wire names."""
         named = {} if self.tenant is None else {"tenant": self.tenant}
         return {
             "max_tokens": self.max_tokens,
@@ -39,7 +35,7 @@ class Ask:
 
 
 class Work:
-    """What one user asks, one after the other; the same for the same seed and name."""
+    """Requests of one user, equal for equal seed and name."""
 
     def __init__(self, options: LoadOptions, name: str) -> None:
         self._options = options
@@ -56,7 +52,6 @@ class Work:
         )
 
     def think_time(self) -> float:
-        """Seconds."""
         return self._options.think_time_s.draw(self._rng)
 
     def _words(self) -> str:

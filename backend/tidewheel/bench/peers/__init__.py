@@ -1,1 +1,1 @@
-"""Engines of others, each in a process of its own, maybe of another Python environment: nothing here needs ours."""
+"""Peer engines, each in its own process, maybe of another Python environment."""

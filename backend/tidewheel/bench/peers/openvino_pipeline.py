@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching. `model` is a folder that optimum-intel exported to OpenVINO's format."""
+"""OpenVINO GenAI's continuous batching, on a `model` folder exported by optimum-intel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OpenVinoPipeline:
         if options.get("threads"):
             hints["INFERENCE_NUM_THREADS"] = int(options["threads"])
         self._pipeline = self._genai.ContinuousBatchingPipeline(options["model"], scheduler, "CPU", hints)
-        self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens that are still to come
+        self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens left
         self.versions = {name: metadata.version(name) for name in ("openvino-genai", "openvino")}
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:

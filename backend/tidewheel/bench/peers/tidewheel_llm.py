@@ -1,11 +1,11 @@
-"""This project's engine in-process: the step loop of its engine process, without processes and sockets."""
+"""Tidewheel's step loop, without processes and sockets."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-# An offline batch comes all at once: how much may wait is no matter of what is measured.
+# An offline batch comes at once, so waiting must not be limited.
 WAITING = {"max_waiting_requests": 1 << 20, "max_waiting_tokens": 1 << 30}
 
 
@@ -31,7 +31,7 @@ class TidewheelLlm:
         config = EngineConfig.from_settings(settings)
         runner = load_model_runner(config)
         scheduler = build_scheduler(config, engine_info(runner.info, config))
-        self._events: dict[int, tuple[int, bool]] = {}  # request: new tokens, done
+        self._events: dict[int, tuple[int, bool]] = {}  # request → new tokens, done
         self.versions = {"tidewheel": __version__, "torch": torch.__version__}
 
         def deliver(outputs: StepOutputs) -> None:

@@ -1,12 +1,12 @@
-"""transformers' own continuous batching, what `generate_batch` runs on, with tokens as they are made."""
+"""transformers' continuous batching, as in `generate_batch`, with tokens as made."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-FREE_MEMORY_SHARE = 0.5  # of a GPU, where others may need some for the batches that they compute
-WAIT_S = 0.005  # for a result, while new requests may come
+FREE_MEMORY_SHARE = 0.5  # of a GPU; batches may need the rest
+WAIT_S = 0.005  # for results, while requests may come
 
 
 def make(options: dict[str, Any]) -> TransformersBatch:
@@ -14,7 +14,7 @@ def make(options: dict[str, Any]) -> TransformersBatch:
 
 
 class TransformersBatch:
-    """Its scheduler and paged cache on paged SDPA, or on what `attention` names, on as many threads as ours."""
+    """Scheduler and paged cache on paged SDPA or `attention`, with Tidewheel's thread limits."""
 
     streams = True
 
@@ -69,7 +69,7 @@ class TransformersBatch:
         return events
 
     def _event(self, result: Any) -> list[tuple[int, int, bool]]:
-        """Results carry all tokens so far; one may come after the last."""
+        """Count new tokens: results hold all so far, and one may follow the last."""
         before = self._counts.get(result.request_id)
         if before is None:
             return []

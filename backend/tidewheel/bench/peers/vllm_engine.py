@@ -1,4 +1,4 @@
-"""vLLM's engine in this process: the wheel for CPU or for CUDA, whichever the environment has."""
+"""vLLM's engine, for CPU or CUDA as installed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class VllmEngine:
             dtype=options["dtype"],
             max_model_len=int(options.get("max_model_len", 1024)),
             max_num_seqs=int(options.get("max_num_seqs", 256)),
-            max_num_batched_tokens=options.get("max_num_batched_tokens"),  # None: its own choice
+            max_num_batched_tokens=options.get("max_num_batched_tokens"),  # None: vLLM's choice
             enable_prefix_caching=bool(options.get("enable_prefix_caching", True)),
             enforce_eager=bool(options.get("enforce_eager", True)),
             skip_tokenizer_init=True,

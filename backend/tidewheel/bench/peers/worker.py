@@ -1,9 +1,10 @@
-"""One peer engine behind a pipe: `PYTHON worker.py KIND OPTIONS_JSON`, run as a file.
+"""One peer engine behind a pipe, run as a file: `PYTHON worker.py KIND OPTIONS_JSON`.
 
-In:  `{"id": 1, "input_ids": […], "max_tokens": 16}` a line, as requests come.
-Out: `{"ready": true, "versions": {…}, "streams": true}` once, then after each step a list of `[id, new tokens, is it
-done]`; `{"error": "…"}` before it ends for a reason of its own.
-Nothing but the standard library and the peer is imported, so any environment that has the peer can run it.
+In:  `{"id": 1, "input_ids": […], "max_tokens": 16}` a line.
+Out: `{"ready": true, "versions": {…}, "streams": true}` once, then after each step a list of `[id, new tokens, is
+it done]`; `{"error": "…"}` before a failure ends it.
+
+This file imports only the standard library and the peer's module, so it runs in any environment that has both.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ Event = tuple[int, int, bool]  # request, new tokens, done
 
 
 class Peer(Protocol):
-    """Greedy decoding to the given length, end of sequence ignored."""
+    """Greedy decoding to the given length, ignoring end of sequence."""
 
     versions: dict[str, str]
-    streams: bool  # whether tokens come as they are made
+    streams: bool  # tokens come as they are made
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
 
     def step(self) -> list[Event]:
-        """What is new; may wait a little for it."""
+        """Return new events, after a short wait if need be."""
 
 
 PEERS = {
@@ -43,7 +44,7 @@ PEERS = {
 
 def main() -> NoReturn:
     kind, options = sys.argv[1], json.loads(sys.argv[2])
-    # Libraries print to standard output as they like: the pipe moves out of their way.
+    # Libraries print to standard output, so the pipe moves.
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
@@ -81,7 +82,7 @@ def _next(inbox: queue.Queue[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _read(inbox: queue.Queue[dict[str, Any]]) -> None:
-    """Until the pipe closes, which ends the process, whatever threads the peer has."""
+    """Exit when the pipe closes, whatever threads the peer has."""
     for line in sys.stdin:
         inbox.put(json.loads(line))
     os._exit(0)

@@ -1,1 +1,1 @@
-"""Ways to send one request and to see its tokens arrive."""
+"""Ways to send a request and see tokens arrive."""

@@ -1,5 +1,3 @@
-"""What the driver asks of a way to send requests."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -9,17 +7,17 @@ from tidewheel.bench.values import Offered, Outcome
 
 
 class Transport(Protocol):
-    """Lives on one event loop; any number of requests at a time."""
+    """Sender of any number of concurrent requests, on one event loop."""
 
     async def open(self) -> None:
-        """Connects and looks at the model. Raises `BenchError` if it cannot be measured as it is."""
+        """Connect and inspect the model; raise `BenchError` if unfit."""
 
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
-        """One request, to its end; what arrives is noted in `outcome`. Raises `RequestFailed`."""
+        """Send a request and fill `outcome` until its end; raise `RequestFailed`."""
 
     async def close(self) -> None: ...
 
 
 def words(input_ids: Sequence[int]) -> str:
-    """A text of as many words as there are ids, for targets that take no ids; about a token each, or a few."""
+    """Return a word per id, some tokens each, for targets without ids."""
     return " ".join(f"t{token_id}" for token_id in input_ids)

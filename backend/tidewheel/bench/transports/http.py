@@ -1,4 +1,4 @@
-"""HTTP: Triton's `generate_stream` and `infer`, and OpenAI-compatible `completions`, all read as they arrive."""
+"""HTTP: Triton's `generate_stream` and `infer`, OpenAI-compatible `completions`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tidewheel.bench.transports.base import words
 from tidewheel.bench.values import Offered, Outcome
 
 PROBE_S = 5.0
-_READ_BUFFER = 1 << 20  # of one SSE line
+_READ_BUFFER = 1 << 20  # for an SSE line
 
 
 class _Http:
-    """One connection per request in flight, kept alive."""
+    """Kept-alive connections, one per request in flight."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -43,7 +43,7 @@ class _Http:
         raise NotImplementedError
 
     async def _get(self, url: str) -> tuple[int, str]:
-        """Raises `BenchError` if nobody answers."""
+        """Raise `BenchError` without a server."""
         assert self._session is not None
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_S)) as answer:
@@ -53,7 +53,7 @@ class _Http:
             raise BenchError(f"no server answers at {where}: start one, or correct the address") from None
 
     async def _post(self, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """The lines of the answer. Raises `RequestFailed`."""
+        """Yield lines; raise `RequestFailed`."""
         assert self._session is not None
         try:
             async with self._session.post(self.url, json=body) as answer:
@@ -66,7 +66,6 @@ class _Http:
             raise RequestFailed("CONNECTION", str(error) or type(error).__name__) from None
 
     async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """The JSON of each server-sent event."""
         async for line in self._post(body):
             data = line.removeprefix(b"data:").strip()
             if line.startswith(b"data:") and data != b"[DONE]":
@@ -74,7 +73,7 @@ class _Http:
 
 
 class _TritonModel(_Http):
-    """`url` ends with /v2/models/NAME/VERB."""
+    """Triton model; `url` ends with /v2/models/NAME/VERB."""
 
     async def _probe(self) -> None:
         model_url = self.url.rpartition("/")[0]
@@ -89,7 +88,7 @@ class _TritonModel(_Http):
 
 
 class GenerateStream(_TritonModel):
-    """Triton's /generate_stream, of this backend or of vLLM's."""
+    """Triton's /generate_stream, of Tidewheel's or vLLM's backend."""
 
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
         body: dict[str, Any] = {"stream": True, "max_tokens": offered.num_output_tokens, "temperature": 0}
@@ -137,7 +136,7 @@ class Infer(_TritonModel):
 
 
 class OpenAi(_Http):
-    """`…/v1/completions` with token ids as the prompt, or `…/v1/chat/completions` with words."""
+    """`…/v1/completions` with ids, or `…/v1/chat/completions` with words."""
 
     def __init__(self, url: str, model: str) -> None:
         super().__init__(url)
@@ -166,14 +165,14 @@ class OpenAi(_Http):
                 text = choice.get("text") or choice.get("delta", {}).get("content")
                 outcome.add_tokens(1 if text else 0)
                 outcome.finish_reason = choice.get("finish_reason") or outcome.finish_reason
-        if "completion_tokens" in usage:  # chunks of several tokens, and tokens without text
+        if "completion_tokens" in usage:  # chunks may hold several tokens or no text
             outcome.num_tokens = int(usage["completion_tokens"])
 
     async def _probe(self) -> None:
         base = self.url.partition("/v1/")[0]
         status, text = await self._get(f"{base}/v1/models")
         if status != 200:
-            return  # the list of models is optional
+            return  # models list is optional
         names = [entry["id"] for entry in json.loads(text).get("data", ())]
         if not self._model and len(names) == 1:
             self._model = names[0]
@@ -182,7 +181,7 @@ class OpenAi(_Http):
 
 
 def _message(text: str) -> str:
-    """What a JSON error says, in one line; the text itself otherwise."""
+    """Return a JSON error's message in one line, else the text."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""Triton over gRPC: a stream per request for decoupled models, a unary call for the others.
+"""Triton over gRPC: a stream per decoupled request, else unary calls.
 
-From one asyncio loop on a few shared channels, so that the load costs little beside a server on the same machine.
+One asyncio loop and a few shared channels keep the load cheap beside a server on the same machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPTIONS = (
 
 
 class TritonGrpc:
-    """`with_ids` asks for token ids, which conversations need for their later turns."""
+    """Ask for token ids `with_ids`, for later turns of conversations."""
 
     def __init__(self, address: str, model: str, *, with_ids: bool = False) -> None:
         self._address = address

@@ -1,4 +1,4 @@
-"""One request as Triton tensors, with those inputs that the model declares: ours, vLLM's backend, or a plain one."""
+"""Requests as Triton tensors, with only the inputs a model declares."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _FLAGS = ("return_num_output_tokens", "return_finish_reason", "exclude_input_in_
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model takes and gives, from its configuration."""
+    """Inputs and outputs, from a model's configuration."""
 
     name: str
     inputs: frozenset[str]
     outputs: frozenset[str]
-    is_batched: bool  # tensors have a batch dimension in front
+    is_batched: bool  # leading batch dimension
     is_decoupled: bool
 
     @classmethod
     def from_config(cls, config: Any) -> ModelShape:
-        """Raises `BenchError` if it has no input for a prompt."""
+        """Raise `BenchError` without an input for prompts."""
         shape = cls(
             name=config.name,
             inputs=frozenset(tensor.name for tensor in config.input),
@@ -45,7 +45,7 @@ class ModelShape:
 def build_request(
     shape: ModelShape, offered: Offered, input_ids: Sequence[int], *, with_ids: bool
 ) -> pb.ModelInferRequest:
-    """Greedy, to the full length. Parameters that the model has no place for are left out: a baseline has no QoS."""
+    """Build a greedy, full-length request; drop parameters without an input, as baselines have no QoS."""
     message = pb.ModelInferRequest(model_name=shape.name)
     if "input_ids" in shape.inputs:
         ids = struct.pack(f"<{len(input_ids)}i", *input_ids)
@@ -70,15 +70,13 @@ def build_request(
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one response brings."""
-
     num_tokens: int
     token_ids: tuple[int, ...]
     finish_reason: str
 
 
 def read_response(response: Any, expected: int) -> Piece:
-    """`expected` tokens are assumed of a model that does not count them: one of a stream, all of a whole answer."""
+    """Read a response; assume `expected` tokens where the model does not count: one in a stream, all of an answer."""
     tensors = zip(response.outputs, response.raw_output_contents, strict=True)
     raw = {tensor.name: data for tensor, data in tensors}
     if "num_output_tokens" in raw:

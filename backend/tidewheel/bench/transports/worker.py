@@ -1,4 +1,4 @@
-"""A peer engine in a process of its own, spoken to over a pipe; see `peers/worker.py` for the protocol."""
+"""Peer engine in its own process, over the pipe protocol of `peers/worker.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Pending(NamedTuple):
 
 
 class Worker:
-    """Starts the process when opened and ends it when closed. Its output goes to `log`."""
+    """Process from `open` to `close`; its output goes to `log`."""
 
     def __init__(self, python: str, kind: str, options: Mapping[str, Any], log: Path) -> None:
         self._command = [python, str(PROGRAM), kind, json.dumps(dict(options))]
@@ -47,7 +47,7 @@ class Worker:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     limit=_LINE_LIMIT,
-                    start_new_session=True,  # Ctrl-C is for this program, which ends the others
+                    start_new_session=True,  # Ctrl-C reaches only this program, which ends the others
                     env={**os.environ, "HF_HUB_OFFLINE": "1"},
                 )
             self.versions = await self._ready()
@@ -95,7 +95,7 @@ class Worker:
         return self._process
 
     async def _ready(self) -> dict[str, str]:
-        """The versions that it names. Raises `BenchError` if it does not come up."""
+        """Return the peer's versions; raise `BenchError` if it does not start."""
         assert self._process is not None and self._process.stdout is not None
         try:
             line = await asyncio.wait_for(self._process.stdout.readline(), START_S)
@@ -124,7 +124,7 @@ class Worker:
     def _note(self, number: int, count: int, done: bool) -> None:
         pending = self._pending.get(number)
         if pending is None:
-            return  # its time limit passed
+            return  # timed out
         pending.outcome.add_tokens(count)
         if done and not pending.done.done():
             pending.done.set_result(None)

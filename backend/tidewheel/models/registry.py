@@ -1,4 +1,4 @@
-"""How each architecture runs: natively, through transformers, or not at all and why."""
+"""Architectures, and for each one whether it runs natively, through transformers, or not at all and why."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """Return the fit's quality: `sum_error`, a signed share of all time, `median_error`, an absolute one of a step."""
+    """Return fit quality: `sum_error`, a signed share of all time, `median_error`, an absolute one of a step."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {

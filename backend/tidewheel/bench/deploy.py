@@ -39,9 +39,9 @@ _HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    model: str
+    model: str  # folder of weights
     dtype: str
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)  # of all Tidewheel engines
     baselines: Path = Path("model_repository")
     folder: Path
 

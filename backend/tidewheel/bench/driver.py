@@ -16,7 +16,7 @@ from tidewheel.bench.values import TIMEOUT, UNANSWERED, UNREADABLE, Conversation
 class Progress:
     """State of a run; survives its interruption."""
 
-    start: float = 0.0
+    start: float = 0.0  # perf_counter
     outcomes: list[Outcome] = field(default_factory=list)
     num_ended: int = 0
     num_tokens_ended: int = 0
@@ -27,7 +27,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    seconds: float  # a closed loop starts no more after these
+    seconds: float  # limit for sending in a closed loop
     max_requests: int | None = None
     timeout_s: float = 120.0
 

@@ -13,7 +13,7 @@ from tidewheel.bench.tables import LATENCIES, RATES, SERVER, Table, class_table,
 if TYPE_CHECKING:
     from tidewheel.bench.plots import Picture
 
-MOST_LAG_S = 0.05  # beyond it a reader is warned
+MOST_LAG_S = 0.05  # warned about beyond this
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1240px; margin: 2rem auto;

@@ -33,8 +33,8 @@ def span(outcomes: Sequence[Outcome]) -> float:
 def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Figures:
     """Return figures per second, from first sending to last end.
 
-    Goodput counts full answers within the objective. Open loops divide it by `offered_s` of sending, or up to the
-    last turn of a conversation: each request had its chance, however long the queue drains.
+    Goodput counts full answers within the objective. An open loop divides it by `offered_s`, the time of sending, or
+    until its last turn: each request had its chance, however long the queue drains.
     """
     seconds = span(outcomes)
     if not seconds:

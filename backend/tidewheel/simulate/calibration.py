@@ -100,7 +100,7 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """Return quality figures; as shares, `sum_error`, signed, of all time, `median_error`, absolute, of a step."""
+    """Return fit quality: `sum_error`, a signed share of all time, `median_error`, an absolute one of a step."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {
@@ -137,7 +137,7 @@ def nonnegative_least_squares(design: FloatArray, target: FloatArray) -> FloatAr
 def _step_inside(
     matrix: FloatArray, target: FloatArray, solution: FloatArray, is_free: npt.NDArray[np.bool_]
 ) -> FloatArray:
-    """Solve for the free terms, fixing terms below 0 one by one."""
+    """Solve for the free terms, fixing negative ones at 0 in turn."""
     while True:
         candidate = np.zeros_like(solution)
         candidate[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]

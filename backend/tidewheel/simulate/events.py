@@ -14,7 +14,7 @@ from tidewheel.errors import ConfigError
 
 SCHEMA = 1
 STOP_TOKEN = 0
-ORDINARY_TOKEN = 1  # every other token, without prefix caching
+ORDINARY_TOKEN = 1  # undelivered, or any other token without prefix caching
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -49,7 +49,7 @@ class _Stream:
 
 
 class Recorder:
-    """One file, complete whenever the engine is idle; a write error ends only the recording."""
+    """Recording in one file, complete whenever the engine is idle; a write error ends only the recording."""
 
     def __init__(
         self,

@@ -178,7 +178,7 @@ class _Player:
         ) or _differs(f"step {event.step_id}, requests that end", event.ended, describe_ended(outputs))
 
 
-_COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "num_rows")  # most telling
+_COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "num_rows")
 _FAILURE = EngineDead("replayed")
 
 

@@ -24,7 +24,6 @@ class Ask:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Sampling keys under their wire names."""
         named = {} if self.tenant is None else {"tenant": self.tenant}
         return {
             "max_tokens": self.max_tokens,

@@ -23,13 +23,13 @@ import numpy as np
 import record
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
-from tidewheel.engine.simulated import simulated_info
+from tidewheel.fleet.router import make_router
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.simulate.cost_model import H200_8B
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replica import Replica
-from tidewheel.simulate.router import make_router
+from tidewheel.simulate.simulated_engine import simulated_info
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
 

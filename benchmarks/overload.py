@@ -27,7 +27,7 @@ from serving import Address, metric, served
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.stats import quantile
 from tidewheel.bench.values import Offered, Outcome
-from tidewheel.simulate.events import Added, Scheduled
+from tidewheel.record.events import Added, Scheduled
 from tidewheel.simulate.replay import Recording, measured_steps
 from workload import Lengths
 

@@ -23,12 +23,12 @@ from open_loop import Engine, loaded, run_engine
 from random_model import SHAPES, make_model
 from simulator_accuracy import SETTINGS, cost_model
 from tidewheel.engine.build import build_scheduler
+from tidewheel.fleet.router import make_router
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replay import Recording, measured_steps
-from tidewheel.simulate.router import make_router
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import NOBODY, Trace, poisson_arrivals
 

@@ -24,14 +24,14 @@ from open_loop import Engine, loaded, run_engine
 from random_model import SHAPES, make_model
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.recorded_runs import kv_bytes_per_token
+from tidewheel.fleet.router import make_router
 from tidewheel.simulate.calibration import MeasuredStep, fit
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.recorded_runs import kv_bytes_per_token
 from tidewheel.simulate.replay import Recording, measured_steps
 from tidewheel.simulate.report import Report, summarise
-from tidewheel.simulate.router import make_router
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import FloatArray, Trace, bursty_arrivals, poisson_arrivals, synthesise
 

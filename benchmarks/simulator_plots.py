@@ -17,13 +17,13 @@ import record
 from tidewheel.cli.simulate import add_arguments
 from tidewheel.cli.simulation import Plan, Result, simulate_all
 from tidewheel.cli.simulation_output import write_plots
+from tidewheel.fleet.router import make_router
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.plots import Knee, plot_knee
-from tidewheel.simulate.router import make_router
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import poisson_arrivals, synthesise
 

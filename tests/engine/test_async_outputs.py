@@ -21,10 +21,10 @@ from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import PROTOCOL, AddRequest, Cancel, Deltas, Hello, Ping, encoder, from_engine_decoder
-from tidewheel.engine.recorded_runs import scheduler_of
 from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import EngineServer
 from tidewheel.llm import GenerationResult
+from tidewheel.simulate.recorded_runs import scheduler_of
 from tidewheel.simulate.replay import Recording, replay
 
 # --- a real model -------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from support.tiny_models import llama, save
 from tidewheel import LLM, SamplingParams
 from tidewheel.cli.main import main
 from tidewheel.config import EngineConfig
-from tidewheel.engine.recorded_runs import calibrated, scheduler_of
 from tidewheel.engine.recording import check_folder
 from tidewheel.errors import ConfigError
+from tidewheel.simulate.recorded_runs import calibrated, scheduler_of
 from tidewheel.simulate.replay import Recording, replay
 
 

@@ -1,6 +1,7 @@
 """Arrows point down: no module imports from a layer above its own, and no two modules import each other in a ring.
 
-The layers are those of the design: L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 commands.
+L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 the server, L7 what measures, L8 commands. So
+serving never imports what measures.
 L1 and L2 know nothing of each other; `tidewheel_kernels` and `tidewheel_client` know nothing of `tidewheel`.
 """
 
@@ -31,7 +32,8 @@ LAYERS = {
     "tidewheel.stats": 0,
     "tidewheel.scheduler": 1,
     "tidewheel.kvcache": 1,
-    "tidewheel.simulate": 1,
+    "tidewheel.record": 1,
+    "tidewheel.fleet": 1,
     "tidewheel_kernels": 2,
     "tidewheel.models": 2,
     "tidewheel.runner": 2,
@@ -42,8 +44,9 @@ LAYERS = {
     "tidewheel.adapter": 5,
     "tidewheel.baseline": 5,
     "tidewheel.server": 6,
-    "tidewheel.bench": 6,
-    "tidewheel.cli": 6,
+    "tidewheel.bench": 7,
+    "tidewheel.simulate": 7,
+    "tidewheel.cli": 8,
     "tidewheel_client": 0,
 }
 # What stands in a layer by itself and may not be reached from some that lie above it.

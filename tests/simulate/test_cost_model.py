@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import ConfigError
+from tidewheel.record.step_features import StepFeatures, step_features
 from tidewheel.simulate.calibration import MeasuredStep, fit, nonnegative_least_squares
-from tidewheel.simulate.cost_model import H200_8B, CostModel, StepFeatures, step_features
+from tidewheel.simulate.cost_model import H200_8B, CostModel
 
 
 def step(num_tokens: int, *, num_rows: int | None = None, kv_tokens: int = 0, chunk_pairs: int = 0) -> StepFeatures:

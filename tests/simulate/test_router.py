@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import ConfigError
-from tidewheel.simulate.router import HashRing, RouteKey, load_bound, make_router
+from tidewheel.fleet.router import HashRing, RouteKey, load_bound, make_router
 
 NOTHING = RouteKey()
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from tidewheel.fleet.router import make_router
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.router import make_router
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
 

@@ -128,7 +128,7 @@ def _simulate(plan: Plan, args: argparse.Namespace) -> int:
 
 
 def _replay(path: Path) -> int:
-    from tidewheel.engine.recorded_runs import scheduler_of
+    from tidewheel.simulate.recorded_runs import scheduler_of
     from tidewheel.simulate.replay import Recording, replay
 
     recording = Recording(path)
@@ -142,7 +142,7 @@ def _replay(path: Path) -> int:
 
 
 def _calibrate(path: Path, target: Path | None) -> int:
-    from tidewheel.engine.recorded_runs import calibrated
+    from tidewheel.simulate.recorded_runs import calibrated
 
     model = calibrated(path)
     if target is not None:

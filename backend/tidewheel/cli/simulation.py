@@ -15,14 +15,14 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.recording import check_folder
-from tidewheel.engine.simulated import simulated_info
 from tidewheel.errors import ConfigError
+from tidewheel.fleet.router import make_router
 from tidewheel.request import Priority
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.report import Report, summarise
-from tidewheel.simulate.router import make_router
+from tidewheel.simulate.simulated_engine import simulated_info
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.trace_files import read_trace
 from tidewheel.simulate.traces import (

@@ -12,11 +12,11 @@ from tidewheel.engine.runner import Runner
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
+from tidewheel.record.recording_scheduler import RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.simulate.recording_scheduler import RecordingScheduler
 from tidewheel.tenants import TenantLimits, parse_tenants
 
 Progress = Callable[[str, float], None]  # stage and its completed fraction

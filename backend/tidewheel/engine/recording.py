@@ -13,7 +13,7 @@ import msgspec
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.simulate.recorder import Recorder
+from tidewheel.record.recorder import Recorder
 from tidewheel.tenants import parse_tenants
 
 _numbers = itertools.count()

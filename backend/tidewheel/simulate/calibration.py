@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.errors import ConfigError
-from tidewheel.simulate.cost_model import CostModel, StepFeatures
+from tidewheel.record.step_features import StepFeatures
+from tidewheel.simulate.cost_model import CostModel
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -11,12 +11,7 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
-from tidewheel.request import FinishReason, Priority, Request
-from tidewheel.sampling import SamplingParams
-from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.calibration import MeasuredStep
-from tidewheel.simulate.cost_model import StepFeatures
-from tidewheel.simulate.events import (
+from tidewheel.record.events import (
     ORDINARY_TOKEN,
     SCHEMA,
     STOP_TOKEN,
@@ -33,7 +28,12 @@ from tidewheel.simulate.events import (
     SessionClosed,
     decode_line,
 )
-from tidewheel.simulate.recorder import describe_batch, describe_ended
+from tidewheel.record.recorder import describe_batch, describe_ended
+from tidewheel.record.step_features import StepFeatures
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.sampling import SamplingParams
+from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.calibration import MeasuredStep
 
 
 class Replayed(NamedTuple):

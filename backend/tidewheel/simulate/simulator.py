@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tidewheel.fleet.router import RouteKey, Router
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
@@ -16,7 +17,6 @@ from tidewheel.simulate.contents import STOP_TOKEN, Contents
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replica import Replica
-from tidewheel.simulate.router import RouteKey, Router
 from tidewheel.simulate.traces import NOBODY, Trace
 
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import NotFound, TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.record.recorder import Recorder
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.recorder import Recorder
 
 
 class RecordingScheduler(Scheduler):

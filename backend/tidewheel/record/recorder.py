@@ -12,9 +12,7 @@ import numpy as np
 
 from tidewheel import __version__
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.request import Request
-from tidewheel.simulate.cost_model import step_features
-from tidewheel.simulate.events import (
+from tidewheel.record.events import (
     ORDINARY_TOKEN,
     SCHEMA,
     STOP_TOKEN,
@@ -31,7 +29,9 @@ from tidewheel.simulate.events import (
     SessionClosed,
     encoder,
 )
-from tidewheel.simulate.names import PrefixNames
+from tidewheel.record.prefix_names import PrefixNames
+from tidewheel.record.step_features import step_features
+from tidewheel.request import Request
 
 log = logging.getLogger(__name__)
 

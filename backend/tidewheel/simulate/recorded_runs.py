@@ -8,10 +8,10 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
+from tidewheel.record.events import Header
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.calibration import fit
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.events import Header
 from tidewheel.simulate.replay import Recording, measured_steps
 
 

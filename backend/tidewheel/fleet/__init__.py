@@ -1,0 +1,1 @@
+"""Choice of a replica for each request."""

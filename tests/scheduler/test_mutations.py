@@ -53,7 +53,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from support.scheduler_machine import SchedulerMachine
+from support.scheduler_machine import CrowdedMachine, SchedulerMachine
 from tidewheel.errors import DeadlineExceeded, InternalError
 from tidewheel.kvcache import hits, prefix
 from tidewheel.kvcache.departures import Departures
@@ -364,5 +364,6 @@ def test_the_state_machine_notices(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
+    machine = CrowdedMachine if mutate is preempted_without_bound else SchedulerMachine
     with pytest.raises((AssertionError, InternalError)):
-        run_state_machine_as_test(SchedulerMachine, settings=SETTINGS)
+        run_state_machine_as_test(machine, settings=SETTINGS)

@@ -370,6 +370,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.run()
 
 
+class CrowdedMachine(SchedulerMachine):
+    """Nothing but requests that outgrow the pool, so that rows are preempted again and again."""
+
+    @initialize(
+        settings=SETTINGS.map(
+            lambda settings: {
+                **settings,
+                "enable_prefix_caching": False,
+                "max_num_seqs": 6,
+                "max_inflight_steps": 1,
+                "policy": "priority",
+                "watermark": 0.0,
+                "admit_by_growth": False,
+                "max_preemptions": 1,
+                "strategy": StrategyConfig(),
+                "enable_seqs_governor": False,
+            }
+        ),
+        pool=st.sampled_from([(24, 1), (32, 1), (16, 2)]),
+        seed=st.integers(0, 99),
+    )
+    def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
+        super().start(settings, pool, seed)
+
+
 def has_begun(request: Request) -> bool:
     """Whether it, or the leader of its group, has been scheduled."""
     first = request if request.leader is None else request.leader

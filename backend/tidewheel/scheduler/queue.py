@@ -178,16 +178,17 @@ class WaitingSet:
             yield from _lower(self._ages, service_class)
             return
         tenant, weight = newcomer.tenant, self._counters.weight
-        largest = [name for _, name in self._crowds[-MAX_DISPLACED - 1 :] if name != tenant]
-        counts = {name: self._num_new[name] for name in largest}
-        entries = {name: reversed(self._lanes[name].new) for name in largest}
+        crowds = [crowd for crowd in self._crowds[-MAX_DISPLACED - 1 :] if crowd[1] != tenant]
+        counts: dict[str, int] = {}
+        entries: dict[str, Iterator[Request]] = {}
         lower = _lower(self._lanes[tenant].new, service_class) if tenant in self._lanes else iter(())
         own = self._num_new.get(tenant, 0) + count
         while True:
-            share, name = max(((counts[name] / weight(name), name) for name in counts), default=(0.0, ""))
-            if share > own / weight(tenant):
-                victim = next(entries[name])
-                counts[name] -= 1 + len(victim.followers)
+            if crowds and crowds[-1][0] > own / weight(tenant):
+                _, name = crowds.pop()
+                victim = next(entries.setdefault(name, reversed(self._lanes[name].new)))
+                counts[name] = counts.get(name, self._num_new[name]) - 1 - len(victim.followers)
+                insort(crowds, (counts[name] / weight(name), name))
             else:
                 own_victim = next(lower, None)
                 if own_victim is None:

@@ -92,7 +92,7 @@ ENGINE_COUNTERS = (
     *_by_class("tidewheel_requests_started_total", "Requests that started", lambda s: s.started_by_class),
     *_by_class(
         "tidewheel_requests_evicted_total",
-        "Waiting requests refused for one of a higher class",
+        "Waiting requests refused because a newcomer took their place",
         lambda s: s.evicted_by_class,
     ),
     *_by_class("tidewheel_requests_shed_total", "Requests refused by the breaker", lambda s: s.num_shed_by_class),
@@ -129,7 +129,11 @@ ENGINE_COUNTERS = (
     ),
 )
 TENANT_COUNTERS = (
-    TenantFigure("tidewheel_tenant_requests_total", "Requests that reached the scheduler", lambda t: t.num_requests),
+    TenantFigure(
+        "tidewheel_tenant_requests_total",
+        "Requests for the waiting set, refused ones included",
+        lambda t: t.num_requests,
+    ),
     TenantFigure(
         "tidewheel_tenant_requests_rejected_total",
         "Requests refused, evicted or late before they started",

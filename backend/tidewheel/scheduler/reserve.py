@@ -24,8 +24,8 @@ from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.victims import make_room_to_grow, victims_for
 
-MAX_DIGESTS = 1024  # per step, to compare cached prefixes
-MAX_SKIPPED = 16  # per step
+MAX_DIGESTS = 1024  # digests of blocks computed per step, to compare cached prefixes
+MAX_SKIPPED = 16  # requests passed over per step because they wait for a prefix
 
 
 class Entry(enum.Enum):
@@ -193,7 +193,7 @@ class _Admission:
         state, plan = self._state, self._plan
         if not self._may_make_way(request):
             return False
-        victims = victims_for(state, plan, request, hit, needs_row=self._needs_row()) or []
+        victims = victims_for(state, plan, request, hit, needs_row=self._needs_row())
         for row in victims:
             state.preempt(row, self._now)
         plan.drop_decodes(victims)

@@ -9,7 +9,7 @@ from tidewheel.errors import Busy
 from tidewheel.request import Request
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
-BURST_S = 1.0  # fills a bucket; it holds at least 1
+BURST_S = 1.0  # a bucket holds what this time brings, and at least 1
 MAX_BUCKETS = 8192  # tenants without an entry
 _NAME_CHARS = 40
 _REQUESTS = "requests_per_s"

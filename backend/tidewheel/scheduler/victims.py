@@ -19,7 +19,8 @@ def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
     served = needy
-    while (num_missing := len(served) - kv.num_free_blocks - state.num_returning_blocks()) > 0:
+    num_coming = kv.num_free_blocks + state.num_returning_blocks()
+    while (num_missing := len(served) - num_coming) > 0:
         lowest_class = int(columns.classes[served].max())
         rows = [row for row in order_of_victims(state, lowest_class) if row != first]
         victims = choose_victims(state, rows, num_missing, growing=served.tolist())
@@ -35,12 +36,10 @@ def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     return sorted(needy.tolist(), key=lambda row: (row != first, state.service_key(row)))[-num_waiting:]
 
 
-def victims_for(
-    state: State, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool
-) -> list[int] | None:
-    """Choose rows of lower classes to preempt for a CRITICAL request; None if too few.
+def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool) -> list[int]:
+    """Choose rows of lower classes to preempt for a CRITICAL request; none if all together would be too few.
 
-    Rows with a planned chunk stay. Empty if rows or blocks in flight suffice: the request waits for them.
+    Rows with a planned chunk stay. Choose none where rows or blocks in flight suffice: the request waits for them.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
@@ -59,8 +58,9 @@ def victims_for(
     ]
     growing = plan.growing_rows.tolist()
     if num_missing > _most_freed(state, rows) + len(growing):
-        return None
-    return choose_victims(state, rows, num_missing, kept=hit.block_ids, growing=growing, min_victims=min_victims)
+        return []
+    chosen = choose_victims(state, rows, num_missing, kept=hit.block_ids, growing=growing, min_victims=min_victims)
+    return chosen or []
 
 
 def _most_freed(state: State, rows: list[int]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support import fake_triton
+from support.triton import fake_triton
 
 sys.modules["triton_python_backend_utils"] = fake_triton
 

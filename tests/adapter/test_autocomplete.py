@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.fake_triton import ModelConfig
+from support.triton.fake_triton import ModelConfig
 from tidewheel.adapter.autocomplete import complete
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS
 from tidewheel.errors import ConfigError

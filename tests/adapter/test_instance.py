@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.fake_triton import InferenceRequest, Logger, MetricFamily, Tensor, TritonError, TritonModelException
+from support.triton.fake_triton import (
+    InferenceRequest,
+    Logger,
+    MetricFamily,
+    Tensor,
+    TritonError,
+    TritonModelException,
+)
 from tidewheel import model
 from tidewheel.adapter import instance
 from tidewheel.engine.messages import EngineInfo, Room
@@ -260,7 +267,7 @@ def test_metrics_can_be_switched_off(tmp_path: Path) -> None:
 
 
 def test_auto_complete_refuses_in_one_line() -> None:
-    from support.fake_triton import ModelConfig
+    from support.triton.fake_triton import ModelConfig
 
     with pytest.raises(TritonModelException, match="max_batch_size is 4"):
         model.TritonPythonModel.auto_complete_config(ModelConfig({"name": "demo", "max_batch_size": 4}))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.fake_triton import InferenceRequest, Tensor
+from support.triton.fake_triton import InferenceRequest, Tensor
 from tidewheel.adapter.io import MAX_PARAMETER_BYTES, ResponseFormat, read_request, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
 from tidewheel.batch import TopLogprobs

@@ -7,7 +7,7 @@ import threading
 import msgspec
 import pytest
 
-from support.fake_triton import Logger, MetricFamily
+from support.triton.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.engine_figures import BREAKER_STATES
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support import fake_triton
-from support.fake_triton import InferenceResponseSender, TritonError
+from support.triton import fake_triton
+from support.triton.fake_triton import InferenceResponseSender, TritonError
 from tidewheel import errors
 from tidewheel.adapter.io import ResponseFormat
 from tidewheel.adapter.responder import TritonSink

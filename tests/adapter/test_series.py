@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from support.fake_triton import MetricFamily
+from support.triton.fake_triton import MetricFamily
 from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, counter_family, gauge_family
 
 LABELS = {"model_name": "demo"}

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from support import fake_triton
-from support.serving import WEIGHTS
+from support.triton import fake_triton
+from support.triton.serving import WEIGHTS
 from tidewheel.baseline.generator import Generator
 from tidewheel.config import EngineConfig
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import fake_triton
-from support.fake_triton import InferenceRequest, InferenceResponse, Tensor
-from support.serving import REPOSITORY, WEIGHTS
+from support.triton import fake_triton
+from support.triton.fake_triton import InferenceRequest, InferenceResponse, Tensor
+from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.adapter.baseline import TritonPythonModel
 from tidewheel.baseline.generator import Generator, Row
 

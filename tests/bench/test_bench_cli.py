@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from support.bench_servers import BenchTriton, bench_triton, count_up
-from support.grpc_triton import Answer, Asked
+from support.bench.servers import BenchTriton, bench_triton, count_up
+from support.triton.grpc_triton import Answer, Asked
 from tidewheel.bench.values import UNANSWERED
 from tidewheel.cli.main import main
 

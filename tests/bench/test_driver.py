@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from support.bench import FakeTransport
+from support.bench.runs import FakeTransport
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.errors import RequestFailed
 from tidewheel.bench.values import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome

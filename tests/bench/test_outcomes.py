@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from support.bench import outcome
+from support.bench.runs import outcome
 from tidewheel.bench.stats import quantile
 from tidewheel.bench.summary import fairness, rates, span, summarise_repeats, summarise_run
 from tidewheel.bench.values import Outcome, Slo, error_code

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from support.bench import stage
+from support.bench.runs import stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.plan import in_turns
 from tidewheel.bench.workloads import parse_workload

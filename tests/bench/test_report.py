@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from support.bench import ENVIRONMENT, measured, outcome, recorder, stage
+from support.bench.runs import ENVIRONMENT, measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.plan import Run, Stage
 from tidewheel.bench.plots import pictures

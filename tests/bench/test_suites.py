@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.bench import measured, outcome, recorder, stage
+from support.bench.runs import measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.errors import BenchError
 from tidewheel.bench.findings import comparison, efficiency_ratios, lone_tpot, offline_ratios

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from support.bench_servers import BenchTriton, Scripted, bench_triton, ids, scripted_http, shapes
-from support.grpc_triton import Answer, Asked, Refused, response
+from support.bench.servers import BenchTriton, Scripted, bench_triton, ids, scripted_http, shapes
+from support.triton.grpc_triton import Answer, Asked, Refused, response
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.errors import BenchError
 from tidewheel.bench.targets import parse_target

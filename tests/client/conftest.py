@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.grpc_triton import FakeTriton, running
+from support.triton.grpc_triton import FakeTriton, running
 from tidewheel_client import Client
 
 

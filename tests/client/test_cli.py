@@ -14,7 +14,7 @@ import threading
 import pytest
 from tritonclient.grpc import service_pb2_grpc
 
-from support.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
 from tidewheel.cli.answer import printable
 from tidewheel.cli.main import main
 

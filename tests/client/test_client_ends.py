@@ -11,7 +11,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 import tidewheel_client as tc
-from support.grpc_triton import Answer, Asked, FakeTriton, Refused, response
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
 from tidewheel import errors as server_errors
 from tidewheel_client import Client
 from tidewheel_client.errors import BY_TAG

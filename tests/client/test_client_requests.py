@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.grpc_triton import Answer, Asked, FakeTriton, response
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, response
 from tidewheel_client import Chunk, Client, InvalidRequest, PerfMetrics, TokenLogprob
 
 PERF = {

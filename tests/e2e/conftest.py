@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from support.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_ready
+from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_ready
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from random_model import save_tokenizer
-from support import tiny_models
-from support.serving import Server, grpc_inputs, grpc_stream, start_server, stop_server, token_ids, wait_ready
+from support.models import tiny_models
+from support.triton.serving import Server, grpc_inputs, grpc_stream, start_server, stop_server, token_ids, wait_ready
 
 pytestmark = pytest.mark.e2e
 

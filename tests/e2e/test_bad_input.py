@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import requests
 
-from support.serving import Server, StreamError, grpc_inputs, grpc_stream, texts
+from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, texts
 
 pytestmark = pytest.mark.e2e
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 
-from support.serving import (
+from support.triton.serving import (
     WEIGHTS,
     Server,
     StreamError,
@@ -22,7 +22,7 @@ from support.serving import (
     stop_server,
     wait_ready,
 )
-from support.serving import token_ids as streamed_ids
+from support.triton.serving import token_ids as streamed_ids
 
 pytestmark = pytest.mark.e2e
 

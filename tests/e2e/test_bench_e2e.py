@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import REPOSITORY, WEIGHTS, Server
+from support.triton.serving import REPOSITORY, WEIGHTS, Server
 from tidewheel.cli.main import main
 
 pytestmark = pytest.mark.e2e

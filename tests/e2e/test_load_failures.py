@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.serving import WEIGHTS, Server, start_server, wait_for
+from support.triton.serving import WEIGHTS, Server, start_server, wait_for
 
 pytestmark = pytest.mark.e2e
 

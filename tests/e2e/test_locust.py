@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.serving import Server, wait_for
+from support.triton.serving import Server, wait_for
 
 pytestmark = pytest.mark.e2e
 

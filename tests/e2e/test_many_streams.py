@@ -11,7 +11,7 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 
-from support.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
+from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
 
 pytestmark = pytest.mark.e2e
 

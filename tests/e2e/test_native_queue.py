@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpcclient
 
-from support.serving import (
+from support.triton.serving import (
     Server,
     grpc_inputs,
     serving_demo,

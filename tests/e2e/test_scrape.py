@@ -7,7 +7,7 @@ import json
 import pytest
 import requests
 
-from support.serving import Server, grpc_inputs, grpc_stream, wait_for
+from support.triton.serving import Server, grpc_inputs, grpc_stream, wait_for
 
 pytestmark = pytest.mark.e2e
 

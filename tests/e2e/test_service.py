@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.serving import (
+from support.triton.serving import (
     Server,
     StreamError,
     grpc_inputs,

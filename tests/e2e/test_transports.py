@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpcclient
 
-from support.serving import Server, grpc_inputs, grpc_stream, sse_events, texts, token_ids
+from support.triton.serving import Server, grpc_inputs, grpc_stream, sse_events, texts, token_ids
 
 pytestmark = pytest.mark.e2e
 

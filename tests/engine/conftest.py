@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.engine_clients import Client
+from support.engine.engine_clients import Client
 from tidewheel.engine import control
 
 

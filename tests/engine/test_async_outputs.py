@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from support.engine_clients import CONFIG, Client, Recorder, request
-from support.fake_engine import make_info
-from support.fake_runner import VOCAB_SIZE, FakeRunner, naive_output
-from support.scheduling import make_request
-from support.tiny_models import save_byte_llama
+from support.engine.engine_clients import CONFIG, Client, Recorder, request
+from support.engine.fake_engine import make_info
+from support.engine.fake_runner import VOCAB_SIZE, FakeRunner, naive_output
+from support.models.tiny_models import save_byte_llama
+from support.scheduler.scheduling import make_request
 from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.core_harness import Harness, arrivals
-from support.fake_runner import FakeRunner, PendingTokens
-from support.scheduling import make_request
+from support.engine.core_harness import Harness, arrivals
+from support.engine.fake_runner import FakeRunner, PendingTokens
+from support.scheduler.scheduling import make_request
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, EngineDead, InvalidRequest, NotFound
 from tidewheel.request import FinishReason, Priority

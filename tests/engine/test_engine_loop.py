@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from support.engine_clients import request
-from support.fake_engine import make_info
-from support.fake_runner import VOCAB_SIZE, FakeRunner
+from support.engine.engine_clients import request
+from support.engine.fake_engine import make_info
+from support.engine.fake_runner import VOCAB_SIZE, FakeRunner
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import PROTOCOL, Hello, encoder

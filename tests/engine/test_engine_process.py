@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from support.engine_clients import CONFIG, LIMIT_S, Client, endless, request
-from support.fake_runner import naive_output
-from support.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
-from support.scheduling import make_request
+from support.engine.engine_clients import CONFIG, LIMIT_S, Client, endless, request
+from support.engine.fake_runner import naive_output
+from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
+from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine import control
 from tidewheel.engine.messages import (

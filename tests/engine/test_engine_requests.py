@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.faulty_engine import prompt_bytes
+from support.engine.faulty_engine import prompt_bytes
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.engine.requests import (
     MAX_BAD_SEQUENCES,

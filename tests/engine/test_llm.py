@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from support.tiny_models import llama, prompts, qwen3, save, save_byte_llama, transformers_tokens
+from support.models.tiny_models import llama, prompts, qwen3, save, save_byte_llama, transformers_tokens
 from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.batch import Int32Array
 from tidewheel.errors import Busy, ConfigError, DeadlineExceeded, InvalidRequest, NotFound

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.core_harness import Event, Harness, arrivals
-from support.late_runner import LateRunner
-from support.scheduling import make_request
+from support.engine.core_harness import Event, Harness, arrivals
+from support.engine.late_runner import LateRunner
+from support.scheduler.scheduling import make_request
 from tidewheel.errors import EngineDead, InternalError
 from tidewheel.request import FinishReason
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from support.engine_clients import Client, endless
-from support.faulty_engine import prompt_bytes
-from support.tiny_models import llama, prompts, save, transformers_tokens
+from support.engine.engine_clients import Client, endless
+from support.engine.faulty_engine import prompt_bytes
+from support.models.tiny_models import llama, prompts, save, transformers_tokens
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest
 from tidewheel.engine.spawn import engine_command

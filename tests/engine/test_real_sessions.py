@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from support.engine_clients import Client
-from support.faulty_engine import prompt_bytes
-from support.tiny_models import llama, prompts, save, transformers_tokens
+from support.engine.engine_clients import Client
+from support.engine.faulty_engine import prompt_bytes
+from support.models.tiny_models import llama, prompts, save, transformers_tokens
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest

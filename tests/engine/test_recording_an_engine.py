@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.tiny_models import llama, save
+from support.models.tiny_models import llama, save
 from tidewheel import LLM, SamplingParams
 from tidewheel.cli.main import main
 from tidewheel.config import EngineConfig

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.tokenizers_on_the_spot import byte_level_bpe
+from support.frontend.tokenizers_on_the_spot import byte_level_bpe
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.chat import ChatTemplate, parse_messages
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.tokenizers_on_the_spot import BACKENDS, TEXT, make_tokenizer
+from support.frontend.tokenizers_on_the_spot import BACKENDS, TEXT, make_tokenizer
 from tidewheel.frontend.text import Detokenizer
 from tidewheel.frontend.tokenizer import Tokenizer
 

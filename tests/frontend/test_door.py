@@ -12,8 +12,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from support.fake_engine import TIMEOUT_S, RecordingSink
-from support.front_ends import Harness, Submitted, error_info
+from support.engine.fake_engine import TIMEOUT_S, RecordingSink
+from support.frontend.front_ends import Harness, Submitted, error_info
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, ErrorInfo, Room
 from tidewheel.errors import EngineDead, WaitingSetFull
 from tidewheel.frontend.door import Door, HoldingDoor, RefusingDoor, _Claim

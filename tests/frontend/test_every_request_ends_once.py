@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.fake_engine import RecordingSink
-from support.front_ends import Harness, Submitted, delta
+from support.engine.fake_engine import RecordingSink
+from support.frontend.front_ends import Harness, Submitted, delta
 from tidewheel.engine.messages import Delta
 from tidewheel.errors import Draining, EngineDead
 

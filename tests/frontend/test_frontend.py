@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.fake_engine import RecordingSink
-from support.front_ends import Harness, delta, error_info, logprobs, prompt_ids, stats
+from support.engine.fake_engine import RecordingSink
+from support.frontend.front_ends import Harness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, ConfigError, EngineDead
 from tidewheel.frontend import prompt_queue

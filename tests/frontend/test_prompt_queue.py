@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_engine import TIMEOUT_S, RecordingSink
-from support.front_ends import Harness
+from support.engine.fake_engine import TIMEOUT_S, RecordingSink
+from support.frontend.front_ends import Harness
 from tidewheel.frontend import parameters as parameters_module
 from tidewheel.frontend.live import LiveRequest
 from tidewheel.frontend.parameters import Urgency, read_urgency

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from support.fake_engine import RecordingSink
-from support.front_ends import Harness, delta, error_info, stats
+from support.engine.fake_engine import RecordingSink
+from support.frontend.front_ends import Harness, delta, error_info, stats
 from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo, Room
 from tidewheel.errors import EngineDead
 from tidewheel.frontend import output, preparation

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
-from support.fake_engine import write_model_folder
-from support.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
+from support.engine.fake_engine import write_model_folder
+from support.frontend.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from support.fake_engine import RecordingSink
-from support.front_ends import delta
+from support.engine.fake_engine import RecordingSink
+from support.frontend.front_ends import delta
 from tidewheel.frontend.live import Ending, LiveRequest
 from tidewheel.frontend.stats import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
 from tidewheel.frontend.threads import Watcher, Workers

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.kernel_harness import RATIO, assert_close, needs_compiler
+from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels import silu_and_mul
 from tidewheel_kernels.activation import silu_and_mul_cpu, silu_and_mul_reference
 from tidewheel_kernels.jit.activation import silu_and_mul as silu_and_mul_triton

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.kernel_harness import paged_batch
+from support.kernels.kernel_harness import paged_batch
 from tidewheel_kernels.attention_cpu_plan import (
     FREE_PADDING,
     MAX_PADDING_RATIO,

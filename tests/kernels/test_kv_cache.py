@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from support.kernel_harness import NAN
+from support.kernels.kernel_harness import NAN
 from tidewheel_kernels import copy_blocks, write_kv_cache
 from tidewheel_kernels.jit.kv_cache import copy_blocks as copy_blocks_triton
 from tidewheel_kernels.jit.kv_cache import write_kv_cache as write_triton

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from support.kernel_harness import assert_close
+from support.kernels.kernel_harness import assert_close
 from tidewheel_kernels import compute_logprobs
 from tidewheel_kernels.jit import logprobs as kernels
 from tidewheel_kernels.launch_config import vocabulary_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.kernel_harness import needs_compiler
+from support.kernels.kernel_harness import needs_compiler
 from tidewheel_kernels import activation, silu_and_mul
 from tidewheel_kernels.activation import silu_and_mul_cpu
 from tidewheel_kernels.backend import Op

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from support.kernel_harness import NAN, RATIO, PagedBatch, assert_close, needs_compiler, paged_batch
+from support.kernels.kernel_harness import NAN, RATIO, PagedBatch, assert_close, needs_compiler, paged_batch
 from tidewheel_kernels import AttentionMetadata, paged_attention
 from tidewheel_kernels.attention_cpu import paged_attention_cpu
 from tidewheel_kernels.attention_reference import paged_attention_reference

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.kernel_harness import RATIO, assert_close
+from support.kernels.kernel_harness import RATIO, assert_close
 from tidewheel_kernels import (
     PenaltyTensors,
     TokenHistory,

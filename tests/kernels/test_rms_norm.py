@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from support.kernel_harness import RATIO, assert_close, needs_compiler
+from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels.jit.rms_norm import rms_norm as rms_norm_triton
 from tidewheel_kernels.native.ops import rms_norm as rms_norm_native
 from tidewheel_kernels.rms_norm import NormResult, rms_norm, rms_norm_cpu, rms_norm_reference

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.kernel_harness import NAN, RATIO, assert_close, needs_compiler
+from support.kernels.kernel_harness import NAN, RATIO, assert_close, needs_compiler
 from tidewheel_kernels import rope_and_cache
 from tidewheel_kernels.jit.rope import rope_and_cache as rope_triton
 from tidewheel_kernels.native.ops import rope_and_cache as rope_native

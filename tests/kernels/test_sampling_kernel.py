@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from support.sampling_rows import GREEDY, Row, kept_weights, possible_draws, tensors
+from support.kernels.sampling_rows import GREEDY, Row, kept_weights, possible_draws, tensors
 from tidewheel_kernels.jit import sampling as kernels
 from tidewheel_kernels.launch_config import vocabulary_config
 from tidewheel_kernels.sampling_reference import sample_reference

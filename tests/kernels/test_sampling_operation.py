@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from support.sampling_rows import GREEDY, Row, tensors
+from support.kernels.sampling_rows import GREEDY, Row, tensors
 from tidewheel_kernels import SamplingTensors, sample
 from tidewheel_kernels.jit.sampling import sample as sample_triton
 from tidewheel_kernels.sampling_cpu import MIN_PARTED, NUM_CANDIDATES, greedy_tokens_cpu, sample_cpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduling import make_request
+from support.scheduler.scheduling import make_request
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.hits import NO_HIT
 from tidewheel.kvcache.manager import KVCacheManager

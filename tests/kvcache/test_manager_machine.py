@@ -1,11 +1,11 @@
-"""KVCacheManager against the naive model of `support.kv_machine`."""
+"""KVCacheManager against the naive model of `support.kvcache.kv_machine`."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import settings
 
-from support.kv_machine import KVMachine
+from support.kvcache.kv_machine import KVMachine
 
 TestKVMachine = KVMachine.TestCase
 TestKVMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None, derandomize=True)

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from support.kv_machine import KVMachine
+from support.kvcache.kv_machine import KVMachine
 from tidewheel.errors import InternalError
 from tidewheel.kvcache import prefix
 from tidewheel.kvcache.host_tier import HostTier

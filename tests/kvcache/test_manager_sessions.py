@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.kv_machine import kv_request
+from support.kvcache.kv_machine import kv_request
 from tidewheel.errors import NotFound
 from tidewheel.kvcache.hits import NO_HIT
 from tidewheel.kvcache.manager import KVCacheManager

@@ -7,7 +7,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 
-from support.scheduling import make_request
+from support.scheduler.scheduling import make_request
 from tidewheel.kvcache.prefix import extend_block_hashes, max_hit_blocks, root_hash
 from tidewheel.request import Request
 

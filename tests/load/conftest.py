@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from support.grpc_triton import FakeTriton, running
-from support.http_triton import FakeHttpTriton
+from support.triton.grpc_triton import FakeTriton, running
+from support.triton.http_triton import FakeHttpTriton
 
 os.environ["LOCUST_SKIP_MONKEY_PATCH"] = "1"  # before the first import of locust in this process
 

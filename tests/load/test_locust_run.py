@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import requests
 
-from support.grpc_triton import Answer, Asked, FakeTriton
-from support.grpc_triton import say_words as say_words_over_grpc
-from support.http_triton import Body, FakeHttpTriton, one_answer
-from support.serving import free_ports, wait_for
+from support.triton.grpc_triton import Answer, Asked, FakeTriton
+from support.triton.grpc_triton import say_words as say_words_over_grpc
+from support.triton.http_triton import Body, FakeHttpTriton, one_answer
+from support.triton.serving import free_ports, wait_for
 
 LOCUSTFILE = Path(__file__).parents[2] / "client" / "tidewheel_client" / "load" / "locustfile.py"
 LOCUST = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]

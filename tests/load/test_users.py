@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from support.grpc_triton import Answer, Asked, FakeTriton, Refused, response
-from support.grpc_triton import say_words as say_words_over_grpc
-from support.http_triton import Body, FakeHttpTriton, HttpError, error_body, one_answer, say_words
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
+from support.triton.grpc_triton import say_words as say_words_over_grpc
+from support.triton.http_triton import Body, FakeHttpTriton, HttpError, error_body, one_answer, say_words
 from tidewheel_client.load.report import Timing
 
 LIMIT_S = 20

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from support import tiny_models
-from support.step_loop import StepLoop, poison, request
+from support.models import tiny_models
+from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.runner.model_runner import ModelRunner

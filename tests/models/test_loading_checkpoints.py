@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support import tiny_models
+from support.models import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import source

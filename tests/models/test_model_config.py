@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from support import tiny_models
+from support.models import tiny_models
 from tidewheel.errors import ConfigError
 from tidewheel.models.config import ModelConfig, parse_config
 from tidewheel.models.config_file import Fields, architecture, checkpoint_dtype, read_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import tiny_models
+from support.models import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.runner.model_runner import ModelRunner
 

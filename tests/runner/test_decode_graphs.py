@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-from support import capturable, tiny_models
-from support.decode_workloads import KINDS, LOOPS, PipelinedLoop, decoding, pairs_of, workload
-from support.recorded_graphs import NotCapturable, RecordedGraph, RecordingAccelerator, Watch
-from support.step_loop import GREEDY, StepLoop, poison, request
+from support.models import tiny_models
+from support.runner import capturable
+from support.runner.decode_workloads import KINDS, LOOPS, PipelinedLoop, decoding, pairs_of, workload
+from support.runner.recorded_graphs import NotCapturable, RecordedGraph, RecordingAccelerator, Watch
+from support.runner.step_loop import GREEDY, StepLoop, poison, request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.request import Request

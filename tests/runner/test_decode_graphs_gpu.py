@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.decode_workloads import KINDS, LOOPS, decoding, workload
-from support.step_loop import GREEDY, StepLoop, request
+from support.runner.decode_workloads import KINDS, LOOPS, decoding, workload
+from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.runner.accelerator import Cuda

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from support import capturable
-from support.decode_workloads import KINDS, workload
-from support.recorded_graphs import RecordingAccelerator
-from support.step_loop import StepLoop
+from support.runner import capturable
+from support.runner.decode_workloads import KINDS, workload
+from support.runner.recorded_graphs import RecordingAccelerator
+from support.runner.step_loop import StepLoop
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import model_runner

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from support import tiny_models
-from support.step_loop import StepLoop, request
+from support.models import tiny_models
+from support.runner.step_loop import StepLoop, request
 from tidewheel.batch import NewRow, SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError

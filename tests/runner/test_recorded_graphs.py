@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support import capturable
-from support.recorded_graphs import NotCapturable, RecordingPool
+from support.runner import capturable
+from support.runner.recorded_graphs import NotCapturable, RecordingPool
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.attention_reference import paged_attention_reference
 from tidewheel_kernels.rope import rope_and_cache_reference

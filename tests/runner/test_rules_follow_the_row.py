@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.recorded_graphs import RecordingAccelerator
-from support.step_loop import StepLoop, request
+from support.runner.recorded_graphs import RecordingAccelerator
+from support.runner.step_loop import StepLoop, request
 from tidewheel.engine.core import EngineCore
 from tidewheel.models.base import KVLayer, ModelShape
 from tidewheel.request import FinishReason, Request

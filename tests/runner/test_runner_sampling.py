@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from support import tiny_models
-from support.step_loop import GREEDY, StepLoop, request
+from support.models import tiny_models
+from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import Int32Array, SampledTokens, TopLogprobs
 from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner

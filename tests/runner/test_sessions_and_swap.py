@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from support import tiny_models
-from support.step_loop import StepLoop, poison, request
+from support.models import tiny_models
+from support.runner.step_loop import StepLoop, poison, request
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.request import Request

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.recorded_graphs import RecordingAccelerator
+from support.runner.recorded_graphs import RecordingAccelerator
 from tidewheel.runner.staging import NUM_SLOTS, SharedMemory, Staging
 
 FIRST = [np.arange(3), np.arange(5, dtype=np.int32)]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from support import tiny_models
-from support.launch_keys import LaunchKeys, recorded_keys
-from support.step_loop import GREEDY, StepLoop, request
+from support.models import tiny_models
+from support.runner.launch_keys import LaunchKeys, recorded_keys
+from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduling import Driver, make_config, make_request, make_scheduler, numbered
+from support.scheduler.scheduling import Driver, make_config, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import Admission

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.scheduling import make_config
+from support.scheduler.scheduling import make_config
 from tidewheel.scheduler.budget import (
     GOVERNOR_PERIOD_S,
     KV_HIGH,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from support.scheduling import Driver, make_config, make_request
+from support.scheduler.scheduling import Driver, make_config, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduling import Driver, make_request, make_scheduler
+from support.scheduler.scheduling import Driver, make_request, make_scheduler
 from tidewheel.errors import DeadlineExceeded
 from tidewheel.request import FinishReason, Priority, RequestState
 from tidewheel.scheduler.events import Event, EventHeap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduling import Driver, make_request
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import BreakerState

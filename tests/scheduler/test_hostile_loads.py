@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduling import Driver, make_request
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.request import FinishReason, Priority, RequestState
 from tidewheel.tenants import TenantLimits
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.scheduling import Driver, make_request
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler.policy import POLICIES

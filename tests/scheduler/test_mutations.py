@@ -53,7 +53,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from support.scheduler_machine import CrowdedMachine, SchedulerMachine
+from support.scheduler.scheduler_machine import CrowdedMachine, SchedulerMachine
 from tidewheel.errors import DeadlineExceeded, InternalError
 from tidewheel.kvcache import hits, prefix
 from tidewheel.kvcache.departures import Departures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduling import Driver, make_config, make_request, numbered
+from support.scheduler.scheduling import Driver, make_config, make_request, numbered
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.policy import POLICIES, rank_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.fake_runner import naive_output
-from support.scheduling import Driver, make_request
+from support.engine.fake_runner import naive_output
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.batch import SampledTokens
 from tidewheel.errors import EngineDead, InternalError
 from tidewheel.request import FinishReason, RequestState

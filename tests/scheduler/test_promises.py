@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from support.fake_runner import naive_output
-from support.scheduling import Driver, make_request
+from support.engine.fake_runner import naive_output
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.strategy import StrategyConfig

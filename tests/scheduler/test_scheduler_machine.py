@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from support.scheduler_machine import SchedulerMachine
+from support.scheduler.scheduler_machine import SchedulerMachine
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=200, stateful_step_count=50, deadline=None, derandomize=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.fake_runner import naive_output
-from support.scheduling import Driver, make_request
+from support.engine.fake_runner import naive_output
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.request import Priority, Request, RequestState
 
 HIGH, NORMAL = Priority.HIGH, Priority.NORMAL

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.fake_runner import naive_output
-from support.scheduling import Driver, make_request, make_scheduler
+from support.engine.fake_runner import naive_output
+from support.scheduler.scheduling import Driver, make_request, make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch, TopLogprobs
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, RequestState

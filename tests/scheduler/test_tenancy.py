@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.scheduling import make_request
+from support.scheduler.scheduling import make_request
 from tidewheel.errors import Busy
 from tidewheel.request import Request
 from tidewheel.scheduler import tenancy

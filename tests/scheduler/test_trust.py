@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from support.scheduling import Driver, make_request
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest
 from tidewheel.request import FinishReason, Priority
 from tidewheel.scheduler.tenant_counts import MAX_LABELS, OTHERS

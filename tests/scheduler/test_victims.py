@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.fake_runner import naive_output
-from support.scheduling import Driver, make_request, make_scheduler, numbered
+from support.engine.fake_runner import naive_output
+from support.scheduler.scheduling import Driver, make_request, make_scheduler, numbered
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import victims
 from tidewheel.scheduler.state import State

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import tidewheel_client as tc
-from support.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
+from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e

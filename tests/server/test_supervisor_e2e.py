@@ -14,7 +14,7 @@ import psutil
 import pytest
 import requests
 
-from support.serving import Server, start_server, stop_server, wait_for, wait_ready
+from support.triton.serving import Server, start_server, stop_server, wait_for, wait_ready
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from support.simulation import make_scheduler
+from support.simulate.simulation import make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelError
 from tidewheel.record.events import Applied, Scheduled

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from support.simulation import COST, make_trace, simulate, simulator
+from support.simulate.simulation import COST, make_trace, simulate, simulator
 from tidewheel.errors import InternalError
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel

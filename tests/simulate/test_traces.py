@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.simulation import lengths, make_trace
+from support.simulate.simulation import lengths, make_trace
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 from tidewheel.simulate.lengths import Lengths

@@ -9,7 +9,7 @@ import torch
 
 from host_parts import Parts, Segment, seconds_by_step
 from modelled_device import ModelledDevice, modelled_runner
-from support.step_loop import StepLoop, request
+from support.runner.step_loop import StepLoop, request
 
 
 class ManualClock:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from support.budget_checks import may_await_prefix
-from support.scheduler_model import Model
-from support.scheduling import Driver
+from support.scheduler.budget_checks import may_await_prefix
+from support.scheduler.scheduler_model import Model
+from support.scheduler.scheduling import Driver
 from tidewheel.request import Priority, Request
 
 

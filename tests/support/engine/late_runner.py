@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from support.fake_runner import POISON, FakeRunner
+from support.engine.fake_runner import POISON, FakeRunner
 from tidewheel.batch import SampledTokens, ScheduledBatch
 
 

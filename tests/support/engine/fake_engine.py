@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from support.tokenizers_on_the_spot import NAMED, byte_level_bpe
+from support.frontend.tokenizers_on_the_spot import NAMED, byte_level_bpe
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.errors import TidewheelError
 from tidewheel.frontend.values import Chunk, Response, is_last

@@ -15,7 +15,7 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from support.grpc_triton import Answer, Asked, FakeTriton, response
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, response
 
 OURS = ("input_ids", "text_input", "stream", "sampling_parameters", "return_num_output_tokens", "return_token_ids")
 BASELINE = ("input_ids", "max_tokens", "ignore_eos")

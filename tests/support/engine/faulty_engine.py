@@ -1,4 +1,4 @@
-"""An engine process without a model: ``python -m support.faulty_engine`` takes the arguments of the real one.
+"""An engine process without a model: ``python -m support.engine.faulty_engine`` takes the arguments of the real one.
 
 The model's name says how loading goes, the first token of a prompt what the device does when it sees the request.
 """
@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 
-from support.fake_runner import VOCAB_SIZE, FakeRunner, PendingTokens
+from support.engine.fake_runner import VOCAB_SIZE, FakeRunner, PendingTokens
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import Progress

@@ -23,7 +23,7 @@ import pytest
 import requests
 import tritonclient.grpc as grpcclient
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 REPOSITORY = ROOT / "model_repository"
 WEIGHTS = REPOSITORY / "demo" / "1" / "weights"
 START_LIMIT_S = 180.0

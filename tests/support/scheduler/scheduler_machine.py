@@ -14,11 +14,11 @@ import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from support.budget_checks import check_budget, check_shares, may_await_prefix
-from support.fake_runner import VOCAB_SIZE
-from support.need_checks import Blocks, check_need
-from support.scheduler_model import Model, follows
-from support.scheduling import Driver, make_request
+from support.engine.fake_runner import VOCAB_SIZE
+from support.scheduler.budget_checks import check_budget, check_shares, may_await_prefix
+from support.scheduler.need_checks import Blocks, check_need
+from support.scheduler.scheduler_model import Model, follows
+from support.scheduler.scheduling import Driver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest, NumericError
 from tidewheel.request import FinishReason, Priority, Request, RequestState

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from support import tiny_models
-from support.step_loop import GREEDY, StepLoop, request
+from support.models import tiny_models
+from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.request import Request
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from support.fake_runner import FakeRunner, PendingTokens, naive_output
+from support.engine.fake_runner import FakeRunner, PendingTokens, naive_output
 from tidewheel.batch import ScheduledBatch, StepOutputs
 from tidewheel.errors import Busy, TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager

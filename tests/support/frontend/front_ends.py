@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
+from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
 from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor

@@ -9,8 +9,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from support.fake_runner import FakeRunner, naive_output
-from support.scheduling import make_config, make_request
+from support.engine.fake_runner import FakeRunner, naive_output
+from support.scheduler.scheduling import make_config, make_request
 from tidewheel.batch import StepOutputs
 from tidewheel.engine.core import EngineCore
 from tidewheel.kvcache.manager import KVCacheManager

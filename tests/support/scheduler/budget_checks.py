@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from support.scheduler_model import Model
-from support.scheduling import Driver
+from support.scheduler.scheduler_model import Model
+from support.scheduler.scheduling import Driver
 from tidewheel.batch import ScheduledBatch
 from tidewheel.request import Request
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from support.faulty_engine import prompt_bytes
+from support.engine.faulty_engine import prompt_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.engine.backoff import RestartPolicy
 from tidewheel.engine.client import ClientOptions, EngineClient
@@ -21,7 +21,7 @@ Key = int | tuple[int, int]
 
 LIMIT_S = 30.0
 LINGER_S = 0.6
-COMMAND = (sys.executable, "-P", "-m", "support.faulty_engine", "--linger-s", str(LINGER_S))
+COMMAND = (sys.executable, "-P", "-m", "support.engine.faulty_engine", "--linger-s", str(LINGER_S))
 CONFIG = EngineConfig(model="ok", max_num_seqs=16)
 
 

@@ -58,13 +58,14 @@ docs: venv
 	$(BIN)/python -m tidewheel.cli.reference docs
 
 # Lines of Python in each part.
-MEASURE := backend/tidewheel/bench backend/tidewheel/simulate backend/tidewheel/baseline
-count = @printf '%-10s %6d\n' $(1) $$(git ls-files $(2) | grep '\.py$$' | xargs cat | wc -l)
+MEASURE := $(addprefix backend/tidewheel/,bench simulate baseline workload cli/bench*.py cli/simul*.py)
+count = @printf '%-10s %6d\n' $(1) $$(git ls-files -- $(2) | grep '\.py$$' | xargs cat | wc -l)
 lines:
 	$(call count,serve,backend $(MEASURE:%=':!%'))
 	$(call count,kernels,kernels)
 	$(call count,client,client)
-	$(call count,measure,$(MEASURE) benchmarks)
+	$(call count,measure,$(MEASURE:%='%') benchmarks)
+	$(call count,demo,demo_model)
 	$(call count,tests,tests)
 
 # Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is

@@ -11,7 +11,7 @@ import pytest
 from layers.test_layers import LAYERS
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("backend", "kernels", "client", "tests", "benchmarks")
+FOLDERS = ("backend", "kernels", "client", "tests", "benchmarks", "demo_model")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 SOURCES = [str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]

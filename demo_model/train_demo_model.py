@@ -1,7 +1,7 @@
 """Train the demo model: 2.9 M parameters, on a CPU, in about half an hour.
 
     apt-get install python3.11-doc postgresql-doc-15
-    OMP_WAIT_POLICY=passive nice python benchmarks/train_demo_model.py
+    OMP_WAIT_POLICY=passive nice python demo_model/train_demo_model.py
 
 Muon trains the matrices of the layers, AdamW embedding and norms. The learning rate is constant, then decays linearly
 to zero; sequences have 256 tokens, at the end 1,024. The Hugging Face folder is valid from the first checkpoint on:
@@ -16,6 +16,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -42,9 +43,11 @@ from demo_folder import (
     train_tokenizer,
 )
 from muon import Muon
-from record import ROOT, environment, save
+from tidewheel.bench.environment import command_line, environment
 
+ROOT = Path(__file__).parents[1]
 OUT = ROOT / "model_repository" / "demo" / "1" / "weights"
+RECORD = ROOT / "benchmarks" / "results" / "demo_model.json"
 SMALL_TALK_COPIES = 40
 Tokens = np.ndarray[Any, np.dtype[np.uint16]]
 
@@ -282,16 +285,17 @@ def main() -> None:
         threads=arguments.threads,
     )
     torch.set_num_threads(recipe.threads)
-    started_in = environment("torch", "transformers", "tokenizers", "safetensors", "numpy")
+    facts = environment(("torch", "transformers", "tokenizers", "safetensors", "numpy"))
+    facts["command"] = command_line("python", sys.argv)
     tokenizer, corpus, counts = build_corpus(recipe, VOCAB_SIZE, 30 if arguments.smoke else 1)
     print(json.dumps(counts), flush=True)
     save_settings(tokenizer, arguments.out)
     trainer = Trainer(corpus, arguments.out, recipe, tokenizer.get_vocab_size())
     trainer.train()
     if not arguments.smoke:
-        result = {**started_in, **result_of(trainer, corpus, counts, recipe)}
-        path = save("demo_model", result)
-        draw_curve(trainer.curve, path.with_name("demo_model_loss.png"))
+        result = {**facts, **result_of(trainer, corpus, counts, recipe)}
+        RECORD.write_text(json.dumps(result, indent=1) + "\n")
+        draw_curve(trainer.curve, RECORD.with_name("demo_model_loss.png"))
         print(json.dumps({key: result[key] for key in ("steps", "minutes", "validation_loss")}))
 
 

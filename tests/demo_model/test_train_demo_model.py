@@ -230,7 +230,7 @@ def test_missing_package_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not all(source.folder.is_dir() for source in SOURCES), reason="needs the documentation packages")
 def test_smoke_run_writes_a_model_folder(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "train_demo_model.py"
+    script = ROOT / "demo_model" / "train_demo_model.py"
     subprocess.run([sys.executable, str(script), "--smoke", "--threads", "1", "--out", str(tmp_path)], check=True)
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.json",

@@ -4,7 +4,7 @@ step ahead (on).
     python benchmarks/host_timeline.py [--model qwen3-0.6b llama-3.1-8b] [--running 256] [--context 512] [--save]
 
 A whole engine process, from the ZeroMQ socket to the real `ModelRunner`, runs on a modelled device, and a client
-process reads the output. Steps take the seconds of the roofline (`gpu.limits`), which no kernel beats, so the host's
+process reads the output. Steps take the seconds of the roofline (`roofline.py`), which no kernel beats, so the host's
 share is at its worst. Times are CPU time of the engine's thread without waits for the device: other programs may slow
 it but take no turns from it. With `--clock wall`, times are wall time and waits sleep.
 
@@ -29,9 +29,9 @@ import numpy as np
 import zmq
 
 import record
-from gpu.limits import H200, MODELS, decode_seconds, prefill_seconds
 from host_parts import Parts, Segment, seconds_by_step
 from modelled_device import Busy, Clock, CpuClock, ModelledDevice, WallClock, modelled_runner
+from roofline import H200, SHAPES, decode_seconds, prefill_seconds
 from tidewheel.config import EngineConfig
 from tidewheel.engine import front_ends
 from tidewheel.engine.build import build_scheduler, engine_info
@@ -101,7 +101,7 @@ class Engine:
         self.clock: Clock = CpuClock() if options.clock == "cpu" else WallClock()
         self.parts = Parts(self.clock)
         self.device = ModelledDevice(self.clock)
-        shape = MODELS[model]
+        shape = SHAPES[model]
         self.max_tokens = 4 * (self.num_steps + WARM_UP_STEPS)
         self.prompt_tokens: int = options.context
         config = EngineConfig(
@@ -245,7 +245,7 @@ def measure(options: argparse.Namespace, model: str) -> tuple[dict[str, Any], di
             run, timelines[is_async] = Engine(options, model, is_async=is_async).serve()
             runs.append(run)
             print_run(model, run)
-    device_us = 1e6 * decode_seconds(MODELS[model], options.running, options.context)
+    device_us = 1e6 * decode_seconds(SHAPES[model], options.running, options.context)
     return {"device_us": round(device_us, 1), "runs": [asdict(run) for run in runs]}, timelines
 
 
@@ -259,7 +259,7 @@ def print_run(model: str, run: Run) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", choices=list(MODELS), default=["qwen3-0.6b", "llama-3.1-8b"])
+    parser.add_argument("--model", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.1-8b"])
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--context", type=int, default=512, help="tokens of a request, on average")
     parser.add_argument("--steps", type=int, default=400, help="measured in each run")

@@ -29,10 +29,9 @@ from tidewheel.bench.stats import quantile
 from tidewheel.bench.values import Offered, Outcome
 from tidewheel.record.events import Added, Scheduled
 from tidewheel.simulate.replay import Recording, measured_steps
-from workload import Lengths
 
-INPUTS = Lengths(16, 112)
-OUTPUTS = Lengths(8, 56)
+INPUTS = (16, 112)
+OUTPUTS = (8, 56)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,

@@ -10,42 +10,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from roofline import SHAPES, Shape
+
 CPU = torch.device("cpu")
-
-
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a decoder, a Qwen3 if `qk_norm`, else a Llama."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
-    qk_norm: bool
-    rope_theta: float
-    context: int = 40_960
-
-
-SHAPES = {
-    "tiny": Shape(64, 2, 128, 4, 2, 16, 512, True, True, 1e6, 4096),
-    "qwen3-40m": Shape(512, 8, 1536, 8, 4, 64, 32_000, True, True, 1e6),
-    "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151_936, True, True, 1e6),
-    "llama-3.1-8b": Shape(4096, 32, 14_336, 32, 8, 128, 128_256, False, False, 5e5, 131_072),
-}
 
 
 def weights(
@@ -125,8 +99,14 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
 def make_model(
     folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16, seed: int = 0, device: torch.device = CPU
 ) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+    without_weights(folder, shape, dtype)
     save_file(dict(weights(shape, dtype, seed, device)), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def without_weights(folder: Path, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write configuration and tokenizer only, for `load_format: dummy`."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(shape, dtype), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     save_tokenizer(folder, shape.vocab)

@@ -10,7 +10,6 @@ Each stage is also a program: python -m gpu.kernels --help. benchmarks/gpu/READM
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import re
@@ -21,30 +20,27 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from gpu.bundle import unpack
-from gpu.options import add_common_options, is_dry
-from gpu.plots import draw
-from gpu.report import markdown
-from gpu.suite import NAMES, Findings, Suite, choose
-from gpu.values import Measurement
-from tidewheel.bench.environment import command_line, environment
+from gpu.measurements import Measurement
+from gpu.results_page import draw, markdown
+from gpu.suite import (
+    INTERRUPTED,
+    NAMES,
+    NO_DEVICE,
+    Findings,
+    Suite,
+    add_common_options,
+    choose,
+    device_problem,
+    is_dry,
+    unpacked,
+)
+from tidewheel.bench import environment
 
 RESULTS = Path(__file__).parents[1] / "results"
 DRY_RUN = Path("build/gpu_dry_run")
-PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "numpy",
-    "tritonclient",
-    "nvidia-pytriton",
-    "vllm",
-    "sglang",
-    "lmdeploy",
-)
+PACKAGES = (*environment.PACKAGES, "vllm", "sglang", "lmdeploy")
 SECONDS = 555.0  # with the last stage's end and the plots, under ten minutes
 OURS = ("results.json", "results.md", "*.png", "idle_*.json.gz")
-INTERRUPTED, NOTHING_TO_MEASURE = 130, 2
 
 
 def main() -> None:
@@ -52,19 +48,19 @@ def main() -> None:
     problem = _problem(options)
     if problem:
         print(f"bench-gpu: {problem}", file=sys.stderr)
-        raise SystemExit(NOTHING_TO_MEASURE)
-    facts = environment(PACKAGES)
+        raise SystemExit(NO_DEVICE)
+    facts = environment.environment(PACKAGES)
     if options.commit:
         facts["commit"] = options.commit
-    facts["command"] = command_line("python -m gpu", sys.argv[1:])
+    facts["command"] = environment.command_line("python -m gpu", sys.argv[1:])
     name = f"gpu_{_slug(facts['machine']['gpu'])}{options.suffix}"
     out = _emptied(options.out or (DRY_RUN if options.dry else RESULTS / name))
     signal.signal(signal.SIGTERM, _interrupt)
     print(f"bench-gpu: {facts['machine']['gpu'] or 'dry run on the CPU'}, results in {out}", flush=True)
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         plans = choose(options.stages, with_peers=options.peers is not None)
-        bundle = stack.enter_context(_unpacked(options.peers, folder / "bundle"))
+        bundle = options.peers and unpacked(options.peers, folder / "bundle")
         common = ["--device", options.device, "--out", str(out), "--shape", "tiny" if options.dry else "real"]
         if options.models:
             common += ["--models", options.models]
@@ -115,11 +111,7 @@ def _problem(options: argparse.Namespace) -> str | None:
     for package in ("torch", "msgspec", "zmq", "tritonclient"):
         if importlib.util.find_spec(package) is None:
             return f"this Python has no {package}: benchmarks/gpu/README.md says how to bring what is missing"
-    import torch
-
-    if options.device == "cuda" and not torch.cuda.is_available():
-        return "no CUDA device is seen by torch: nothing is measured (GPU_ARGS='--device cpu' tries the programs)"
-    return None
+    return device_problem(options.device)
 
 
 def _slug(gpu: str | None) -> str:
@@ -134,15 +126,6 @@ def _emptied(folder: Path) -> Path:
         for path in folder.glob(pattern):
             path.unlink()
     return folder
-
-
-@contextlib.contextmanager
-def _unpacked(bundle: Path | None, folder: Path) -> Any:
-    if bundle is None or bundle.is_dir():
-        yield bundle
-        return
-    print(f"bench-gpu: unpacking {bundle.name}", flush=True)
-    yield unpack(bundle, folder)
 
 
 def _interrupt(*_: object) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from gpu.measurements import Ceilings, Measurement, duration, throughput
 from gpu.stage import Stage, parser, run
 from gpu.timing import Call, Timer
-from gpu.values import Ceilings, Measurement, duration, throughput
 
 COPY_BYTES = 4 << 30
 MATRIX = 8192
@@ -83,11 +83,7 @@ def body(stage: Stage) -> None:
         )
 
 
-def main() -> None:
+if __name__ == "__main__":
     made = parser(__doc__)
     made.add_argument("--ceilings-out", type=Path, help="write them there, for --ceilings of the other stages")
     run("ceilings", body, made.parse_args())
-
-
-if __name__ == "__main__":
-    main()

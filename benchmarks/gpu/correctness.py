@@ -18,12 +18,12 @@ from xml.etree import ElementTree
 import torch
 
 from gpu.engine_steps import open_engine
-from gpu.models import shape_of
-from gpu.options import TINY
+from gpu.measurements import Measurement
 from gpu.stage import Stage, parser, run
-from gpu.values import Measurement
-from gpu.work import of_length
-from random_model import Shape, make_model
+from gpu.suite import TINY
+from random_model import make_model
+from roofline import SHAPES, Shape
+from work_items import of_length
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = ("tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_aot.py")
@@ -77,42 +77,25 @@ def body(stage: Stage) -> None:
 def tests(stage: Stage, name: str, arguments: tuple[str, ...], *, leave_s: float = 0.0) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "tests.xml"
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-            *arguments,
-        ]
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=max(stage.seconds_left - leave_s, 1.0),
-            check=False,
-        )
+        command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += arguments
+        limit_s = max(stage.seconds_left - leave_s, 1.0)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
         if not report.is_file():
             raise RuntimeError(f"pytest wrote no report: {done.stdout[-2000:]} {done.stderr[-2000:]}")
         counts, failed = read_report(report)
     num_run = counts["tests"] - counts["skipped"]
     passed = num_run - counts["failures"] - counts["errors"]
-    stage.result(
-        Measurement(
-            name=name,
-            case=f"{counts['skipped']} skipped",
-            value=float(passed),
-            unit=f"of {num_run} passed",
-            samples=[],
-            sample_unit="",
-            percent=None,
-            details={**counts, "failed": failed[:50]},
-        )
+    measured = Measurement(
+        name=name,
+        case=f"{counts['skipped']} skipped",
+        value=float(passed),
+        unit=f"of {num_run} passed",
+        samples=[],
+        sample_unit="",
+        details={**counts, "failed": failed[:50]},
     )
+    stage.result(measured)
 
 
 def read_report(path: Path) -> tuple[dict[str, int], list[dict[str, str]]]:
@@ -135,20 +118,15 @@ def parity(stage: Stage, dtype_name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, dtype_name)
-    shape = shape_of(TINY) if stage.is_dry else PARITY_SHAPE
+    shape = SHAPES[TINY] if stage.is_dry else PARITY_SHAPE
     num_tokens = 8 if stage.is_dry else NUM_TOKENS
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch), shape, dtype)
         lengths = [13 + 29 * number for number in range(2 if stage.is_dry else NUM_PROMPTS)]
         work = [of_length(1, length, num_tokens, shape.vocab, seed=length)[0] for length in lengths]
-        engine = open_engine(
-            stage, "parity", folder, load_format="auto", dtype=dtype_name, max_model_len=512,
-            gpu_memory_utilization=0.3,
-        )  # fmt: skip
-        try:
+        settings = {"load_format": "auto", "dtype": dtype_name, "max_model_len": 512, "gpu_memory_utilization": 0.3}
+        with open_engine(stage, "parity", folder, **settings) as engine:
             answers = engine.greedy(work)
-        finally:
-            engine.close()
         reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         reference = reference.to(stage.device).eval()
         found: list[Divergence | None] = []
@@ -158,23 +136,18 @@ def parity(stage: Stage, dtype_name: str) -> None:
                 logits = reference(input_ids=ids).logits[0, len(item.input_ids) - 1 :].float()
                 found.append(first_divergence(logits, tokens, dtype))
     divergences = [one for one in found if one is not None]
-    stage.result(
-        Measurement(
-            name="parity with transformers",
-            case=f"greedy, {dtype_name}, {len(work)} prompts of {num_tokens} tokens",
-            value=float(len(work) - len(divergences)),
-            unit=f"of {len(work)} token for token",
-            samples=[one.spacings for one in divergences],
-            sample_unit=f"{dtype_name} spacings between the two logits at the first divergence",
-            details={"dtype": dtype_name, "divergences": [one._asdict() for one in divergences]},
-        )
+    measured = Measurement(
+        name="parity with transformers",
+        case=f"greedy, {dtype_name}, {len(work)} prompts of {num_tokens} tokens",
+        value=float(len(work) - len(divergences)),
+        unit=f"of {len(work)} token for token",
+        samples=[one.spacings for one in divergences],
+        sample_unit=f"{dtype_name} spacings between the two logits at the first divergence",
+        details={"dtype": dtype_name, "divergences": [one._asdict() for one in divergences]},
     )
-
-
-def main() -> None:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    run("correctness", body, parser(__doc__).parse_args())
+    stage.result(measured)
 
 
 if __name__ == "__main__":
-    main()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    run("correctness", body, parser(__doc__).parse_args())

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu.limits import Device, ModelShape, decode_seconds
-from gpu.models import without_weights
 from gpu.stage import Stage
+from random_model import without_weights
+from roofline import SHAPES, Device, Shape, decode_seconds
 from tidewheel import LLM, SamplingParams
 from tidewheel.batch import StepOutputs
-from workload import WorkItem
+from work_items import WorkItem, of_length
 
 
 class Delivery(NamedTuple):
@@ -53,6 +54,11 @@ class TimedLLM(LLM):
     def greedy(self, work: Sequence[WorkItem]) -> list[list[int]]:
         results = self.generate(*self._arguments(work, 0.0), use_tqdm=False)
         return [result.token_ids for result in results]
+
+    def prompt_seconds(self, length: int, vocab: int, repeats: int) -> list[float]:
+        """Return times to the first token of lone prompts, after a warm-up."""
+        works = [of_length(1, length, 1, vocab, seed=seed) for seed in range(1 + repeats)]
+        return [self.timed(work, 0.0).first_token_seconds()[0] for work in works][1:]
 
     @staticmethod
     def _arguments(
@@ -108,33 +114,42 @@ class Timed(NamedTuple):
         return steps
 
 
-def limit_ratio(steps: Sequence[DecodeStep], shape: ModelShape, device: Device) -> float:
+def limit_ratio(steps: Sequence[DecodeStep], shape: Shape, device: Device) -> float:
     """Return the steps' seconds over their least."""
     least = sum(decode_seconds(shape, step.batch, step.context, device) for step in steps)
     return sum(step.seconds for step in steps) / least
 
 
-OFFLINE: Mapping[str, object] = {"max_num_seqs": 256, "max_model_len": 2304, "max_num_batched_tokens": 8192}
+MAX_NUM_SEQS = 256
+OFFLINE: Mapping[str, object] = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": 2304, "max_num_batched_tokens": 8192}
 DRY: Mapping[str, object] = {"kv_cache_memory_mb": 64, "num_threads": 1, "max_num_batched_tokens": 256}
 
 
-def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> TimedLLM:
-    """Open an engine on random weights made on the device, without prefix caching, which would help later runs."""
-    chosen: dict[str, object] = {
+def settings_of(stage: Stage, **settings: object) -> dict[str, object]:
+    """Return settings for weights made on the device, without prefix caching, which would help later runs."""
+    return {
         "device": stage.device.type, "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
         **OFFLINE, **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,
     }  # fmt: skip
-    source = without_weights(folder, model) if chosen["load_format"] == "dummy" else folder
+
+
+@contextlib.contextmanager
+def open_engine(stage: Stage, model: str, folder: Path, **settings: object) -> Iterator[TimedLLM]:
+    chosen = settings_of(stage, **settings)
+    source = without_weights(folder / model, SHAPES[model]) if chosen["load_format"] == "dummy" else folder
     start = time.perf_counter()
     engine = TimedLLM(str(source), skip_tokenizer_init=True, **chosen)
-    stage.facts(
-        model=model,
-        ready_s=time.perf_counter() - start,
-        num_blocks=engine.info.num_blocks,
-        settings={key: value for key, value in chosen.items() if isinstance(value, str | int | float)},
-    )
-    engine.deliveries = []
-    return engine
+    try:
+        stage.facts(
+            model=model,
+            ready_s=time.perf_counter() - start,
+            num_blocks=engine.info.num_blocks,
+            settings={key: value for key, value in chosen.items() if isinstance(value, str | int | float)},
+        )
+        engine.deliveries = []
+        yield engine
+    finally:
+        engine.close()
 
 
 def warm_up(engine: TimedLLM, work: Sequence[WorkItem], temperature: float) -> None:

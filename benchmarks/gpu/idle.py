@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu.engine_steps import TimedLLM, open_engine, warm_up
-from gpu.limits import decode_seconds
-from gpu.models import limits_of, shape_of
+from gpu.measurements import Measurement
 from gpu.stage import Stage, parser, run
-from gpu.values import Measurement
-from gpu.work import of_length
+from roofline import SHAPES, decode_seconds
+from work_items import of_length
 
 BATCH, PROMPT = 128, 64
 SECONDS = 1.0
@@ -92,16 +91,13 @@ def body(stage: Stage) -> None:
         for model in reversed(stage.models):
             with stage.part(f"idle device, {model}"):
                 stage.check_time(12.0)
-                engine = open_engine(stage, model, Path(scratch))
-                try:
+                with open_engine(stage, model, Path(scratch)) as engine:
                     _profile(stage, model, engine, Path(scratch) / "trace.json")
-                finally:
-                    engine.close()
 
 
 def _profile(stage: Stage, model: str, engine: TimedLLM, path: Path) -> None:
-    vocab = shape_of(model).vocab
-    step_s = 1.3 * decode_seconds(limits_of(model), BATCH, PROMPT, stage.ceilings.device)
+    vocab = SHAPES[model].vocab
+    step_s = 1.3 * decode_seconds(SHAPES[model], BATCH, PROMPT, stage.ceilings)
     num_steps = min(MAX_STEPS, round(SECONDS / step_s))
     warm_up(engine, of_length(8, PROMPT, 16, vocab), 0.0)
     engine.timed(of_length(BATCH, PROMPT, 16, vocab), 0.0)
@@ -113,23 +109,22 @@ def _profile(stage: Stage, model: str, engine: TimedLLM, path: Path) -> None:
     _keep(stage.out / f"idle_{model}.json.gz", timeline)
     steps = [step.seconds for step in timed.decode_steps()]
     window = timeline.window
-    stage.result(
-        Measurement(
-            name="idle device",
-            case=f"{model}, batch {BATCH}, {num_steps} decode steps",
-            value=100.0 * idle_fraction(timeline.intervals, window),
-            unit="% of the time",
-            samples=[1e-6 * gap for gap in gaps(timeline.intervals, window)][:MAX_GAPS],
-            sample_unit="s without a kernel",
-            details={
-                "model": model,
-                "window_s": 1e-6 * (window.end - window.begin),
-                "kernels_per_step": len(timeline.events) / num_steps,
-                "step_ms_under_the_profiler": 1e3 * sum(steps) / max(len(steps), 1),
-                "busiest_kernels": _busiest(timeline.events),
-            },
-        )
+    measured = Measurement(
+        name="idle device",
+        case=f"{model}, batch {BATCH}, {num_steps} decode steps",
+        value=100.0 * idle_fraction(timeline.intervals, window),
+        unit="% of the time",
+        samples=[1e-6 * gap for gap in gaps(timeline.intervals, window)][:MAX_GAPS],
+        sample_unit="s without a kernel",
+        details={
+            "model": model,
+            "window_s": 1e-6 * (window.end - window.begin),
+            "kernels_per_step": len(timeline.events) / num_steps,
+            "step_ms_under_the_profiler": 1e3 * sum(steps) / max(len(steps), 1),
+            "busiest_kernels": _busiest(timeline.events),
+        },
     )
+    stage.result(measured)
 
 
 def _busiest(events: list[dict[str, Any]]) -> dict[str, float]:
@@ -153,10 +148,6 @@ def _keep(path: Path, timeline: Timeline) -> None:
         json.dump({"traceEvents": kept}, file)
 
 
-def main() -> None:
+if __name__ == "__main__":
     os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}  # for CUDA graphs, by torch
     run("idle", body, parser(__doc__).parse_args())
-
-
-if __name__ == "__main__":
-    main()

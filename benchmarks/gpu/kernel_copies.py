@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 
 import numpy as np
 import torch
 
-from gpu.limits import ModelShape
-from gpu.models import limits_of
+from gpu.measurements import throughput
 from gpu.stage import Stage
 from gpu.timing import Call, Timer
-from gpu.values import throughput
+from roofline import SHAPES, Shape
 from tidewheel.batch import Int32Array
 from tidewheel.models import base
 from tidewheel.runner.host_blocks import HostBlocks
@@ -25,35 +23,32 @@ MOVED = (8, 64, 256)
 ROUNDS = 10
 
 
-def layout_of(shape: ModelShape) -> CacheLayout:
+def layout_of(shape: Shape) -> CacheLayout:
     model = base.ModelShape(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        shape.layers, shape.kv_heads, shape.head_dim, shape.vocab, shape.hidden, shape.intermediate
     )
     return CacheLayout(model, BLOCK_SIZE, torch.bfloat16)
 
 
 def copies(stage: Stage) -> None:
-    layout = layout_of(limits_of("tiny" if stage.is_dry else "llama-3.1-8b"))
+    layout = layout_of(SHAPES["tiny" if stage.is_dry else "llama-3.1-8b"])
     timer = Timer(stage.device, is_dry=stage.is_dry)
+    limit = 1e-9 * stage.ceilings.copy_bandwidth
     for count in (2,) if stage.is_dry else COPIED:
         with stage.part(f"block copy, {count} blocks"):
             stage.check_time(2.0)
             moved = 2 * count * layout.block_bytes
             timing = timer.measure(lambda _, count=count: copy_call(layout, count, stage.device), moved)
-            limit = 1e-9 * stage.ceilings.copy_bandwidth
-            case = f"{count} blocks of {layout.block_bytes / 2**20:.2f} MiB"
-            stage.result(
-                throughput("block copy", case, timing.seconds, 1e-9 * moved, "GB/s", limit, details=timing.details)
-            )
+            case, details = _case(layout, count), timing.details
+            stage.result(throughput("block copy", case, timing.seconds, 1e-9 * moved, "GB/s", limit, details=details))
     for count in (2,) if stage.is_dry else MOVED:
         with stage.part(f"swap, {count} blocks"):
             stage.check_time(3.0)
             swap(stage, layout, count)
+
+
+def _case(layout: CacheLayout, count: int) -> str:
+    return f"{count} blocks of {layout.block_bytes / 2**20:.2f} MiB"
 
 
 def copy_call(layout: CacheLayout, count: int, device: torch.device) -> Call:
@@ -68,7 +63,7 @@ def copy_call(layout: CacheLayout, count: int, device: torch.device) -> Call:
 
 
 def swap(stage: Stage, layout: CacheLayout, count: int) -> None:
-    """Time preemption's gather and bus copies, there and back; host clock, device synchronised."""
+    """Time preemption's gather and bus copies, there and back."""
     host = HostBlocks(KVTensors(layout, 2 * count, stage.device), count)
     rng = np.random.default_rng(0)
     blocks: Int32Array = rng.permutation(2 * count)[:count].astype(np.int32)
@@ -80,21 +75,7 @@ def swap(stage: Stage, layout: CacheLayout, count: int) -> None:
     }
     for way, (call, ceiling) in ways.items():
         call()
-        seconds = [_synchronised(call, stage) for _ in range(2 if stage.is_dry else ROUNDS)]
-        case = f"{count} blocks of {layout.block_bytes / 2**20:.2f} MiB"
+        seconds = [stage.clocked(call) for _ in range(2 if stage.is_dry else ROUNDS)]
         limit = 1e-9 * ceiling or None
-        stage.result(throughput(f"swap {way}", case, seconds, 1e-9 * num_bytes, "GB/s", limit))
+        stage.result(throughput(f"swap {way}", _case(layout, count), seconds, 1e-9 * num_bytes, "GB/s", limit))
         stage.facts(seconds_per_block=statistics.median(seconds) / count, direction=way, blocks=count)
-
-
-def _synchronised(call: Call, stage: Stage) -> float:
-    _synchronise(stage)
-    start = time.perf_counter()
-    call()
-    _synchronise(stage)
-    return time.perf_counter() - start
-
-
-def _synchronise(stage: Stage) -> None:
-    if stage.is_cuda:
-        torch.cuda.synchronize(stage.device)

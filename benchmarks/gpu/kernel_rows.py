@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import silu
 
 from gpu.timing import Call
-from random_model import Shape
+from roofline import Shape
 from tidewheel_kernels import SamplingTensors, compute_logprobs, rms_norm, rope_and_cache, sample, silu_and_mul
 
 EPS = 1e-6

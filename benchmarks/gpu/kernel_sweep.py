@@ -19,10 +19,10 @@ from gpu import kernel_attention as attention
 from gpu import kernel_rows as rows
 from gpu.kernel_attention import AttentionCase
 from gpu.kernel_copies import copy_call, layout_of
-from gpu.models import limits_of, shape_of
+from gpu.measurements import Measurement
 from gpu.stage import Stage, is_device_lost
 from gpu.timing import Call, Timer
-from gpu.values import OURS, Measurement
+from roofline import SHAPES
 from tidewheel_kernels import launch_config
 
 RECORDED = "as recorded"
@@ -54,12 +54,12 @@ def sweeps(is_dry: bool) -> Iterator[Sweep]:
     for case in prompts:
         yield _attention("prefill_config", case, {"tma": (0, 1)})
         yield _attention("prefill_config", case, {"block_m": (64, 128), **tiles, "num_stages": (2, 3)})
-    shape = shape_of(model)
+    shape = SHAPES[model]
     few = {"num_warps": (1, 2, 4, 8, 16)}
     yield _rows("row_config", rows.residual_norm(shape, num_tokens), few)
     yield _rows("elementwise_config", rows.gated_activation(shape, num_tokens), {"block": (512, 1024, 2048), **few})
     yield _rows("rope_config", rows.norm_rope_write(shape, num_tokens), {"block": (1, 2, 4, 8, 16), **few})
-    layout, count = layout_of(limits_of(model)), 2 if is_dry else 256
+    layout, count = layout_of(shape), 2 if is_dry else 256
     yield Sweep(
         "copy_config",
         "block copy",
@@ -94,7 +94,8 @@ def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
         return
     found: dict[str, list[float]] = {RECORDED: timer.measure(lambda _: one.make(stage.device), one.num_bytes).seconds}
     refused: dict[str, str] = {}
-    for changes in _candidates(one.fields):
+    for values in itertools.product(*one.fields.values()):
+        changes = dict(zip(one.fields, values, strict=True))
         if stage.seconds_left < 4.0:  # report what was found
             break
         label = ", ".join(f"{key or 'splits'} {value}" for key, value in changes.items())
@@ -115,24 +116,10 @@ def _report(stage: Stage, one: Sweep, found: dict[str, list[float]], refused: di
     medians = {label: statistics.median(seconds) for label, seconds in found.items()}
     best = min(medians, key=lambda label: medians[label])
     gain = medians[RECORDED] / medians[best]
-    stage.result(
-        Measurement(
-            name=f"sweep {one.function}",
-            case=f"{one.name}, {one.case}",
-            value=gain,
-            unit="x",
-            samples=found[RECORDED],
-            sample_unit="s",
-            who=OURS,
-            details={"best": best, "median_us": {k: 1e6 * v for k, v in medians.items()}, "refused": refused},
-        )
-    )
+    details = {"best": best, "median_us": {k: 1e6 * v for k, v in medians.items()}, "refused": refused}
+    name, case = f"sweep {one.function}", f"{one.name}, {one.case}"
+    stage.result(Measurement(name=name, case=case, value=gain, unit="x", samples=found[RECORDED], details=details))
     print(f"    best: {best} ({1e6 * medians[best]:.1f} us; recorded {1e6 * medians[RECORDED]:.1f} us)", flush=True)
-
-
-def _candidates(fields: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
-    for values in itertools.product(*fields.values()):
-        yield dict(zip(fields, values, strict=True))
 
 
 class UnknownField(Exception):

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from gpu.values import OURS, Measurement
+from gpu.measurements import OURS, Measurement
 
 LEVEL = 0.95  # counts as level
 BANDWIDTH = "% of bandwidth"

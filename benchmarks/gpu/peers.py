@@ -18,13 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu.bundle import FA3_FOLDER, FA3_LIBRARY, unpack
 from gpu.engine import HEADLINE, headline_work, report
 from gpu.engine_steps import OFFLINE
-from gpu.options import TINY
+from gpu.measurements import OURS, Measurement
 from gpu.stage import Stage, parser, run
-from gpu.values import OURS, Measurement
-from workload import WorkItem
+from gpu.suite import FA3_FOLDER, FA3_LIBRARY, TINY, unpacked
+from work_items import WorkItem
 
 # -P keeps modules of this folder from shadowing an engine's imports.
 PROGRAM = Path(__file__).parent / "peer_engine.py"
@@ -69,15 +68,11 @@ def body(stage: Stage) -> None:
         bundle: Path | None = None
         if stage.options.peers:
             with stage.part("bundle of peers"):
-                bundle = _bundle(stage.options.peers, folder / "bundle")
+                bundle = unpacked(stage.options.peers, folder / "bundle")
         for model in stage.models:
             with stage.part(f"weights of {model}"):
                 weights = _make_weights(stage, model, folder / model)
                 _compare(stage, model, weights, bundle, folder)
-
-
-def _bundle(path: Path, folder: Path) -> Path:
-    return path if path.is_dir() else unpack(path, folder)
 
 
 def _make_weights(stage: Stage, model: str, folder: Path) -> Path:
@@ -100,7 +95,7 @@ def _compare(stage: Stage, model: str, weights: Path, bundle: Path | None, folde
             stage.skip(f"{peer.name} on {model}", "it needs a bundle: --peers, see benchmarks/gpu/README.md")
             continue
         with stage.part(f"{peer.name} on {model}"):
-            stage.check_time(0.0 if stage.is_dry else START_S)
+            stage.check_time(START_S)
             answers[peer.name] = _run(stage, peer, weights, requests, environment)
             _report(stage, model, peer, work, answers)
 
@@ -149,26 +144,19 @@ def _report(stage: Stage, model: str, peer: Peer, work: list[WorkItem], answers:
         same_first_tokens_as_ours=same,
     )  # fmt: skip
     if ours is not None and peer.name != OURS:
-        ratio = statistics.median(answer["seconds"]) / statistics.median(ours["seconds"])
-        stage.result(
-            Measurement(
-                name="ours over peer",
-                case=f"{model}, {HEADLINE}, greedy",
-                value=ratio,
-                unit="x",
-                samples=answer["seconds"],
-                sample_unit="s",
-                who=peer.name,
-                details={"model": model},
-            )
+        measured = Measurement(
+            name="ours over peer",
+            case=f"{model}, {HEADLINE}, greedy",
+            value=statistics.median(answer["seconds"]) / statistics.median(ours["seconds"]),
+            unit="x",
+            samples=answer["seconds"],
+            who=peer.name,
+            details={"model": model},
         )
-
-
-def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--peers", type=Path, help="a tar file, or the folder that it was unpacked to")
-    run("peers", body, made.parse_args())
+        stage.result(measured)
 
 
 if __name__ == "__main__":
-    main()
+    made = parser(__doc__)
+    made.add_argument("--peers", type=Path, help="a tar file, or the folder that it was unpacked to")
+    run("peers", body, made.parse_args())

@@ -20,10 +20,8 @@ from typing import Any, TextIO
 
 import torch
 
-from gpu.options import add_common_options, is_dry, model_names
-from gpu.values import Ceilings, Measurement
-
-NO_DEVICE, INTERRUPTED = 2, 130  # exit status
+from gpu.measurements import Ceilings, Measurement
+from gpu.suite import INTERRUPTED, NO_DEVICE, add_common_options, device_problem, is_dry, model_names
 
 
 class OutOfTime(Exception):
@@ -76,9 +74,21 @@ class Stage:
                 raise
 
     def check_time(self, needs_s: float) -> None:
-        """Raise `OutOfTime` if less time is left."""
-        if self.seconds_left < needs_s:
+        """Raise `OutOfTime` if less time is left; a dry run goes on."""
+        if self.seconds_left < needs_s and not self.is_dry:
             raise OutOfTime(f"{max(0.0, self.seconds_left):.0f} s are left and it needs about {needs_s:.0f}")
+
+    def clocked(self, call: Callable[[], object]) -> float:
+        """Return the call's seconds by the host's clock, from an idle device to an idle device."""
+        self._synchronise()
+        start = time.perf_counter()
+        call()
+        self._synchronise()
+        return time.perf_counter() - start
+
+    def _synchronise(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.records is not None:
@@ -100,12 +110,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--ceilings", type=Path, help="a file written by gpu.ceilings; default: those of an H200")
     made.add_argument("--seconds", type=float, default=600.0, help="parts that do not fit are skipped")
     return made
-
-
-def device_problem(device: str) -> str | None:
-    if device == "cuda" and not torch.cuda.is_available():
-        return "no CUDA device is seen by torch; --device cpu tries the programs without measuring anything"
-    return None
 
 
 def run(name: str, body: Callable[[Stage], None], options: argparse.Namespace) -> None:

@@ -1,52 +1,36 @@
 """One client process of the load: streams requests over gRPC, all at once, without torch.
 
 Reads a JSON object from standard input (address, model, work as [input_ids, output tokens]), answers "ready" once
-connected, sends on a second line, and writes each stream's arrivals.
+connected, sends on a second line, and writes its streams.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import IO, Any, NamedTuple
 
-from gpu.work import TEMPERATURE
-from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.transports.triton_grpc import TritonGrpc
+from offered_load import run
 from tidewheel.bench.values import Offered
-from workload import WorkItem
-
-TIMEOUT_S = 120.0
+from work_items import TEMPERATURE, WorkItem
 
 
 class Stream(NamedTuple):
-    """Answer on the machine's monotonic clock."""
+    """Answer, in seconds on the machine's monotonic clock."""
 
     arrivals: list[tuple[float, int]]  # (when, tokens)
+    gaps: list[float]  # between tokens; those that arrive together split it
     error: str
-
-    def gaps(self) -> list[float]:
-        """Return times between tokens; tokens that arrive together split the gap, as in `Outcome`."""
-        found: list[float] = []
-        for (before, _), (now, count) in pairwise(self.arrivals):
-            found += [(now - before) / count] * count
-        return found
 
 
 def stream_all(address: str, model: str, work: Sequence[WorkItem], num_clients: int) -> tuple[float, list[Stream]]:
     """Return the time of sending, and streams; raise RuntimeError if a client failed."""
+    command = [sys.executable, "-P", "-m", "gpu.stream_client"]
     clients = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-m", "gpu.stream_client"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(num_clients)
     ]
     try:
@@ -83,25 +67,16 @@ def _read(pipe: IO[str] | None) -> Any:
     return json.loads(line)
 
 
-async def _client(address: str, model: str, work: list[tuple[list[int], int]]) -> list[Stream]:
-    transport, progress = TritonGrpc(address, model), Progress()
-    await transport.open()
-    try:
-        _write(sys.stdout, "ready")
-        sys.stdin.readline()
-        load = [
-            (Offered(0.0, input_ids, num_output, {"temperature": TEMPERATURE}),) for input_ids, num_output in work
-        ]
-        await Driver(transport, Limits(seconds=TIMEOUT_S, timeout_s=TIMEOUT_S), progress).open_loop(load)
-    finally:
-        await transport.close()
-    return [Stream([(one.origin + at, count) for at, count in one.chunks], one.error) for one in progress.outcomes]
-
-
-def main() -> None:
-    task = json.loads(sys.stdin.readline())
-    _write(sys.stdout, asyncio.run(_client(task["address"], task["model"], task["work"])))
+def _wait_for_go() -> None:
+    _write(sys.stdout, "ready")
+    sys.stdin.readline()
 
 
 if __name__ == "__main__":
-    main()
+    task = _read(sys.stdin)
+    load = [Offered(0.0, input_ids, count, {"temperature": TEMPERATURE}) for input_ids, count in task["work"]]
+    outcomes = run(task["address"], task["model"], load, _wait_for_go)
+    _write(
+        sys.stdout,
+        [([(o.origin + at, n) for at, n in o.chunks], o.inter_token_latencies(), o.error) for o in outcomes],
+    )

@@ -1,21 +1,27 @@
-"""Stages by importance, each in its own process with a share of the time."""
+"""Stages by importance, each in its own process with a share of the time, and the options that all have."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu.bundle import FA3_FOLDER, FA3_LIBRARY
-
+NO_DEVICE, INTERRUPTED = 2, 130  # exit status
+TINY = "tiny"
+MODEL_NAMES = ("qwen3-0.6b", "llama-3.1-8b")
+# In a bundle of other engines, a tar file of folders for PYTHONPATH (README.md).
+FA3_FOLDER = "site-shim"  # flash_attn_interface over the library below
+FA3_LIBRARY = "site-vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 END_S = 20.0
 POLL_S = 0.1
 FREE_BYTES = 3 << 30  # device memory in use when idle
@@ -44,6 +50,44 @@ PEERS = StagePlan("peers", 420.0)
 BESIDE = (StagePlan("ceilings", 40.0), StagePlan("kernels", 100.0), PEERS)  # with a bundle of peers
 SWEEP = StagePlan("kernels", 480.0, ("--sweep",))
 NAMES = (*(plan.name for plan in DEFAULT), "peers", "sweep")
+
+
+def add_common_options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run of the programs")
+    made.add_argument(
+        "--shape", choices=["real", "tiny"], help="tiny: small sizes and few samples; default on cpu, real on cuda"
+    )
+    made.add_argument("--models", default="", help=f"comma-separated; default: {', '.join(MODEL_NAMES)}")
+    made.add_argument("--out", type=Path, default=Path("build/gpu"), help="folder for results (default: %(default)s)")
+
+
+def is_dry(options: argparse.Namespace) -> bool:
+    return (options.shape or ("tiny" if options.device == "cpu" else "real")) == "tiny"
+
+
+def model_names(options: argparse.Namespace) -> list[str]:
+    wanted = [name for name in options.models.split(",") if name]
+    if unknown := [name for name in wanted if name not in (*MODEL_NAMES, TINY)]:
+        raise SystemExit(f"--models {','.join(unknown)}: choose from {', '.join(MODEL_NAMES)}, {TINY}")
+    return wanted or ([TINY] if is_dry(options) else list(MODEL_NAMES))
+
+
+def device_problem(device: str) -> str | None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device is seen by torch: nothing is measured (--device cpu tries the programs)"
+    return None
+
+
+def unpacked(bundle: Path, folder: Path) -> Path:
+    """Unpack a bundle of other engines, unless it is a folder."""
+    if bundle.is_dir():
+        return bundle
+    folder.mkdir(parents=True)
+    with tarfile.open(bundle) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 def choose(names: Sequence[str], *, with_peers: bool) -> list[StagePlan]:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
-from gpu.engine_steps import TimedLLM, open_engine, warm_up
+from gpu.engine_steps import open_engine, warm_up
 from gpu.kernel_copies import BLOCK_SIZE, layout_of
-from gpu.models import limits_of, shape_of
+from gpu.measurements import Measurement, throughput
 from gpu.stage import Stage, parser, run
-from gpu.values import Measurement, throughput
-from gpu.work import of_length
+from roofline import SHAPES
 from tidewheel.runner.host_blocks import HostBlocks
 from tidewheel.runner.kv_tensors import KVTensors
-from workload import WorkItem
+from work_items import of_length
 
 CONTEXTS = (512, 2048, 8192)
 REPEATS = 5
@@ -37,70 +35,58 @@ def body(stage: Stage) -> None:
     model = stage.models[-1]
     with tempfile.TemporaryDirectory() as scratch:
         with stage.part(f"ways back, {model}"):
-            stage.check_time(0.0 if stage.is_dry else 12.0)
+            stage.check_time(12.0)
             _ways_back(stage, model, Path(scratch))
         for mode in MODES:
             with stage.part(f"preemption by {mode}, {model}"):
-                stage.check_time(0.0 if stage.is_dry else 15.0)
+                stage.check_time(15.0)
                 _workload(stage, model, Path(scratch), mode)
 
 
 def _ways_back(stage: Stage, model: str, folder: Path) -> None:
-    contexts = (16, 64) if stage.is_dry else CONTEXTS
-    settings = {"enable_prefix_caching": True, "swap_space": 0.01 if stage.is_dry else 1.0}
-    engine = open_engine(
-        stage, model, folder, max_model_len=max(contexts) + 64, gpu_memory_utilization=0.7, **settings
-    )
-    try:
-        recompute = {context: _prefill_seconds(stage, engine, model, context) for context in contexts}
+    contexts, repeats = ((16, 64), 2) if stage.is_dry else (CONTEXTS, REPEATS)
+    settings = {
+        "max_model_len": max(contexts) + 64,
+        "gpu_memory_utilization": 0.7,
+        "enable_prefix_caching": True,
+        "swap_space": 0.01 if stage.is_dry else 1.0,
+    }
+    with open_engine(stage, model, folder, **settings) as engine:
+        vocab = SHAPES[model].vocab
+        recompute = {context: engine.prompt_seconds(context, vocab, repeats) for context in contexts}
         per_block, block_size = engine.info.swap_seconds_per_block or 0.0, engine.info.block_size
-    finally:
-        engine.close()
     for context, computed in recompute.items():
-        swapped = [_swap_seconds(stage, model, context) for _ in range(2 if stage.is_dry else REPEATS)]
-        ratio = statistics.median(computed) / statistics.median(swapped)
+        swapped = [_swap_seconds(stage, model, context) for _ in range(repeats)]
         predicted = 2.0 * -(-context // block_size) * per_block
-        stage.result(
-            Measurement(
-                name="recompute over swap",
-                case=f"{model}, {context} tokens",
-                value=ratio,
-                unit="x",
-                samples=[*computed, *swapped],
-                sample_unit="s, recompute first, then swap",
-                details={
-                    "context": context,
-                    "recompute_s": computed,
-                    "swap_s": swapped,
-                    "swap_s_by_cost_model": predicted,
-                    "cost_model_swaps": predicted < statistics.median(computed),
-                },
-            )
+        measured = Measurement(
+            name="recompute over swap",
+            case=f"{model}, {context} tokens",
+            value=statistics.median(computed) / statistics.median(swapped),
+            unit="x",
+            samples=[*computed, *swapped],
+            sample_unit="s, recompute first, then swap",
+            details={
+                "context": context,
+                "recompute_s": computed,
+                "swap_s": swapped,
+                "swap_s_by_cost_model": predicted,
+                "cost_model_swaps": predicted < statistics.median(computed),
+            },
         )
-
-
-def _prefill_seconds(stage: Stage, engine: TimedLLM, model: str, context: int) -> list[float]:
-    vocab = shape_of(model).vocab
-    works = [of_length(1, context, 1, vocab, seed=seed) for seed in range(1 + (2 if stage.is_dry else REPEATS))]
-    return [engine.timed(work, 0.0).first_token_seconds()[0] for work in works][1:]
+        stage.result(measured)
 
 
 def _swap_seconds(stage: Stage, model: str, context: int) -> float:
     count = -(-context // BLOCK_SIZE)
-    host = HostBlocks(KVTensors(layout_of(limits_of(model)), count, stage.device), count)
+    host = HostBlocks(KVTensors(layout_of(SHAPES[model]), count, stage.device), count)
     ids = torch.arange(count, dtype=torch.int32).numpy()
     host.write_out(ids, ids)
-    _synchronise(stage)
-    start = time.perf_counter()
-    host.write_out(ids, ids)
-    host.read_in(ids, ids)
-    _synchronise(stage)
-    return time.perf_counter() - start
 
+    def there_and_back() -> None:
+        host.write_out(ids, ids)
+        host.read_in(ids, ids)
 
-def _synchronise(stage: Stage) -> None:
-    if stage.is_cuda:
-        torch.cuda.synchronize(stage.device)
+    return stage.clocked(there_and_back)
 
 
 def _workload(stage: Stage, model: str, folder: Path, mode: str) -> None:
@@ -117,39 +103,23 @@ def _workload(stage: Stage, model: str, folder: Path, mode: str) -> None:
     }
     if stage.is_dry:
         settings["kv_cache_memory_mb"] = None
-    engine = open_engine(stage, model, folder, **settings)
-    try:
-        warm_up(engine, of_length(4, num_input, num_output, shape_of(model).vocab, seed=7), 0.0)
+    vocab = SHAPES[model].vocab
+    with open_engine(stage, model, folder, **settings) as engine:
+        warm_up(engine, of_length(4, num_input, num_output, vocab, seed=7), 0.0)
         before = engine.stats()
-        work: list[WorkItem] = of_length(count, num_input, num_output, shape_of(model).vocab)
-        timed = engine.timed(work, 0.0)
+        timed = engine.timed(of_length(count, num_input, num_output, vocab), 0.0)
         after = engine.stats()
-    finally:
-        engine.close()
     details = {
         "preemptions": after.num_preemptions - before.num_preemptions,
         "by_swap": after.num_swap_preemptions - before.num_swap_preemptions,
         "mode": mode,
     }
     case = f"{model}, {count} requests in {ROOM:.0%} of their room"
-    seconds = [timed.seconds]
+    facts = {"who": f"by {mode}", "details": details}
     stage.result(
-        throughput(
-            "preemption",
-            case,
-            seconds,
-            count * num_output,
-            "output tokens/s",
-            None,
-            who=f"by {mode}",
-            details=details,
-        )
+        throughput("preemption", case, [timed.seconds], count * num_output, "output tokens/s", None, **facts)
     )
 
 
-def main() -> None:
-    run("swap", body, parser(__doc__).parse_args())
-
-
 if __name__ == "__main__":
-    main()
+    run("swap", body, parser(__doc__).parse_args())

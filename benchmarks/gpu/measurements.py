@@ -1,4 +1,4 @@
-"""Measurements and their ceilings."""
+"""Measurements, and the ceilings of the device that they are compared with. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu.limits import H200, Device
+from roofline import Device
 
 OURS = "tidewheel"
 
@@ -21,7 +21,7 @@ class Measurement:
     value: float
     unit: str
     samples: list[float]
-    sample_unit: str
+    sample_unit: str = "s"
     who: str = OURS
     limit: float | None = None  # the device's most or least, in `unit`
     percent: float | None = None  # of the limit
@@ -46,9 +46,8 @@ def throughput(
     value = amount / statistics.median(seconds)
     percent = None if limit is None else 100.0 * value / limit
     return Measurement(
-        name=name, case=case, value=value, unit=unit, samples=seconds, sample_unit="s", limit=limit, percent=percent,
-        **rest,
-    )  # fmt: skip
+        name=name, case=case, value=value, unit=unit, samples=seconds, limit=limit, percent=percent, **rest
+    )
 
 
 def duration(name: str, case: str, seconds: list[float], limit_s: float | None, **rest: Any) -> Measurement:
@@ -57,23 +56,16 @@ def duration(name: str, case: str, seconds: list[float], limit_s: float | None, 
     limit = None if limit_s is None else 1e3 * limit_s
     percent = None if limit is None else 100.0 * limit / value
     return Measurement(
-        name=name, case=case, value=value, unit="ms", samples=seconds, sample_unit="s", limit=limit, percent=percent,
-        **rest,
-    )  # fmt: skip
+        name=name, case=case, value=value, unit="ms", samples=seconds, limit=limit, percent=percent, **rest
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Ceilings:
-    """Bytes and bf16 operations per second of this device."""
+class Ceilings(Device):
+    """Speeds of this device, in bytes and bf16 operations per second."""
 
-    copy_bandwidth: float = H200.copy_bandwidth  # read and written
-    flops: float = H200.flops
     to_host: float = 0.0  # 0: not measured
     from_host: float = 0.0
-
-    @property
-    def device(self) -> Device:
-        return Device(self.copy_bandwidth, self.flops)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)))

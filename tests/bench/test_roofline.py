@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu.limits import MODELS, Device, decode_seconds, kv_bytes_per_token, prefill_seconds, weights_bytes
+from roofline import SHAPES, Device, decode_seconds, kv_bytes_per_token, prefill_seconds, weights_bytes
 
 DECODE_MS = {  # by model, batch and context
     ("llama-3.1-8b", 1): {512: 3.51, 2048: 3.55, 8192: 3.74},
@@ -32,30 +32,30 @@ KV_KIB = {"llama-3.1-8b": 128, "qwen3-8b": 144, "qwen3-0.6b": 112}
 @pytest.mark.parametrize(("name", "batch"), DECODE_MS)
 def test_decode_step(name: str, batch: int) -> None:
     for context, milliseconds in DECODE_MS[name, batch].items():
-        assert 1e3 * decode_seconds(MODELS[name], batch, context) == pytest.approx(milliseconds, rel=0.02)
+        assert 1e3 * decode_seconds(SHAPES[name], batch, context) == pytest.approx(milliseconds, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PREFILL_MS)
 def test_prefill(name: str) -> None:
     for num_tokens, milliseconds in PREFILL_MS[name].items():
-        assert 1e3 * prefill_seconds(MODELS[name], [num_tokens]) == pytest.approx(milliseconds, rel=0.01)
+        assert 1e3 * prefill_seconds(SHAPES[name], [num_tokens]) == pytest.approx(milliseconds, rel=0.01)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WEIGHTS_GB)
 def test_sizes(name: str) -> None:
-    assert weights_bytes(MODELS[name]) / 1e9 == pytest.approx(WEIGHTS_GB[name], abs=0.006)
-    assert kv_bytes_per_token(MODELS[name]) == KV_KIB[name] * 1024
+    assert weights_bytes(SHAPES[name]) / 1e9 == pytest.approx(WEIGHTS_GB[name], abs=0.006)
+    assert kv_bytes_per_token(SHAPES[name]) == KV_KIB[name] * 1024
 
 
 def test_cached_tokens_are_attended_to_but_not_computed() -> None:
-    shape = MODELS["llama-3.1-8b"]
+    shape = SHAPES["llama-3.1-8b"]
     whole = prefill_seconds(shape, [2048])
     parts = prefill_seconds(shape, [1024]) + prefill_seconds(shape, [1024], num_cached=[1024])
     assert parts == pytest.approx(whole)
 
 
 def test_a_large_batch_at_short_context_is_bound_by_arithmetic() -> None:
-    shape = MODELS["llama-3.1-8b"]
+    shape = SHAPES["llama-3.1-8b"]
     fast_memory = Device(copy_bandwidth=1e18)
     assert decode_seconds(shape, 4096, 1, fast_memory) == pytest.approx(decode_seconds(shape, 4096, 1), rel=1e-6)
     assert decode_seconds(shape, 1, 1, fast_memory) < decode_seconds(shape, 1, 1)

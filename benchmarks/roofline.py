@@ -1,8 +1,8 @@
-"""Least cost of a step: bytes over bandwidth or operations over arithmetic, whichever is longer.
+"""Shapes of decoders, and the least seconds of their steps: bytes over bandwidth or operations over arithmetic.
 
-The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009) for a decoder: every step streams the
-weights once, without the embedding table; every decode reads its context's keys and values. Gaps between kernels and
-on the host are left out, so measured steps take at least this long.
+The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009). Every step streams the weights once, without
+the embedding table. Every decode reads its context's keys and values. Gaps between kernels and on the host are left
+out, so no measured step is shorter. Weights, keys and values have two bytes.
 """
 
 from __future__ import annotations
@@ -11,30 +11,44 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+ELEMENT_BYTES = 2
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder, a Qwen3 if `qk_norm`, else a Llama."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
     head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    bytes_per_weight: int = 2
-    bytes_per_kv_element: int = 2
+    vocab: int
+    tied: bool
+    qk_norm: bool
+    rope_theta: float
+    context: int = 40_960
 
     @property
     def num_layer_weights(self) -> int:
-        """Attention's four projections and the gated MLP's three, in all layers, without norms."""
-        qkv = self.hidden_size * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        output = self.num_heads * self.head_dim * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (qkv + output + mlp)
+        """Count attention's four projections and the gated MLP's three, in all layers, without norms."""
+        qkv = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
+        output = self.heads * self.head_dim * self.hidden
+        return self.layers * (qkv + output + 3 * self.hidden * self.intermediate)
 
     @property
     def num_head_weights(self) -> int:
-        return self.vocab_size * self.hidden_size
+        return self.vocab * self.hidden
+
+
+SHAPES = {
+    "tiny": Shape(64, 2, 128, 4, 2, 16, 512, True, True, 1e6, 4096),
+    "qwen3-40m": Shape(512, 8, 1536, 8, 4, 64, 32_000, True, True, 1e6),
+    "qwen3-0.6b": Shape(1024, 28, 3072, 16, 8, 128, 151_936, True, True, 1e6),
+    "qwen3-8b": Shape(4096, 36, 12_288, 32, 8, 128, 151_936, False, True, 1e6),
+    "llama-3.1-8b": Shape(4096, 32, 14_336, 32, 8, 128, 128_256, False, False, 5e5, 131_072),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,35 +59,30 @@ class Device:
     flops: float = 790e12  # bf16 operations per second; a multiply-add is two
 
 
-MODELS = {
-    "qwen3-0.6b": ModelShape(28, 1024, 16, 8, 128, 3072, 151_936),
-    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14_336, 128_256),
-    "qwen3-8b": ModelShape(36, 4096, 32, 8, 128, 12_288, 151_936),
-}
 H200 = Device()
 
 
-def weights_bytes(shape: ModelShape) -> int:
-    return (shape.num_layer_weights + shape.num_head_weights) * shape.bytes_per_weight
+def weights_bytes(shape: Shape) -> int:
+    return (shape.num_layer_weights + shape.num_head_weights) * ELEMENT_BYTES
 
 
-def kv_bytes_per_token(shape: ModelShape) -> int:
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.bytes_per_kv_element
+def kv_bytes_per_token(shape: Shape) -> int:
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * ELEMENT_BYTES
 
 
-def activation_bytes(shape: ModelShape, num_tokens: int) -> int:
+def activation_bytes(shape: Shape, num_tokens: int) -> int:
     """Return bytes of a decode step's float32 logits and two-byte values between layers."""
-    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    layer = 2 * (4 * shape.hidden_size + 2 * qkv + 3 * shape.intermediate_size)
-    return num_tokens * (4 * shape.vocab_size + shape.num_layers * layer)
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    layer = 2 * (4 * shape.hidden + 2 * qkv + 3 * shape.intermediate)
+    return num_tokens * (4 * shape.vocab + shape.layers * layer)
 
 
-def attention_flops(shape: ModelShape, num_positions: float) -> float:
+def attention_flops(shape: Shape, num_positions: float) -> float:
     """Count scores and their product with values, over `num_positions` of all queries."""
-    return 4 * shape.num_layers * shape.num_heads * shape.head_dim * num_positions
+    return 4 * shape.layers * shape.heads * shape.head_dim * num_positions
 
 
-def decode_seconds(shape: ModelShape, batch: int, context: float, device: Device = H200) -> float:
+def decode_seconds(shape: Shape, batch: int, context: float, device: Device = H200) -> float:
     """Return the seconds of a step of `batch` requests with a mean `context`."""
     moved = weights_bytes(shape) + batch * context * kv_bytes_per_token(shape) + activation_bytes(shape, batch)
     products = 2 * batch * (shape.num_layer_weights + shape.num_head_weights)
@@ -81,7 +90,7 @@ def decode_seconds(shape: ModelShape, batch: int, context: float, device: Device
 
 
 def prefill_seconds(
-    shape: ModelShape, num_tokens: Sequence[int], device: Device = H200, *, num_cached: Sequence[int] = ()
+    shape: Shape, num_tokens: Sequence[int], device: Device = H200, *, num_cached: Sequence[int] = ()
 ) -> float:
     """Return the seconds of causal prompts in one step, by new and cached tokens (default 0).
 
@@ -93,7 +102,7 @@ def prefill_seconds(
 
 
 def workload_seconds(
-    shape: ModelShape, lengths: Sequence[tuple[int, int]], max_num_seqs: int, device: Device = H200
+    shape: Shape, lengths: Sequence[tuple[int, int]], max_num_seqs: int, device: Device = H200
 ) -> float:
     """Return the seconds of (input, output) requests that all wait at the start.
 

@@ -1,8 +1,8 @@
 """Shapes of decoders, and the least seconds of their steps: bytes over bandwidth or operations over arithmetic.
 
-The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009). Every step streams the weights once, without
-the embedding table. Every decode reads its context's keys and values. Gaps between kernels and on the host are left
-out, so no measured step is shorter. Weights, keys and values have two bytes.
+The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009). Every step streams the weights, without
+the embedding table; every decode reads its context's keys and values. No gap between kernels or on the host is
+counted, so no measured step is shorter. Weights, keys and values have two bytes.
 """
 
 from __future__ import annotations

@@ -7,10 +7,8 @@ transformers is measured if installed; a bundle brings the others, as folders fo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -21,8 +19,9 @@ from typing import Any, NamedTuple
 from gpu.engine import HEADLINE, headline_work, report
 from gpu.engine_steps import OFFLINE
 from gpu.measurements import OURS, Measurement
-from gpu.stage import Stage, parser, run
+from gpu.stage import Stage, logged, parser, run
 from gpu.suite import FA3_FOLDER, FA3_LIBRARY, TINY, unpacked
+from tidewheel.bench.worker_process import WorkerProcess
 from work_items import WorkItem
 
 # -P keeps modules of this folder from shadowing an engine's imports.
@@ -50,8 +49,8 @@ PEERS = (
 
 
 def peer_environment(peer: Peer, bundle: Path | None) -> dict[str, str] | None:
-    """Return None without the peer's bundle."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    """Return variables to add; None without the peer's bundle."""
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not peer.folders:
         return environment
     if bundle is None or not (bundle / peer.folders[0]).is_dir():
@@ -108,29 +107,13 @@ def _run(stage: Stage, peer: Peer, weights: Path, requests: Path, environment: d
         "device": stage.device.type,
         "max_model_len": OFFLINE["max_model_len"],
     }
-    with (requests.parent / f"{peer.name}.log").open("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(PROGRAM), peer.name, json.dumps(options)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=max(stage.seconds_left - 2.0, 1.0))
-        finally:
-            _end_group(process)
-        log.seek(0)
-        said = log.read()
-    if process.returncode or not output.strip():
-        last = [line for line in said.strip().splitlines() if line.strip()][-3:]
-        raise RuntimeError(f"ended with status {process.returncode}: {' | '.join(last)[-600:]}")
-    answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    return answer
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """End the engine's processes, which hold the device."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    command = [sys.executable, "-P", str(PROGRAM), peer.name, json.dumps(options)]
+    with (
+        logged(requests.parent / f"{peer.name}.log") as log,
+        WorkerProcess(peer.name, command, log, environment) as process,
+    ):
+        answer: dict[str, Any] = process.receive(max(stage.seconds_left - 2.0, 1.0))
+        return answer
 
 
 def _report(stage: Stage, model: str, peer: Peer, work: list[WorkItem], answers: dict[str, dict[str, Any]]) -> None:

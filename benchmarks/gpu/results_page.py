@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu.measurements import OURS, Measurement
 from gpu.objectives import Objective, objectives
+from tidewheel.bench.text_tables import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 OBJECTIVE_HEAD = ("point", "objective", "target", "measured", "")
 RESULT_HEAD = ("what", "case", "who", "value", "of the limit", "samples")
-# Okabe and Ito's colours, for any colour vision.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#555555", "#882255")
 WIDTH, BAR_HEIGHT = 11.0, 0.13  # inches
 GAP = 0.6  # between groups, in bars
 
@@ -24,13 +25,15 @@ def markdown(result: dict[str, Any], measurements: Sequence[tuple[str, Measureme
         parts.append(_table("Objectives", OBJECTIVE_HEAD, _objective_rows(objectives([m for _, m in measurements]))))
     parts += [f"![{name}]({name})" for name in plots]
     stages = [stage["name"] for stage in result["stages"]]
-    parts.append(_table("Stages", ("stage", "seconds", "outcome"), [tuple(s.values()) for s in result["stages"]]))
+    parts.append(
+        _table("Stages", ("stage", "seconds", "outcome"), [list(map(str, s.values())) for s in result["stages"]])
+    )
     for name in dict.fromkeys((*(stage for stage, _ in measurements), *stages)):
         rows = [_row(m) for stage, m in measurements if stage == name]
         if rows:
             parts.append(_table(name, RESULT_HEAD, rows))
     for title, key, detail in (("Failed", "failed", "error"), ("Not measured", "skipped", "reason")):
-        rows = [(r["stage"], r["what"], _one_line(r[detail])) for r in result["records"] if r["type"] == key]
+        rows = [[r["stage"], r["what"], _one_line(r[detail])] for r in result["records"] if r["type"] == key]
         if rows:
             parts.append(_table(title, ("stage", "what", "why"), rows))
     return "\n\n".join(parts) + "\n"
@@ -46,28 +49,26 @@ def _head(result: dict[str, Any]) -> str:
     return f"{title}\n\n{facts}\n\n`{result['command']}`"
 
 
-def _objective_rows(found: Iterable[Objective]) -> list[tuple[object, ...]]:
+def _objective_rows(found: Iterable[Objective]) -> list[list[str]]:
     return [
-        (
-            one.point,
+        [
+            str(one.point),
             one.what,
             f"{'at least' if one.at_least else 'at most'} {one.target:g} {one.unit}",
             "" if one.found is None else f"{one.found:.3g}",
             one.verdict,
-        )
+        ]
         for one in found
     ]
 
 
-def _row(one: Measurement) -> tuple[object, ...]:
+def _row(one: Measurement) -> list[str]:
     percent = "" if one.percent is None else f"{one.percent:.1f} %"
-    return (one.name, one.case, one.who, f"{one.value:.4g} {one.unit}", percent, len(one.samples))
+    return [one.name, one.case, one.who, f"{one.value:.4g} {one.unit}", percent, str(len(one.samples))]
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [f"## {title}", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    lines += [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
-    return "\n".join(lines)
+def _table(title: str, header: Sequence[str], rows: list[list[str]]) -> str:
+    return f"## {title}\n\n{Table(list(header), rows).as_markdown()}"
 
 
 def _one_line(text: str, limit: int = 300) -> str:
@@ -75,93 +76,68 @@ def _one_line(text: str, limit: int = 300) -> str:
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[str]:
-    """Return the names of written files."""
-    pictures: dict[str, Callable[[Sequence[Measurement], Path], bool]] = {
-        "kernels.png": _kernels,
-        "decode_steps.png": _decode_steps,
-        "engines.png": _engines,
+    """Draw with matplotlib; return the names of written files."""
+    shown = [m for m in measurements if m.unit in ("GB/s", "TFLOP/s") and m.percent is not None]
+    kernels = [(f"{m.name}, {m.case}", m.who, m.percent or 0.0) for m in shown]
+    shown = [m for m in measurements if m.name in ("engine throughput", "streamed tokens", "preemption")]
+    engines = [(f"{m.name}, {m.case}", m.who, m.value) for m in shown]
+    limit = "percent of this device's copy bandwidth or matrix arithmetic"
+    pictures = {
+        "kernels.png": _bars("Kernels", limit, kernels) if kernels else None,
+        "decode_steps.png": _decode_steps([m for m in measurements if m.name == "decode step"]),
+        "engines.png": _bars("Engines", "output tokens per second", engines) if engines else None,
     }
-    return [name for name, plot in pictures.items() if plot(measurements, folder / name)]
+    for name, figure in pictures.items():
+        if figure is not None:
+            figure.savefig(folder / name, dpi=110)
+    return [name for name, figure in pictures.items() if figure is not None]
 
 
-def _kernels(measurements: Sequence[Measurement], path: Path) -> bool:
-    units = ("GB/s", "TFLOP/s")
-    kernels = [m for m in measurements if m.unit in units and m.percent is not None]
-    labels = [f"{m.name}, {m.case}" for m in kernels]
-    title = "Kernels: percent of this device's copy bandwidth or matrix arithmetic"
-    values = [m.percent or 0.0 for m in kernels]
-    return _bars(path, title, "percent of the ceiling", labels, [m.who for m in kernels], values, mark=100.0)
+def _bars(title: str, axis: str, bars: Sequence[tuple[str, str, float]]) -> Figure:
+    """Draw bars (label, who, value) in groups of one label."""
+    from tidewheel.bench import charts
 
-
-def _engines(measurements: Sequence[Measurement], path: Path) -> bool:
-    names = ("engine throughput", "streamed tokens", "preemption")
-    runs = [m for m in measurements if m.name in names]
-    labels = [f"{m.name}, {m.case}" for m in runs]
-    return _bars(path, "Engines", "output tokens per second", labels, [m.who for m in runs], [m.value for m in runs])
-
-
-def _bars(
-    path: Path,
-    title: str,
-    axis: str,
-    labels: Sequence[str],
-    owners: Sequence[str],
-    values: Sequence[float],
-    mark: float | None = None,
-) -> bool:
-    from matplotlib.figure import Figure
-
-    if not values:
-        return False
-    who = sorted(set(owners), key=lambda name: (name != OURS, name))
-    groups = {label: {name: value for one, name, value in zip(labels, owners, values, strict=True) if one == label}
-              for label in dict.fromkeys(labels)}  # fmt: skip
-    heights: dict[str, list[tuple[float, float]]] = {name: [] for name in who}
+    owners = sorted({who for _, who, _ in bars}, key=lambda name: (name != OURS, name))
+    groups: dict[str, dict[str, float]] = {}
+    for label, who, value in bars:
+        groups.setdefault(label, {})[who] = value
+    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in owners}
     ticks: list[float] = []
     row = 0.0
     for group in groups.values():
         ticks.append(row + (len(group) - 1) / 2)
-        for name in who:
-            if name in group:
-                heights[name].append((row, group[name]))
-                row += 1.0
+        for name in sorted(group, key=owners.index):
+            rows[name].append((row, group[name]))
+            row += 1.0
         row += GAP
-    figure = Figure(figsize=(WIDTH, 1.5 + BAR_HEIGHT * row), layout="constrained")
-    axes = figure.subplots()
-    for number, name in enumerate(who):
-        at, widths = zip(*heights[name], strict=True)
-        axes.barh(at, widths, 0.9, label=name, color=COLOURS[number % len(COLOURS)])
+    figure, (axes,) = charts.panels(width=WIDTH, height=1.5 + BAR_HEIGHT * row)
+    for number, (name, found) in enumerate(rows.items()):
+        at, widths = zip(*found, strict=True)
+        axes.barh(at, widths, 0.9, label=name, color=charts.COLOURS[number % len(charts.COLOURS)])
+    charts.style(axes, title)
+    axes.grid(axis="x", color=charts.GRID)
+    axes.set(ylim=(row, -1.0), xlabel=axis)
     axes.set_yticks(ticks, list(groups), fontsize=6)
-    axes.set_ylim(row, -1.0)
-    axes.set_xlabel(axis)
-    axes.set_title(title)
-    if mark is not None:
-        axes.axvline(mark, color="#222222", linewidth=0.8)
     axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    return True
+    return figure
 
 
-def _decode_steps(measurements: Sequence[Measurement], path: Path) -> bool:
-    from matplotlib.figure import Figure
+def _decode_steps(steps: Sequence[Measurement]) -> Figure | None:
+    from tidewheel.bench import charts
 
-    steps = [m for m in measurements if m.name == "decode step" and "batch" in m.details]
     models = list(dict.fromkeys(m.details["model"] for m in steps))
     if not steps:
-        return False
-    figure = Figure(figsize=(WIDTH, 4.5), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        return None
+    figure, panels = charts.panels(len(models), width=WIDTH)
+    for axes, model in zip(panels, models, strict=True):
         mine = [m for m in steps if m.details["model"] == model]
         for number, context in enumerate(dict.fromkeys(m.details["context"] for m in mine)):
             line = sorted((m for m in mine if m.details["context"] == context), key=lambda m: m.details["batch"])
-            batches, colour = [m.details["batch"] for m in line], COLOURS[number % len(COLOURS)]
+            batches, colour = [m.details["batch"] for m in line], charts.COLOURS[number % len(charts.COLOURS)]
             axes.plot(batches, [m.value for m in line], "o-", color=colour, label=f"context {context}")
             axes.plot(batches, [m.limit or 0.0 for m in line], "--", color=colour)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("batch size")
-        axes.set_ylabel("decode step, ms (dashed: physical limit)")
-        axes.set_title(re.sub(r"[^\w.-]", " ", model))
+        axes.set(yscale="log", xlabel="batch size", ylabel="decode step, ms (dashed: physical limit)")
+        charts.style(axes, model)
         axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    return True
+    return figure

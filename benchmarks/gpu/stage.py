@@ -22,6 +22,7 @@ import torch
 
 from gpu.measurements import Ceilings, Measurement
 from gpu.suite import INTERRUPTED, NO_DEVICE, add_common_options, device_problem, is_dry, model_names
+from tidewheel.bench.worker_process import WorkerFailed
 
 
 class OutOfTime(Exception):
@@ -101,6 +102,16 @@ def is_device_lost(error: Exception) -> bool:
     text = str(error).lower()
     fatal = ("illegal memory access", "device-side assert", "unspecified launch failure", "misaligned address")
     return any(words in text for words in fatal)
+
+
+@contextlib.contextmanager
+def logged(log: Path) -> Iterator[Path]:
+    """Add the log's last lines to what is said of a worker that failed."""
+    try:
+        yield log
+    except WorkerFailed as error:
+        last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
+        raise RuntimeError(f"{error}: {' | '.join(last)[-600:]}") from error
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

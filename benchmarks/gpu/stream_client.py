@@ -6,16 +6,20 @@ connected, sends on a second line, and writes its streams.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import IO, Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 from offered_load import run
 from tidewheel.bench.values import Offered
+from tidewheel.bench.worker_process import WorkerProcess
 from work_items import TEMPERATURE, WorkItem
+
+TIMEOUT_S = 200.0
 
 
 class Stream(NamedTuple):
@@ -26,57 +30,36 @@ class Stream(NamedTuple):
     error: str
 
 
-def stream_all(address: str, model: str, work: Sequence[WorkItem], num_clients: int) -> tuple[float, list[Stream]]:
-    """Return the time of sending, and streams; raise RuntimeError if a client failed."""
+def stream_all(
+    address: str, model: str, work: Sequence[WorkItem], num_clients: int, log: Path
+) -> tuple[float, list[Stream]]:
+    """Return the time of sending, and streams; raise RuntimeError or `WorkerFailed` if a client failed."""
     command = [sys.executable, "-P", "-m", "gpu.stream_client"]
-    clients = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(num_clients)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(WorkerProcess("a client", command, log)) for _ in range(num_clients)]
         for number, client in enumerate(clients):
             share = [(item.input_ids, item.num_output_tokens) for item in work[number::num_clients]]
-            _write(client.stdin, {"address": address, "model": model, "work": share})
+            client.send({"address": address, "model": model, "work": share})
         for client in clients:
-            _read(client.stdout)
+            client.receive(TIMEOUT_S)
         begin = time.perf_counter()
         for client in clients:
-            _write(client.stdin, "go")
-        streams = [Stream(*fields) for client in clients for fields in _read(client.stdout)]
-    finally:
-        for client in clients:
-            client.kill()
-            client.wait()
+            client.send("go")
+        streams = [Stream(*fields) for client in clients for fields in client.receive(TIMEOUT_S)]
     errors = [stream.error or "no token" for stream in streams if stream.error or not stream.arrivals]
     if errors:
         raise RuntimeError(f"{len(errors)} of {len(streams)} streams failed: {errors[0]}")
     return begin, streams
 
 
-def _write(pipe: IO[str] | None, value: object) -> None:
-    assert pipe is not None
-    pipe.write(json.dumps(value) + "\n")
-    pipe.flush()
-
-
-def _read(pipe: IO[str] | None) -> Any:
-    assert pipe is not None
-    line = pipe.readline()
-    if not line:
-        raise RuntimeError("a client process has ended; its message is above")
-    return json.loads(line)
-
-
-def _wait_for_go() -> None:
-    _write(sys.stdout, "ready")
+def wait_for_go() -> None:
+    print('"ready"', flush=True)
     sys.stdin.readline()
 
 
 if __name__ == "__main__":
-    task = _read(sys.stdin)
+    task = json.loads(sys.stdin.readline())
     load = [Offered(0.0, input_ids, count, {"temperature": TEMPERATURE}) for input_ids, count in task["work"]]
-    outcomes = run(task["address"], task["model"], load, _wait_for_go)
-    _write(
-        sys.stdout,
-        [([(o.origin + at, n) for at, n in o.chunks], o.inter_token_latencies(), o.error) for o in outcomes],
-    )
+    outcomes = run(task["address"], task["model"], load, wait_for_go)
+    streams = [([(o.origin + at, n) for at, n in o.chunks], o.inter_token_latencies(), o.error) for o in outcomes]
+    print(json.dumps(streams), flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gpu.engine import headline_work, report_in_process, report_streams
 from gpu.engine_steps import open_engine, settings_of, warm_up
-from gpu.stage import Stage, parser, run
+from gpu.stage import Stage, logged, parser, run
 from gpu.stream_client import stream_all
 from random_model import without_weights
 from roofline import SHAPES
@@ -46,10 +46,10 @@ def body(stage: Stage) -> None:
 
 def _through_triton(stage: Stage, model: str, folder: Path, work: list[WorkItem], ports: int) -> None:
     num_clients = 2 if stage.is_dry else NUM_CLIENTS
-    with served(folder, settings_of(stage), ports=ports) as address:
+    with logged(folder / "clients.log") as log, served(folder, settings_of(stage), ports=ports) as address:
         few = [WorkItem(item.input_ids, 8) for item in work[:num_clients]]
-        stream_all(address.grpc, address.model, few, num_clients)
-        begin_at, streams = stream_all(address.grpc, address.model, work, num_clients)
+        stream_all(address.grpc, address.model, few, num_clients, log)
+        begin_at, streams = stream_all(address.grpc, address.model, work, num_clients, log)
     end = max(stream.arrivals[-1][0] for stream in streams)
     num_tokens = sum(count for stream in streams for _, count in stream.arrivals)
     first = [stream.arrivals[0][0] - begin_at for stream in streams]

@@ -4,40 +4,40 @@
     python benchmarks/cpu_engine.py --repeats 5 --save
 
 Targets take turns, so machine drift hits all alike. Weights are random; ids and output lengths are equal, ends of
-sequence are ignored, and every token counts once.
+sequence are ignored, and every token counts once. transformers runs `generate` over static batches of similar length
+(left padding, to the longest output), and `generate_batch`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from transformers import AutoModelForCausalLM
 
-import record
-from random_model import SHAPES, make_model
+from gpu import peer_engine
+from random_model import make_model
+from roofline import SHAPES
 from serving import served
+from study import Study, in_turns, summary
 from tidewheel import LLM, SamplingParams
 from tidewheel_client import Client
-from transformers_peers import GenerateBatch, StaticBatches
 from work_items import WorkItem, mixed_lengths
 
 Run = Callable[[list[WorkItem]], list[list[int]]]
+BATCH_SIZE = 16  # of `generate`
+PAD = 0
+LENGTHS = (16, 128)
 
 
-class Target(NamedTuple):
-    name: str
-    run: Run
-
-
-def in_process(folder: Path, dtype: str, threads: int) -> Target:
+def in_process(folder: Path, dtype: str, threads: int) -> Run:
     llm = LLM(str(folder), dtype=dtype, num_threads=threads, skip_tokenizer_init=True, max_model_len=512)
 
     def run(work: list[WorkItem]) -> list[list[int]]:
@@ -47,11 +47,11 @@ def in_process(folder: Path, dtype: str, threads: int) -> Target:
         ]
         return [list(result.token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
 
-    return Target("tidewheel engine", run)
+    return run
 
 
 @contextmanager
-def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Target]:
+def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Run]:
     settings = {"dtype": dtype, "num_threads": threads, "max_model_len": 512}
     with served(folder, settings) as address, Client(address.grpc, model=address.model) as client:
 
@@ -69,79 +69,99 @@ def through_triton(folder: Path, dtype: str, threads: int) -> Iterator[Target]:
             with ThreadPoolExecutor(len(work)) as pool:
                 return list(pool.map(one, work))
 
-        yield Target("tidewheel through Triton", run)
+        yield run
 
 
-def measure(target: Target, work: list[WorkItem]) -> tuple[float, list[list[int]]]:
+def static_batches(folder: Path, dtype: torch.dtype) -> Run:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+
+    @torch.inference_mode()
+    def batch(items: list[WorkItem]) -> list[list[int]]:
+        width = max(len(item.input_ids) for item in items)
+        longest = max(item.num_output_tokens for item in items)
+        missing = [width - len(item.input_ids) for item in items]
+        output = model.generate(
+            input_ids=torch.tensor([[PAD] * n + item.input_ids for n, item in zip(missing, items, strict=True)]),
+            attention_mask=torch.tensor([[0] * n + [1] * (width - n) for n in missing]),
+            do_sample=False,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            eos_token_id=None,
+            pad_token_id=PAD,
+        )
+        rows = output[:, width:].tolist()
+        return [row[: item.num_output_tokens] for row, item in zip(rows, items, strict=True)]
+
+    def run(work: list[WorkItem]) -> list[list[int]]:
+        order = sorted(range(len(work)), key=lambda i: work[i].num_output_tokens)
+        outputs: dict[int, list[int]] = {}
+        for start in range(0, len(order), BATCH_SIZE):
+            indices = order[start : start + BATCH_SIZE]
+            outputs |= zip(indices, batch([work[i] for i in indices]), strict=True)
+        return [outputs[i] for i in range(len(work))]
+
+    return run
+
+
+def generate_batch(folder: Path, dtype: str) -> Run:
+    run = peer_engine.transformers({"model": str(folder), "dtype": dtype, "device": "cpu"})
+    return lambda work: run([(item.input_ids, item.num_output_tokens) for item in work])
+
+
+class Answer(NamedTuple):
+    tokens_per_s: float
+    outputs: list[list[int]]
+
+
+def measure(run: Run, work: list[WorkItem]) -> Answer:
     start = time.perf_counter()
-    outputs = target.run(work)
+    outputs = run(work)
     seconds = time.perf_counter() - start
     expected = [item.num_output_tokens for item in work]
     if [len(tokens) for tokens in outputs] != expected:
-        raise RuntimeError(f"{target.name} gave other lengths than were asked for")
-    return sum(expected) / seconds, outputs
+        raise RuntimeError("outputs have other lengths than were asked for")
+    return Answer(round(sum(expected) / seconds, 1), outputs)
 
 
-def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
-
-
-def compare(targets: list[Target], work: list[WorkItem], repeats: int) -> dict[str, Any]:
-    warm_up = work[:8]
-    for target in targets:
-        target.run(warm_up)
-    samples: dict[str, list[float]] = {target.name: [] for target in targets}
-    outputs: dict[str, list[list[int]]] = {}
-    for round_number in range(repeats):
-        for target in targets:
-            speed, outputs[target.name] = measure(target, work)
-            samples[target.name].append(round(speed, 1))
-            print(f"round {round_number + 1}  {target.name:32s} {speed:8.1f} tokens/s", flush=True)
-    first = targets[0].name
-    return {
-        name: {**record.summary(values), "same_tokens_as_engine": agreement(outputs[first], outputs[name])}
-        for name, values in samples.items()
-    }
+def note(number: int, name: str, answer: Answer) -> None:
+    print(f"round {number}  {name:32s} {answer.tokens_per_s:8.1f} tokens/s", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_engine.json")
-    arguments = parser.parse_args()
-    environment = record.environment("torch", "transformers", "tritonclient", "numpy")
-    torch.set_num_threads(arguments.threads)
-    dtype = getattr(torch, arguments.dtype)
-    work = mixed_lengths(arguments.requests, (16, 128), (16, 128))
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        folder = make_model(Path(scratch) / arguments.shape, SHAPES[arguments.shape], dtype)
-        targets = [
-            in_process(folder, arguments.dtype, arguments.threads),
-            stack.enter_context(through_triton(folder, arguments.dtype, arguments.threads)),
-        ]
-        peers = (StaticBatches(folder, dtype), GenerateBatch(folder, dtype))
-        targets += [Target(peer.name, peer.run) for peer in peers]
-        results = compare(targets, work, arguments.repeats)
-    ours = results["tidewheel engine"]["median"]
-    ratios = {name: round(ours / result["median"], 3) for name, result in results.items()}
+    study = Study("cpu_engine", __doc__, "torch", "transformers", "tritonclient", "numpy")
+    study.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
+    study.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    study.add_argument("--requests", type=int, default=64)
+    study.add_argument("--repeats", type=int, default=3)
+    study.add_argument("--threads", type=int, default=os.cpu_count())
+    options = study.begin()
+    torch.set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    work = mixed_lengths(options.requests, LENGTHS, LENGTHS)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = make_model(Path(scratch) / options.shape, SHAPES[options.shape], dtype)
+        with through_triton(folder, options.dtype, options.threads) as served_run:
+            runs = {
+                "tidewheel engine": in_process(folder, options.dtype, options.threads),
+                "tidewheel through Triton": served_run,
+                "transformers generate": static_batches(folder, dtype),
+                "transformers generate_batch": generate_batch(folder, options.dtype),
+            }
+            for run in runs.values():
+                run(work[:8])
+            timed = {name: lambda run=run: measure(run, work) for name, run in runs.items()}
+            answers = in_turns(timed, options.repeats, warm_up=0, note=note)
+    ours = answers["tidewheel engine"][-1].outputs
+    results = {}
+    for name, found in answers.items():
+        same = sum(a == b for a, b in zip(ours, found[-1].outputs, strict=True)) / len(work)
+        results[name] = {**summary([one.tokens_per_s for one in found]), "same_tokens_as_engine": same}
+    median = results["tidewheel engine"]["median"]
+    ratios = {name: round(median / result["median"], 3) for name, result in results.items()}
     print("engine over …  " + "  ".join(f"{name}: {ratio:.2f}x" for name, ratio in ratios.items()))
-    if arguments.save:
-        workload = {"requests": arguments.requests, "input": [16, 128], "output": [16, 128], "seed": 0}
-        path = record.save(
-            "cpu_engine",
-            {
-                **environment,
-                "workload": {**workload, "shape": arguments.shape, "dtype": arguments.dtype},
-                "unit": "output tokens/s",
-                "results": results,
-                "engine_over": ratios,
-            },
-        )
-        print(path)
+    workload = {"requests": options.requests, "input": LENGTHS, "output": LENGTHS, "seed": 0}
+    workload |= {"shape": options.shape, "dtype": options.dtype}
+    study.save({"workload": workload, "unit": "output tokens/s", "results": results, "engine_over": ratios})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ They take turns. Attention reads eight layers' caches in turn, as a step does, s
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-import record
+from study import Study, in_turns
 from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.activation import silu_and_mul_cpu
 from tidewheel_kernels.attention_cpu import paged_attention_cpu
@@ -87,14 +86,13 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
 def microseconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
-    return 1e6 * (time.perf_counter() - began)
+    return round(1e6 * (time.perf_counter() - began), 1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_kernels.json")
-    arguments = parser.parse_args()
+    study = Study("cpu_kernels", __doc__, "torch", "numpy")
+    study.add_argument("--repeats", type=int, default=200)
+    options = study.begin()
     torch.set_num_threads(1)
     results: dict[str, dict[str, dict[str, object]]] = {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -102,18 +100,16 @@ def main() -> None:
             raise SystemExit("there are no native kernels here: install gcc, or set CC")
         of_dtype = results[str(dtype).removeprefix("torch.")] = {}
         for case in cases(dtype):
-            samples: dict[str, list[float]] = {"native": [], "torch": []}
-            for repeat in range(WARM_UP + arguments.repeats):
-                for name, call in (("native", case.native), ("torch", case.torch)):
-                    taken = microseconds(call)
-                    if repeat >= WARM_UP:
-                        samples[name].append(round(taken, 1))
+            runs = {
+                "native": lambda case=case: microseconds(case.native),
+                "torch": lambda case=case: microseconds(case.torch),
+            }
+            samples = in_turns(runs, options.repeats, warm_up=WARM_UP)
             medians = {name: statistics.median(taken) for name, taken in samples.items()}
             ratio = medians["torch"] / medians["native"]
             of_dtype[case.name] = {"median_us": medians, "torch_over_native": ratio, "samples_us": samples}
             print(f"{dtype} {case.name}: {medians['native']:.0f} us, torch {medians['torch']:.0f}, {ratio:.1f} times")
-    if arguments.save:
-        print(record.save("cpu_kernels", {**record.environment("torch", "numpy"), "results": results}))
+    study.save({"results": results})
 
 
 if __name__ == "__main__":

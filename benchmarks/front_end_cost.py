@@ -1,22 +1,18 @@
 """Front-end time for hostile requests: stop strings, and refusals at the engine's door.
 
-    python benchmarks/front_end_cost.py [--sent 4000 16384] [--rounds 200] [--json]
+    python benchmarks/front_end_cost.py [--sent 4000 16384] [--rounds 200] [--save]
 
 Stop strings are of the worst legal request, on output that keeps most of them possible. No door figure may depend on
 `--sent`, the requests that the engine has not seen. `refuse` includes making the error. Medians, in microseconds.
-`--save` records them.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 
-import record
+from study import Study, show
 from tidewheel.engine.messages import AddRequest, Room
 from tidewheel.errors import WaitingSetFull
 from tidewheel.frontend.door import RefusingDoor
@@ -89,24 +85,15 @@ def door_cost(sent: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of stop strings and of the door, in microseconds.")
-    parser.add_argument("--sent", type=int, nargs="+", default=[4000, 16384], help="requests not yet heard of")
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--json", action="store_true", help="machine readable")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/front_end_cost.json")
-    options = parser.parse_args()
-    environment = record.environment("numpy", "msgspec")
+    study = Study("front_end_cost", __doc__, "numpy", "msgspec")
+    study.add_argument("--sent", type=int, nargs="+", default=[4000, 16384], help="requests not yet heard of")
+    study.add_argument("--rounds", type=int, default=2000)
+    options = study.begin()
     stop = stop_cost(options.rounds)
     doors = [door_cost(sent, options.rounds) for sent in options.sent]
-    result = {"unit": "us", "stop": stop, "door": doors}
-    if options.save:
-        record.save("front_end_cost", {**environment, **result})
-    if options.json:
-        print(json.dumps(result))
-        return
-    print(f"python {platform.python_version()}, {platform.processor() or platform.machine()}")
-    for figures in (stop, *doors):
-        print("  ".join(f"{name} {value:g}" for name, value in figures.items()))
+    show([stop])
+    show(doors)
+    study.save({"unit": "us", "stop": stop, "door": doors})
 
 
 if __name__ == "__main__":

@@ -20,18 +20,20 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import zmq
 
-import record
-from host_parts import Parts, Segment, seconds_by_step
-from modelled_device import Busy, Clock, CpuClock, ModelledDevice, WallClock, modelled_runner
+from clocks import Clock, CpuClock, WallClock
+from modelled_device import Busy, ModelledDevice, modelled_runner
 from roofline import H200, SHAPES, decode_seconds, prefill_seconds
+from study import RESULTS, Study
 from tidewheel.config import EngineConfig
 from tidewheel.engine import front_ends
 from tidewheel.engine.build import build_scheduler, engine_info
@@ -59,6 +61,64 @@ PARTS = {  # in step order
 }
 COLOURS = dict(zip(PARTS, ("#9ecae1", "#3182bd", "#fdd0a2", "#fdae6b", "#fd8d3c", "#d94801", "#c7c7c7", "#31a354",
                            "#bcbddc", "#756bb1", "#636363"), strict=True))  # fmt: skip
+
+
+class Segment(NamedTuple):
+    part: str
+    begin: float
+    end: float
+
+
+class Parts:
+    """Times of parts of the host's work, taken by wrapping methods of live objects."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.segments: list[Segment] = []
+        self._clock = clock
+        self._stack: list[str] = []
+        self._since = 0.0
+
+    def wrap(self, owner: object, names: str, part: str) -> None:
+        """Count these methods of `owner` as `part`, without calls into other parts."""
+        for name in names.split():
+            setattr(owner, name, self.wrapped(getattr(owner, name), part))
+
+    def wrapped(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(part)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return call
+
+    def _enter(self, part: str) -> None:
+        self._cut()
+        self._stack.append(part)
+
+    def _leave(self) -> None:
+        self._cut()
+        self._stack.pop()
+
+    def _cut(self) -> None:
+        now = self._clock()
+        if self._stack:
+            self.segments.append(Segment(self._stack[-1], self._since, now))
+        self._since = now
+
+    def between(self, begin: float, end: float) -> list[Segment]:
+        return [segment for segment in self.segments if segment.begin >= begin and segment.end <= end]
+
+
+def seconds_by_step(segments: list[Segment], ends: list[float]) -> dict[str, list[float]]:
+    """Return seconds by part and step; `ends` starts with the first step's begin."""
+    steps = np.searchsorted(ends, [segment.begin for segment in segments], side="right") - 1
+    found = {part: [0.0] * (len(ends) - 1) for part in dict.fromkeys(segment.part for segment in segments)}
+    for segment, step in zip(segments, steps.tolist(), strict=True):
+        if 0 <= step < len(ends) - 1:
+            found[segment.part][step] += segment.end - segment.begin
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +158,7 @@ class Engine:
         self.is_async = is_async
         self.running: int = options.running
         self.num_steps: int = options.steps
-        self.clock: Clock = CpuClock() if options.clock == "cpu" else WallClock()
+        self.clock: Clock = CpuClock(time.thread_time) if options.clock == "cpu" else WallClock()
         self.parts = Parts(self.clock)
         self.device = ModelledDevice(self.clock)
         shape = SHAPES[model]
@@ -130,7 +190,7 @@ class Engine:
         parts.wrap(self.scheduler, "apply", "apply")
         parts.wrap(core, "room", "schedule")
         parts.wrap(runner._rows, "update host_inputs padded", "inputs")
-        parts.wrap(runner, "_plan", "plan")
+        parts.wrap(runner._sampling, "update plan", "plan")
         parts.wrap(runner, "_send", "stage")
         parts.wrap(server._front_ends, "flush tell_room", "send")
         launch = parts.wrapped(runner.launch, "launch")
@@ -210,31 +270,27 @@ class Engine:
 
 
 def plot(timelines: dict[bool, Timeline], title: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    from tidewheel.bench import charts
 
     span = max(timeline.end - timeline.begin for timeline in timelines.values())
-    figure, axes = pyplot.subplots(2, 1, figsize=(14, 4.6), sharex=True, layout="constrained")
-    for axis, (is_async, timeline) in zip(axes, sorted(timelines.items()), strict=True):
+    figure, panels = charts.panels(rows=2, width=14, height=4.6, sharex=True)
+    for axes, (is_async, timeline) in zip(panels, sorted(timelines.items()), strict=True):
         for part, colour in COLOURS.items():
             bars = [
                 (1e3 * (segment.begin - timeline.begin), 1e3 * (segment.end - segment.begin))
                 for segment in timeline.segments
                 if segment.part == part
             ]
-            axis.broken_barh(bars, (1.1, 0.8), color=colour, linewidth=0, label=part)
+            axes.broken_barh(bars, (1.1, 0.8), color=colour, linewidth=0, label=part)
         steps = [(1e3 * (work.begin - timeline.begin), 1e3 * (work.end - work.begin)) for work in timeline.busy]
-        axis.broken_barh(steps, (0.1, 0.8), color="#74c476", edgecolor="white", linewidth=0.8)
-        axis.set_yticks([0.5, 1.5], ["device", "host"])
-        axis.set_xlim(0, 1e3 * span)
-        axis.set_title(f"async_scheduling {'on' if is_async else 'off'}", loc="left", fontsize=10)
-    axes[1].set_xlabel("ms")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
+        axes.broken_barh(steps, (0.1, 0.8), color="#74c476", edgecolor="white", linewidth=0.8)
+        charts.style(axes, f"async_scheduling {'on' if is_async else 'off'}")
+        axes.set_yticks([0.5, 1.5], ["device", "host"])
+        axes.set_xlim(0, 1e3 * span)
+    panels[1].set_xlabel("ms")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right", fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=100)
-    pyplot.close(figure)
 
 
 def measure(options: argparse.Namespace, model: str) -> tuple[dict[str, Any], dict[bool, Timeline]]:
@@ -258,27 +314,24 @@ def print_run(model: str, run: Run) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.1-8b"])
-    parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--context", type=int, default=512, help="tokens of a request, on average")
-    parser.add_argument("--steps", type=int, default=400, help="measured in each run")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/host_timeline*")
-    options = parser.parse_args()
+    study = Study("host_timeline", __doc__, "numpy", "torch", "pyzmq", "msgspec")
+    study.add_argument("--model", nargs="+", choices=list(SHAPES), default=["qwen3-0.6b", "llama-3.1-8b"])
+    study.add_argument("--running", type=int, default=256)
+    study.add_argument("--context", type=int, default=512, help="tokens of a request, on average")
+    study.add_argument("--steps", type=int, default=400, help="measured in each run")
+    study.add_argument("--rounds", type=int, default=3)
+    study.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
+    options = study.begin()
     front_ends.SILENCE_LIMIT_S = float("inf")  # engine and client clocks differ
-    environment = record.environment("numpy", "torch", "pyzmq", "msgspec")
     results = {}
     for model in options.model:
         results[model], timelines = measure(options, model)
         if options.save:
             title = f"{model}, {options.running} running at {options.context} tokens: {SHOWN_STEPS} steps"
-            plot(timelines, title, record.RESULTS / f"host_timeline_{model}.png")
-    if options.save:
-        settings = {name: getattr(options, name) for name in ("running", "context", "steps", "rounds", "clock")}
-        facts = {**environment, "load": os.getloadavg(), "device": asdict(H200), "settings": settings, "parts": PARTS}
-        print(record.save("host_timeline", {**facts, "models": results}))
+            plot(timelines, title, RESULTS / f"host_timeline_{model}.png")
+    settings = {name: getattr(options, name) for name in ("running", "context", "steps", "rounds", "clock")}
+    facts = {"load": os.getloadavg(), "device": asdict(H200), "settings": settings, "parts": PARTS}
+    study.save({**facts, "models": results})
 
 
 if __name__ == "__main__":

@@ -13,24 +13,18 @@ blocks alone (`admit_by_growth` false).
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-import record
+from engine_runs import simulate
+from study import Study, show
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import build_scheduler
-from tidewheel.fleet.router import make_router
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.simulate.cost_model import H200_8B
 from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.replica import Replica
 from tidewheel.simulate.simulated_engine import simulated_info
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
 
 BLOCK_SIZE = 16
@@ -75,28 +69,18 @@ class Figures:
     p99_ttft_s: float
 
 
-def simulate(load: Load, policy: str, growth: str, trace: Trace) -> tuple[Outcomes, Replica]:
+def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
+    trace = load.trace(seed)
     config = EngineConfig(
         model="simulated", max_num_seqs=load.rows, num_blocks=load.num_blocks, block_size=BLOCK_SIZE,
         scheduling_policy=policy, admit_by_growth=growth == "on",
     )  # fmt: skip
     info = simulated_info(config, H200_8B, max_model_len=trace.max_num_tokens)
-    simulator = Simulator(
-        trace,
-        lambda _: build_scheduler(config, info),
-        H200_8B,
-        ReplicaSettings(num_rows=info.max_num_seqs, max_model_len=info.max_model_len),
-        num_replicas=1,
-        router=make_router("round-robin", 1),
-    )
-    return simulator.run(), simulator.replicas[0]
-
-
-def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
-    trace = load.trace(seed)
-    outcomes, replica = simulate(load, policy, growth, trace)
+    simulator, _ = simulate(trace, H200_8B, config, info)
+    outcomes, (replica,) = simulator.outcomes, simulator.replicas
     finished = outcomes.finished
     needed = int((trace.prompt_tokens + trace.output_tokens - 1)[finished].sum())  # the last token is never fed back
+    num_output = float(outcomes.output_tokens.sum())
     return Figures(
         output=load.output,
         policy=policy,
@@ -106,8 +90,8 @@ def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
         preemptions=int(outcomes.preemptions.sum()),
         preemptions_per_request=round(float(outcomes.preemptions.sum()) / load.requests, 3),
         tokens_over_needed=round(replica.num_tokens / needed, 3),
-        mean_rows=round(float(outcomes.output_tokens.sum()) / replica.num_steps, 1),
-        output_tokens_per_s=round(float(outcomes.output_tokens.sum()) / outcomes.span, 1),
+        mean_rows=round(num_output / replica.num_steps, 1),
+        output_tokens_per_s=round(num_output / outcomes.span, 1),
         mean_latency_s=round(float(np.nanmean(outcomes.latency)), 3),
         p99_ttft_s=round(float(np.nanquantile(outcomes.ttft, 0.99)), 3),
     )
@@ -126,34 +110,25 @@ def summary(runs: list[Figures]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--pool", type=int, default=50, help="requests of mean size that the pool holds")
-    parser.add_argument("--rows", type=int, default=256, help="max_num_seqs")
-    parser.add_argument("--prompt", default="uniform:60", metavar="SPEC")
-    parser.add_argument("--output", nargs="+", default=["uniform:700", "lognormal:700:0.6:2800"], metavar="SPEC")
-    parser.add_argument("--rate", type=float, default=60.0, help="arrivals per second (default: %(default)g)")
-    parser.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
-    parser.add_argument("--growth", nargs="+", default=["on", "off"], choices=["on", "off"])
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each policy")
-    parser.add_argument("--json", action="store_true", help="machine readable, one list")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/kv_pressure.json")
-    options = parser.parse_args()
+    study = Study("kv_pressure", __doc__, "numpy")
+    study.add_argument("--requests", type=int, default=400)
+    study.add_argument("--pool", type=int, default=50, help="requests of mean size that the pool holds")
+    study.add_argument("--rows", type=int, default=256, help="max_num_seqs")
+    study.add_argument("--prompt", default="uniform:60", metavar="SPEC")
+    study.add_argument("--output", nargs="+", default=["uniform:700", "lognormal:700:0.6:2800"], metavar="SPEC")
+    study.add_argument("--rate", type=float, default=60.0, help="arrivals per second (default: %(default)g)")
+    study.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
+    study.add_argument("--growth", nargs="+", default=["on", "off"], choices=["on", "off"])
+    study.add_argument("--seeds", type=int, default=3, help="runs of each policy")
+    options = study.begin()
     names = ("requests", "pool", "rows", "prompt", "rate")
     loads = [Load(output=output, **{name: getattr(options, name) for name in names}) for output in options.output]
-    environment = record.environment("numpy")
     cases = [(load, policy, growth) for load in loads for policy in options.policy for growth in options.growth]
-    figures = [measure(*case, seed) for case in cases for seed in range(options.seeds)]
-    if options.save:
-        result = {"loads": [asdict(load) for load in loads], "runs": [asdict(run) for run in figures]}
-        record.save("kv_pressure", {**environment, **result})
-    if options.json:
-        print(json.dumps([asdict(run) for run in figures]))
-        return
-    for run in figures:
-        print("  ".join(f"{name} {value}" for name, value in asdict(run).items()))
-    for load, *case in cases:
-        print(summary([run for run in figures if [run.output, run.policy, run.growth] == [load.output, *case]]))
+    runs = [[measure(*case, seed) for seed in range(options.seeds)] for case in cases]
+    figures = [asdict(run) for of_case in runs for run in of_case]
+    show(figures)
+    print(*map(summary, runs), sep="\n")
+    study.save({"loads": [asdict(load) for load in loads], "runs": figures})
 
 
 if __name__ == "__main__":

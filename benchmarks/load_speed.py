@@ -1,6 +1,6 @@
 """Speed of reading weights: the loader's stream against a plain copy of the bytes.
 
-``python benchmarks/load_speed.py [--record]``
+``python benchmarks/load_speed.py [--save]``
 
 With the file in the page cache, processor time is compared, in turns: a reader thread's cost, whatever else runs.
 `straight` reads into a model's tensors on the host; `ring` into the ring's slots without copies to the device, the
@@ -11,19 +11,18 @@ a bus as fast. Without the file in the cache, ring and mapping take turns in ela
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from record import environment, save
+from study import Study, in_turns
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weight_carrier import Carrier, Event, HostCarrier, RingCarrier
 from tidewheel.models.weight_plan import plan_chunks
@@ -98,47 +97,37 @@ def measure(folder: Path) -> tuple[dict[str, list[float]], dict[str, list[float]
         "ring": lambda: stream(ring),
         "straight": lambda: stream(HostCarrier(num_slots)),
     }
-    for run in runs.values():
-        run()
-    cold = {name: runs[name] for name in ("ring", "mapped")}
-    return sampled(runs, processor_seconds), sampled(cold, lambda run: elapsed_cold(path, run))
-
-
-def sampled(
-    runs: Mapping[str, Callable[[], object]], seconds: Callable[[Callable[[], object]], float]
-) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(NUM_SAMPLES):
-        for name, run in runs.items():
-            samples[name].append(seconds(run))
-    return samples
+    warm = {name: lambda run=run: processor_seconds(run) for name, run in runs.items()}
+    cold = {name: lambda run=runs[name]: elapsed_cold(path, run) for name in ("ring", "mapped")}
+    return in_turns(warm, NUM_SAMPLES), in_turns(cold, NUM_SAMPLES, warm_up=0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="write benchmarks/results/load_speed.json")
-    options = parser.parse_args()
+    study = Study("load_speed", __doc__, "torch")
+    study.begin()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         samples, cold = measure(Path(folder))
     num_bytes = NUM_TENSORS * ROWS * COLUMNS * torch.bfloat16.itemsize
     medians = {name: statistics.median(values) for name, values in samples.items()}
+    rates = {name: num_bytes / seconds / 1e9 for name, seconds in medians.items()}
+    ratios = {name: medians["memcpy"] / seconds for name, seconds in medians.items()}
+    ring_s = MODEL_BYTES / num_bytes * medians["ring"] / MAX_READERS
+    cold_ratio = statistics.median(a / b for a, b in zip(cold["mapped"], cold["ring"], strict=True))
+    for name, rate in rates.items():
+        print(f"{name:10} {rate:6.2f} GB per processor second, {ratios[name]:.2f} of memcpy")
+    print(f"16 GB on {MAX_READERS} processors: {ring_s:.2f} s")
+    print(f"from a cold cache a mapping takes {cold_ratio:.1f} times as long as the ring")
     result = {
-        **environment("torch"),
         "bytes": num_bytes,
-        "gb_per_processor_second": {name: num_bytes / seconds / 1e9 for name, seconds in medians.items()},
-        "ratio_to_memcpy": {name: medians["memcpy"] / seconds for name, seconds in medians.items()},
-        "seconds_for_16_gb_on_8_processors": MODEL_BYTES / num_bytes * medians["ring"] / MAX_READERS,
+        "gb_per_processor_second": rates,
+        "ratio_to_memcpy": ratios,
+        "seconds_for_16_gb_on_8_processors": ring_s,
         "samples": samples,
-        "cold_mapped_to_ring": statistics.median(a / b for a, b in zip(cold["mapped"], cold["ring"], strict=True)),
+        "cold_mapped_to_ring": cold_ratio,
         "cold_samples": cold,
     }
-    for name, rate in result["gb_per_processor_second"].items():
-        print(f"{name:10} {rate:6.2f} GB per processor second, {result['ratio_to_memcpy'][name]:.2f} of memcpy")
-    print(f"16 GB on {MAX_READERS} processors: {result['seconds_for_16_gb_on_8_processors']:.2f} s")
-    print(f"from a cold cache a mapping takes {result['cold_mapped_to_ring']:.1f} times as long as the ring")
-    if options.record:
-        save("load_speed", result)
+    study.save(result)
 
 
 if __name__ == "__main__":

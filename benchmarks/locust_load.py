@@ -8,23 +8,19 @@ numbers of users show where the server is full.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-import record
-from serving import Address, metric, served
+from serving import LOCUSTFILE, Address, metric, served
+from study import ROOT, Study
 
-ROOT = Path(__file__).parents[1]
-LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
 WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 KINDS = {"GrpcStreamUser": "GRPC", "HttpStreamUser": "SSE", "HttpInferUser": "INFER"}
 SAMPLE_S = 5.0
@@ -112,26 +108,6 @@ def growth(samples: list[float]) -> float:
     return statistics.median(samples[-quarter:]) - statistics.median(samples[quarter : 2 * quarter] or samples)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    with served(WEIGHTS, {"kv_cache_memory_mb": 256}, ports=arguments.ports) as address:
-        server = processes()
-        sweep: dict[str, list[Any]] = {}
-        for kind in KINDS:
-            sweep[kind] = []
-            for users in arguments.sweep:
-                sweep[kind].append(run_locust(address, kind, users, arguments.sweep_seconds, server))
-                show(kind, sweep[kind][-1])
-        runs = {}
-        for kind in KINDS:
-            runs[kind] = run_locust(address, kind, arguments.users, arguments.seconds, server)
-            show(kind, runs[kind])
-    return {
-        "checks": {kind: checks(run, sweep[kind], kind) for kind, run in runs.items()},
-        "runs": runs,
-        "sweep": sweep,
-    }
-
-
 def checks(run: dict[str, Any], sweep: list[dict[str, Any]], kind: str) -> dict[str, float | None]:
     """Return evidence that the server was full and the numbers agree.
 
@@ -161,21 +137,26 @@ def show(kind: str, run: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--users", type=int, default=200)
-    parser.add_argument("--seconds", type=int, default=120)
-    parser.add_argument(
-        "--sweep", type=int, nargs="*", default=[10, 50, 100], help="more numbers of users, for short"
-    )
-    parser.add_argument("--sweep-seconds", type=int, default=20)
-    parser.add_argument("--ports", type=int, default=18_700, help="the first of three")
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    result = {**record.environment("locust", "grpcio", "gevent", "torch"), **measure(arguments)}
-    for kind, found in result["checks"].items():
-        print(kind, found)
-    if arguments.save:
-        print(record.save("locust", result))
+    study = Study("locust", __doc__, "locust", "grpcio", "gevent", "torch")
+    study.add_argument("--users", type=int, default=200)
+    study.add_argument("--seconds", type=int, default=120)
+    study.add_argument("--sweep", type=int, nargs="*", default=[10, 50, 100], help="more numbers of users, for short")
+    study.add_argument("--sweep-seconds", type=int, default=20)
+    options = study.begin()
+    with served(WEIGHTS, {"kv_cache_memory_mb": 256}) as address:
+        server = processes()
+
+        def run(kind: str, users: int, seconds: int) -> dict[str, Any]:
+            found = run_locust(address, kind, users, seconds, server)
+            show(kind, found)
+            return found
+
+        sweep = {kind: [run(kind, users, options.sweep_seconds) for users in options.sweep] for kind in KINDS}
+        runs = {kind: run(kind, options.users, options.seconds) for kind in KINDS}
+    found = {kind: checks(runs[kind], sweep[kind], kind) for kind in KINDS}
+    for kind in KINDS:
+        print(kind, found[kind])
+    study.save({"checks": found, "runs": runs, "sweep": sweep})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """Modelled device under the real `ModelRunner`: the host works, nothing is computed.
 
-Work takes stated seconds, piece after piece, as on a stream. `WallClock` sleeps until the device is done; `CpuClock`
-counts the thread's CPU time and skips waits, so other programs take no part in it.
+Work takes stated seconds, piece after piece, as on a stream.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from clocks import Clock
 from tidewheel.models.base import KVLayer, ModelShape
 from tidewheel.runner.cuda_graphs import Captured
 from tidewheel.runner.info import RunnerInfo
@@ -22,34 +21,6 @@ from tidewheel_kernels import AttentionMetadata
 
 VOCAB_SIZE = 64  # logits' width costs the host nothing
 BLOCK_SIZE = 64
-
-
-class Clock(Protocol):
-    def __call__(self) -> float: ...
-
-    def wait_until(self, moment: float) -> None: ...
-
-
-class WallClock:
-    def __call__(self) -> float:
-        return time.perf_counter()
-
-    def wait_until(self, moment: float) -> None:
-        while (left := moment - time.perf_counter()) > 0:
-            time.sleep(left)
-
-
-class CpuClock:
-    """CPU seconds of the calling thread, plus waits."""
-
-    def __init__(self) -> None:
-        self._skipped = 0.0
-
-    def __call__(self) -> float:
-        return time.thread_time() + self._skipped
-
-    def wait_until(self, moment: float) -> None:
-        self._skipped += max(moment - self(), 0.0)
 
 
 class Busy(NamedTuple):

@@ -18,18 +18,15 @@ from typing import Any
 
 import numpy as np
 
-import record
-from open_loop import Engine, loaded, run_engine
-from random_model import SHAPES, make_model
+from engine_runs import Engine, loaded, run_engine, simulate, steady_rate
+from random_model import make_model
+from roofline import SHAPES
 from simulator_accuracy import SETTINGS, cost_model
-from tidewheel.engine.build import build_scheduler
-from tidewheel.fleet.router import make_router
+from study import Study
 from tidewheel.request import Priority
-from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replay import Recording, measured_steps
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import NOBODY, Trace, poisson_arrivals
 
 POLICIES = ("fifo", "sjf")
@@ -66,35 +63,18 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
 
 def capacity(engine: Engine, *, cpu_clock: bool) -> float:
     outcomes, _ = run_engine(engine, make_trace(96, None, 99), cpu_clock=cpu_clock)
-    ends = np.sort(outcomes.last_token)
-    first, last = len(ends) // 5, len(ends) * 7 // 10
-    return float((last - first) / (ends[last] - ends[first]))
+    return steady_rate(outcomes, np.ones(96))
 
 
-def simulate(engine: Engine, trace: Trace, cost: CostModel, policy: str) -> tuple[Outcomes, float]:
-    """Return outcomes and the mean absolute error of predicted lengths, in tokens."""
-    config = dataclasses.replace(engine.config, scheduling_policy=policy)
-    scheduler = build_scheduler(config, engine.info)
-    simulator = Simulator(
-        trace,
-        lambda _: scheduler,
-        cost,
-        ReplicaSettings(
-            num_rows=engine.info.max_num_seqs, max_model_len=engine.info.max_model_len, enable_prefix_caching=False
-        ),
-        num_replicas=1,
-        router=make_router("round-robin", 1),
-    )
-    return simulator.run(), scheduler.stats().prediction_error
-
-
-def figures(outcomes: Outcomes) -> dict[str, float]:
+def figures(outcomes: Outcomes, prediction_error: float) -> dict[str, float]:
+    """Return times in seconds, and the mean absolute error of predicted lengths."""
     latency = outcomes.latency[outcomes.finished]
     return {
         "mean_latency_s": float(latency.mean()),
         "p99_latency_s": float(np.quantile(latency, 0.99)),
         "mean_ttft_s": float(np.nanmean(outcomes.ttft)),
         "finished": int(outcomes.finished.sum()),
+        "prediction_error_tokens": prediction_error,
     }
 
 
@@ -107,13 +87,14 @@ def measure(engine: Engine, arguments: argparse.Namespace, folder: Path) -> dict
             engine.config, scheduling_policy=policy, record=str(folder) if policy == "fifo" else ""
         )
         outcomes, stats = run_engine(engine, trace, config, cpu_clock=arguments.cpu_clock)
-        real[policy] = {**figures(outcomes), "prediction_error_tokens": stats.prediction_error}
+        real[policy] = figures(outcomes, stats.prediction_error)
     (path,) = folder.iterdir()
     cost = cost_model(engine.info, measured_steps(Recording(path).events()))
     simulated: dict[str, dict[str, float]] = {}
     for policy in POLICIES:
-        outcomes, error = simulate(engine, trace, cost, policy)
-        simulated[policy] = {**figures(outcomes), "prediction_error_tokens": error}
+        config = dataclasses.replace(engine.config, scheduling_policy=policy)
+        simulator, scheduler = simulate(trace, cost, config, engine.info)
+        simulated[policy] = figures(simulator.outcomes, scheduler.stats().prediction_error)
     return {
         "requests": len(trace),
         "requests_per_s": trace.rate,
@@ -129,17 +110,15 @@ def reduction(part: dict[str, dict[str, float]]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of sending (default: %(default)g)")
-    parser.add_argument("--load", type=float, default=1.15, help="share of the capacity (default: %(default)g)")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ageing-s", type=float, default=120.0, help="how long a long answer may be overtaken")
-    parser.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/policy_comparison.json")
-    arguments = parser.parse_args()
-    environment = record.environment("torch", "numpy")
+    study = Study("policy_comparison", __doc__, "torch", "numpy")
+    study.add_argument("--seconds", type=float, default=60.0, help="of sending (default: %(default)g)")
+    study.add_argument("--load", type=float, default=1.15, help="share of the capacity (default: %(default)g)")
+    study.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
+    study.add_argument("--threads", type=int, default=1)
+    study.add_argument("--seed", type=int, default=0)
+    study.add_argument("--ageing-s", type=float, default=120.0, help="how long a long answer may be overtaken")
+    study.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
+    arguments = study.begin()
     settings = {
         **SETTINGS,
         "max_num_seqs": MAX_NUM_SEQS,
@@ -147,22 +126,17 @@ def main() -> None:
         "ageing_s": arguments.ageing_s,
         "scheduling_policy": "fifo",
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_model(Path(scratch) / "model", SHAPES[arguments.shape])
-        recordings = Path(scratch) / "recordings"
-        recordings.mkdir()
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recordings:
+        folder = make_model(Path(scratch), SHAPES[arguments.shape])
         with loaded(folder, **settings) as engine:
-            result = measure(engine, arguments, recordings)
+            result = measure(engine, arguments, Path(recordings))
     for where in ("engine", "simulator"):
         for policy in POLICIES:
             cells = "  ".join(f"{name} {value:.3f}" for name, value in result[where][policy].items())
             print(f"{where:10} {policy:5} {cells}")
         share = result["reduction"][where]
         print(f"{where:10} mean latency {share:.0%} lower: {'reaches' if share >= GOAL else 'misses'} {GOAL:.0%}")
-    if arguments.save:
-        print(
-            record.save("policy_comparison", {**environment, "settings": {**settings, **vars(arguments)}, **result})
-        )
+    study.save({"settings": {**settings, **vars(arguments)}, **result})
 
 
 if __name__ == "__main__":

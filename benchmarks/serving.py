@@ -1,3 +1,5 @@
+"""A model served by `tidewheel serve` in processes of its own."""
+
 from __future__ import annotations
 
 import signal
@@ -11,7 +13,11 @@ from typing import NamedTuple
 
 import requests
 
+from study import ROOT
 from tidewheel_client import Client
+
+LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
+START_LIMIT_S = 300.0
 
 
 class Address(NamedTuple):
@@ -19,9 +25,6 @@ class Address(NamedTuple):
     http: str
     model: str
     metrics: str
-
-
-START_LIMIT_S = 300.0
 
 
 @contextmanager

@@ -12,7 +12,6 @@ Four prompts take turns, one at a time, through Triton:
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import time
@@ -20,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import record
 from serving import served
+from study import Study, in_turns, summary
 from tidewheel_client import Client
 
 FIRST_TURN = 384  # prompt tokens
@@ -31,7 +30,6 @@ NUM_BLOCKS = 96  # of 16 tokens: room for three conversations, not four
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "max_model_len": 512, "num_blocks": NUM_BLOCKS, "swap_space": 0.25,
 }  # fmt: skip
-PORTS = 18_720
 
 
 class Turns:
@@ -78,32 +76,21 @@ class Turns:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a model that tidewheel serves")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/session_resume.json")
-    arguments = parser.parse_args()
-    with (
-        served(arguments.folder, SETTINGS, ports=PORTS) as address,
-        Client(address.grpc, model=address.model) as client,
-    ):
-        turns = Turns(client, arguments.seed)
+    study = Study("session_resume", __doc__, "torch", "tritonclient")
+    study.add_argument("folder", type=Path, help="a model that tidewheel serves")
+    study.add_argument("--repeats", type=int, default=20)
+    study.add_argument("--seed", type=int, default=0)
+    options = study.begin()
+    with served(options.folder, SETTINGS) as address, Client(address.grpc, model=address.model) as client:
+        turns = Turns(client, options.seed)
         kinds = {"cold": turns.cold, "new only": turns.new_only, "session": turns.session, "swapped": turns.swapped}
-        samples: dict[str, list[float]] = {name: [] for name in kinds}
-        for kind in kinds.values():
-            kind()  # warm
-        for _ in range(arguments.repeats):
-            for name, kind in kinds.items():
-                samples[name].append(kind())
-    figures = {name: record.summary(values) for name, values in samples.items()}
+        samples = in_turns(kinds, options.repeats)
+    figures = {name: summary(values) for name, values in samples.items()}
     for name, figure in figures.items():
         ratio = figure["median"] / figures["new only"]["median"]
         print(f"{name:9} TTFT {figure['median'] * 1e3:7.1f} ms   {ratio:5.2f} x that of the new tokens alone")
-    if arguments.save:
-        lengths = {"first_turn": FIRST_TURN, "answer": ANSWER, "new": NEW_TOKENS}
-        result = {"settings": SETTINGS, "tokens": lengths, "ttft_s": figures}
-        print(record.save("session_resume", {**record.environment("torch", "tritonclient"), **result}))
+    lengths = {"first_turn": FIRST_TURN, "answer": ANSWER, "new": NEW_TOKENS}
+    study.save({"settings": SETTINGS, "tokens": lengths, "ttft_s": figures})
 
 
 if __name__ == "__main__":

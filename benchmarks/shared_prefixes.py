@@ -1,6 +1,6 @@
 """Savings of the prefix cache on shared beginnings: cache-aware order, and bursts.
 
-    python benchmarks/shared_prefixes.py [--order arrival cache] [--engine] [--seeds 3] [--json] [--save]
+    python benchmarks/shared_prefixes.py [--order arrival cache] [--engine] [--seeds 3] [--save]
 
 *Conversations*: 64, each with one of 8 system prompts and several turns, which repeat the conversation and follow
 soon after answers. More wait than can run, and the KV cache holds little beyond the running ones, so cached tokens
@@ -19,12 +19,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import heapq
-import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -32,24 +29,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-import record
-from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
+from clocks import Clock, ManualClock, WallClock
+from engine_runs import FIRST_ID, GREEDY, EngineLoop
+from random_model import make_model
+from roofline import SHAPES
+from study import Study, show
+from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
-from tidewheel.engine.core import EngineCore
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.runner import Runner
 from tidewheel.record.step_features import step_features
 from tidewheel.request import FinishReason, Request
-from tidewheel.sampling import SamplingParams
 from tidewheel.simulate.cost_model import H200_8B
 from tidewheel.simulate.simulated_engine import simulated_info
 
 GOAL_HIT_RATIO = 1.3  # of the hit rate by arrival
-GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 16
-FIRST_ID, VOCAB_SIZE = 4, 512
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 2048
 ORDERS: dict[str, dict[str, object]] = {
     "arrival": {"scheduling_policy": "fifo"},
     "cache": {"scheduling_policy": "priority", "cache_aware_order": True},
@@ -107,30 +107,8 @@ class Figures:
     max_queue_s: float
 
 
-class WallClock:
-    def __call__(self) -> float:
-        return time.monotonic()
-
-    def wait_until(self, moment: float) -> None:
-        time.sleep(max(moment - time.monotonic(), 0.0))
-
-
-class ModelledClock:
-    def __init__(self) -> None:
-        self.now = 1.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def wait_until(self, moment: float) -> None:
-        self.now = max(self.now, moment)
-
-
-Clock = WallClock | ModelledClock
-
-
 class ModelledStep(NamedTuple):
-    clock: ModelledClock
+    clock: ManualClock
     sampled: SampledTokens
     end: float
 
@@ -140,7 +118,7 @@ class ModelledStep(NamedTuple):
 
 
 class ModelledRunner:
-    def __init__(self, clock: ModelledClock, seed: int) -> None:
+    def __init__(self, clock: ManualClock, seed: int) -> None:
         self._clock = clock
         self._rng = np.random.default_rng(seed)
         self._free_at = 0.0
@@ -163,22 +141,18 @@ MakePlace = Callable[[EngineConfig, int], Place]
 
 
 def modelled(config: EngineConfig, seed: int) -> Place:
-    clock = ModelledClock()
-    info = simulated_info(config, H200_8B, max_model_len=2048)
+    clock = ManualClock(1.0)
+    info = simulated_info(config, H200_8B, max_model_len=MAX_MODEL_LEN)
     return Place("modelled", ModelledRunner(clock, seed), info, clock)
 
 
 @contextmanager
 def small_model() -> Iterator[MakePlace]:
-    import torch
-
-    from random_model import SHAPES, make_model
-
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         make_model(Path(folder), SHAPES["tiny"], torch.float32)
 
         def make(config: EngineConfig, _seed: int) -> Place:
-            config = dataclasses.replace(config, model=folder, dtype="float32", max_model_len=2048)
+            config = dataclasses.replace(config, model=folder, dtype="float32", max_model_len=MAX_MODEL_LEN)
             runner = load_model_runner(config)
             return Place("engine", runner, engine_info(runner.info, config), WallClock())
 
@@ -187,40 +161,33 @@ def small_model() -> Iterator[MakePlace]:
 
 class Player:
     def __init__(self, place: Place, config: EngineConfig) -> None:
-        self.place = place
-        self.clock = place.clock
-        self.requests: list[Request] = []
-        self.num_ended = 0
-        self._due: list[tuple[float, int, Request]] = []  # heap
+        self._where = place.name
         self._scheduler = build_scheduler(config, place.info)
-        self._core = EngineCore(
-            self._scheduler, place.runner, self._deliver, receive=self._receive, clock=place.clock
-        )
-        self.on_end: Callable[[Request], None] = lambda _request: None
+        self.loop = EngineLoop(self._scheduler, place.runner, place.clock)
+        self.clock = place.clock
 
     def ask(self, prompt: list[int], max_tokens: int, moment: float) -> Request:
-        number = len(self.requests)
-        request = Request(
-            str(number), np.array(prompt, dtype=np.int32), GREEDY, max_tokens=max_tokens, arrival_time=moment
-        )
-        self.requests.append(request)
-        heapq.heappush(self._due, (moment, number, request))
+        ids = np.array(prompt, dtype=np.int32)
+        name = str(len(self.loop.requests))
+        request = Request(name, ids, GREEDY, max_tokens=max_tokens, arrival_time=moment)
+        self.loop.send(request)
         return request
 
-    def run(self) -> None:
-        while self.num_ended < len(self.requests):
-            if not self._core.step() and self._due:
-                self.clock.wait_until(self._due[0][0])
-
     def figures(self, load: str, order: str, seed: int, num_distinct: int) -> Figures:
+        """Run all; raise RuntimeError for a request without its tokens."""
+        self.loop.run()
+        requests = self.loop.requests
+        for request in requests:
+            if request.finish_reason is not FinishReason.LENGTH:
+                raise RuntimeError(f"{request} ended with {request.finish_reason}: {request.error}")
         stats = self._scheduler.stats()
         queries, hits = stats.num_prefix_queries, stats.num_prefix_hits
-        begin = min(request.arrival_time for request in self.requests)
-        starts = [(request.first_scheduled_time or 0.0) - request.arrival_time for request in self.requests]
-        ttfts = [(request.first_token_time or 0.0) - request.arrival_time for request in self.requests]
+        begin = min(request.arrival_time for request in requests)
+        starts = [(request.first_scheduled_time or 0.0) - request.arrival_time for request in requests]
+        ttfts = [(request.first_token_time or 0.0) - request.arrival_time for request in requests]
         return Figures(
             load=load,
-            where=self.place.name,
+            where=self._where,
             order=order,
             seed=seed,
             prompt_tokens=queries,
@@ -228,22 +195,10 @@ class Player:
             hit_rate=round(hits / queries, 4),
             computed_over_distinct=round((queries - hits) / num_distinct, 3),
             preemptions=stats.num_preemptions,
-            seconds=round(max(request.last_token_time or 0.0 for request in self.requests) - begin, 2),
+            seconds=round(max(request.last_token_time or 0.0 for request in requests) - begin, 2),
             mean_ttft_s=round(statistics.mean(ttfts), 3),
             max_queue_s=round(max(starts), 3),
         )
-
-    def _receive(self) -> None:
-        now = self.clock()
-        while self._due and self._due[0][0] <= now:
-            self._core.add(heapq.heappop(self._due)[-1])
-
-    def _deliver(self, outputs: StepOutputs) -> None:
-        for request in outputs.finished:
-            if request.finish_reason is not FinishReason.LENGTH:
-                raise RuntimeError(f"{request} ended with {request.finish_reason}: {request.error}")
-            self.num_ended += 1
-            self.on_end(request)
 
 
 def words(chance: random.Random, number: int) -> list[int]:
@@ -270,12 +225,11 @@ def converse(make_place: MakePlace, order: str, seed: int, chats: Chats) -> Figu
             said = [*request.prompt_token_ids.tolist(), *request.output_token_ids]
             ask(said, turns, player.clock() + chats.think_s)
 
-    player.on_end = go_on
+    player.loop.on_end = go_on
     begin = player.clock()
     places = chance.sample(range(chats.conversations), chats.conversations)
     for number, place in enumerate(places):
         ask(prefixes[place % chats.prefixes], chats.turns, begin + 1e-3 * number)
-    player.run()
     asked = chats.conversations * chats.turns * chats.turn_tokens  # answers are cached
     num_distinct = chats.prefixes * chats.prefix_tokens + asked
     return player.figures("conversations", order, seed, num_distinct)
@@ -296,7 +250,6 @@ def burst(make_place: MakePlace, order: str, seed: int, bursts: Bursts) -> Figur
             tail = words(chance, chance.randint(1, bursts.longest_tail))
             num_distinct += len(tail)
             player.ask(prefix + tail, 4, begin + bursts.gap_s * (number + 1))
-    player.run()
     return player.figures("bursts", order, seed, num_distinct)
 
 
@@ -325,29 +278,21 @@ def summary(runs: list[Figures]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--order", nargs="+", default=list(ORDERS), choices=list(ORDERS))
-    parser.add_argument("--engine", action="store_true", help="also on a real model on this CPU")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each")
-    parser.add_argument("--json", action="store_true", help="machine readable, one list")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/shared_prefixes.json")
-    options = parser.parse_args()
-    environment = record.environment("numpy", "torch")
+    study = Study("shared_prefixes", __doc__, "numpy", "torch")
+    study.add_argument("--order", nargs="+", default=list(ORDERS), choices=list(ORDERS))
+    study.add_argument("--engine", action="store_true", help="also on a real model on this CPU")
+    study.add_argument("--seeds", type=int, default=3, help="runs of each")
+    options = study.begin()
     places = [list(measure(modelled, CHATS, options))]
     if options.engine:
         with small_model() as make_place:
             places.append(list(measure(make_place, QUICK_CHATS, options)))
     runs = [asdict(run) for found in places for run in found]
-    if options.save:
-        loads = {"modelled": asdict(CHATS), "engine": asdict(QUICK_CHATS), "bursts": asdict(Bursts())}
-        record.save("shared_prefixes", {**environment, "loads": loads, "runs": runs})
-    if options.json:
-        print(json.dumps(runs))
-        return
-    for run in runs:
-        print("  ".join(f"{name} {value}" for name, value in run.items()))
+    show(runs)
     for found in places:
         print(*summary(found), sep="\n")
+    loads = {"modelled": asdict(CHATS), "engine": asdict(QUICK_CHATS), "bursts": asdict(Bursts())}
+    study.save({"loads": loads, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ output tokens per second and p99 of the time to first token. Both parts take tur
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import tempfile
 from collections.abc import Callable
@@ -19,20 +18,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import record
-from open_loop import Engine, loaded, run_engine
-from random_model import SHAPES, make_model
-from tidewheel.engine.build import build_scheduler
+from engine_runs import Engine, loaded, run_engine, simulate, steady_rate
+from random_model import make_model
+from roofline import SHAPES
+from study import Study
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.fleet.router import make_router
 from tidewheel.simulate.calibration import MeasuredStep, fit
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.recorded_runs import kv_bytes_per_token
 from tidewheel.simulate.replay import Recording, measured_steps
-from tidewheel.simulate.report import Report, summarise
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.simulate.traces import FloatArray, Trace, bursty_arrivals, poisson_arrivals, synthesise
 
 LIMIT = 0.15
@@ -64,6 +60,9 @@ PREDICTED = (
 )
 
 
+PROMPT_WEIGHT = 4.0  # prompt tokens worth one output token; only sets rates
+
+
 def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Trace:
     """Return a trace whose rate asks for the load's share of `tokens_per_s`."""
     prompt, output = Lengths.parse(load.prompt, name="prompt"), Lengths.parse(load.output, name="output")
@@ -73,16 +72,12 @@ def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Tr
     return synthesise(count, load.arrivals(count, rate, rng), prompt, output, rng)
 
 
-PROMPT_WEIGHT = 4.0  # prompt tokens worth one output token; only sets rates
-
-
 def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
-    """Return weighted tokens per second of requests that come at once."""
-    rng = np.random.default_rng(99)
-    constant = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
-    outcomes, _ = run_engine(engine, synthesise(requests, np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
-    weighted = outcomes.output_tokens.sum() + outcomes.trace.prompt_tokens.sum() / PROMPT_WEIGHT
-    return float(weighted) / outcomes.span
+    """Return weighted tokens per second while as many run as may."""
+    prompt, output = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
+    trace = synthesise(requests, np.zeros(requests), prompt, output, np.random.default_rng(99))
+    outcomes, _ = run_engine(engine, trace, cpu_clock=cpu_clock)
+    return steady_rate(outcomes, trace.output_tokens + trace.prompt_tokens / PROMPT_WEIGHT)
 
 
 def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: bool) -> list[MeasuredStep]:
@@ -90,19 +85,6 @@ def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: 
     run_engine(engine, trace, dataclasses.replace(engine.config, record=str(folder)), cpu_clock=cpu_clock)
     (path,) = set(folder.iterdir()) - before
     return measured_steps(Recording(path).events())
-
-
-def predict(engine: Engine, trace: Trace, cost: CostModel) -> tuple[Outcomes, Report]:
-    info = engine.info
-    simulator = Simulator(
-        trace,
-        lambda _: build_scheduler(engine.config, info),
-        cost,
-        ReplicaSettings(num_rows=info.max_num_seqs, max_model_len=info.max_model_len, enable_prefix_caching=False),
-        num_replicas=1,
-        router=make_router("round-robin", 1),
-    )
-    return simulator.run(), summarise(simulator.outcomes, simulator.replicas)
 
 
 def cost_model(info: EngineInfo, steps: list[MeasuredStep]) -> CostModel:
@@ -148,7 +130,10 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
         real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock).outcomes))
         print(f"ran {known.name} and {unknown.name}", flush=True)
     cost = cost_model(engine.info, steps)
-    loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)[0]) for load, outcomes in real]
+    loads = [
+        compare(load, outcomes, simulate(outcomes.trace, cost, engine.config, engine.info)[0].outcomes)
+        for load, outcomes in real
+    ]
     return {"cost_model": dataclasses.asdict(cost), "weighted_tokens_per_s": tokens_per_s, "loads": loads}
 
 
@@ -166,28 +151,19 @@ def show(result: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each of the six loads (default: %(default)g)")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/simulator_accuracy.json")
-    arguments = parser.parse_args()
-    environment = record.environment("torch", "numpy")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = make_model(Path(scratch) / "model", SHAPES[arguments.shape])
-        recordings = Path(scratch) / "recordings"
-        recordings.mkdir()
+    study = Study("simulator_accuracy", __doc__, "torch", "numpy")
+    study.add_argument("--seconds", type=float, default=60.0, help="of each of the six loads (default: %(default)g)")
+    study.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
+    study.add_argument("--threads", type=int, default=1)
+    study.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
+    arguments = study.begin()
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recordings:
+        folder = make_model(Path(scratch), SHAPES[arguments.shape])
         with loaded(folder, **SETTINGS, num_threads=arguments.threads) as engine:
-            result = measure(engine, arguments.seconds, recordings, cpu_clock=arguments.cpu_clock)
+            result = measure(engine, arguments.seconds, Path(recordings), cpu_clock=arguments.cpu_clock)
     worst = show(result)
     print(f"largest error {worst:.1%}: {'within' if worst <= LIMIT else 'over'} {LIMIT:.0%}")
-    if arguments.save:
-        settings = {**SETTINGS, **vars(arguments)}
-        del settings["save"]
-        print(
-            record.save("simulator_accuracy", {**environment, "settings": settings, "largest_error": worst, **result})
-        )
+    study.save({"settings": {**SETTINGS, **vars(arguments)}, "largest_error": worst, **result})
 
 
 if __name__ == "__main__":

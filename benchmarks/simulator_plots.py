@@ -1,6 +1,8 @@
 """Plots of the simulator: policies on replicas of an 8B model, and queues beside theory.
 
-python benchmarks/simulator_plots.py [--quick]      writes benchmarks/results/simulator_*.png and .json
+    python benchmarks/simulator_plots.py [--quick] [--save]
+
+Pictures go to build/, with `--save` to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -13,18 +15,16 @@ from typing import Any
 
 import numpy as np
 
-import record
+from engine_runs import simulate
+from study import RESULTS, Study
 from tidewheel.cli.simulate import add_arguments
 from tidewheel.cli.simulation import Plan, Result, simulate_all
 from tidewheel.cli.simulation_output import write_plots
-from tidewheel.fleet.router import make_router
-from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.config import EngineConfig
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.plots import Knee, plot_knee
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.simulated_engine import simulated_info
 from tidewheel.simulate.traces import poisson_arrivals, synthesise
 
 KNEE_LOADS = (0.7, 0.8, 0.9, 0.95)
@@ -54,19 +54,14 @@ def single_server(load: float, output: str, requests: int) -> tuple[float, float
     arrivals = poisson_arrivals(requests, load / (lengths.mean * STEP_S), rng)
     trace = synthesise(requests, arrivals, Lengths.parse("constant:1", name="prompt"), lengths, rng)
     service = trace.output_tokens * STEP_S
-    settings = SchedulerConfig(
-        max_num_seqs=1, max_num_batched_tokens=64, max_model_len=4096, max_waiting_requests=10**9,
-        max_waiting_tokens=10**9, policy="fifo",
+    config = EngineConfig(
+        model="none", max_num_seqs=1, max_num_batched_tokens=64, max_model_len=4096, max_waiting_requests=10**9,
+        max_waiting_tokens=10**9, scheduling_policy="fifo", num_blocks=300, block_size=16,
+        enable_prefix_caching=False, async_scheduling=False,
     )  # fmt: skip
-    simulator = Simulator(
-        trace,
-        lambda _: Scheduler(settings, KVCacheManager(300, 16, enable_prefix_caching=False)),
-        CostModel(name="one token every 10 ms", overhead_s=STEP_S),
-        ReplicaSettings(num_rows=1, max_model_len=4096, enable_prefix_caching=False),
-        num_replicas=1,
-        router=make_router("round-robin", 1),
-    )
-    outcomes = simulator.run()
+    cost = CostModel(name="one token every 10 ms", overhead_s=STEP_S)
+    simulator, _ = simulate(trace, cost, config, simulated_info(config, cost, max_model_len=4096))
+    outcomes = simulator.outcomes
     drawn = float(service.sum() / trace.arrivals[-1])
     return drawn, float(service.var() / service.mean() ** 2), float(outcomes.latency.sum() / outcomes.span)
 
@@ -81,19 +76,18 @@ def knees(requests: int) -> list[Knee]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
-    arguments = parser.parse_args()
-    environment = record.environment("numpy", "matplotlib")
-    scale = 10 if arguments.quick else 1
+    study = Study("simulator_plots", __doc__, "numpy", "matplotlib")
+    study.add_argument("--quick", action="store_true", help="a tenth of the requests")
+    options = study.begin()
+    scale = 10 if options.quick else 1
     results, queues = policies(8000 // scale), knees(40_000 // scale)
-    record.RESULTS.mkdir(parents=True, exist_ok=True)
+    out = RESULTS if options.save else Path("build")
     with tempfile.TemporaryDirectory() as scratch:
         for path in write_plots(results, Path(scratch)):
-            shutil.copy(path, record.RESULTS / f"simulator_{path.name}")
-    plot_knee(queues, record.RESULTS / "simulator_knee.png")
+            shutil.copy(path, out / f"simulator_{path.name}")
+    plot_knee(queues, out / "simulator_knee.png")
     rows: list[dict[str, Any]] = [{"policy": r.policy, "load": r.load, **r.report} for r in results]
-    print(record.save("simulator_plots", {**environment, "policies": rows, "queues": [q._asdict() for q in queues]}))
+    study.save({"policies": rows, "queues": [queue._asdict() for queue in queues]})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed of the simulator: a million requests over a hundred replicas on one core, every step by the real scheduler.
 
-    python benchmarks/simulator_speed.py [--requests 1000000] [--replicas 100] [--output-mean 64 256] [--save [NAME]]
+    python benchmarks/simulator_speed.py [--requests 1000000] [--replicas 100] [--output-mean 64 256] [--save]
 
 Prompts average 128 tokens and outputs 64, both lognormal; arrivals are Poisson at 80 % of the capacity, to the least
 loaded replica of an 8B model on an H200, by its data sheet. Prompts share nothing, so prefix caching needs
@@ -14,7 +14,7 @@ import gc
 import time
 from dataclasses import asdict, dataclass
 
-import record
+from study import Study, show
 from tidewheel.cli.simulate import add_arguments
 from tidewheel.cli.simulation import Plan, build_simulator, find_capacity
 from tidewheel.simulate.outcomes import FINISHED
@@ -80,25 +80,17 @@ def measure(arguments: argparse.Namespace, output_mean: float) -> Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--replicas", type=int, default=100)
-    parser.add_argument("--load", type=float, default=0.8, help="share of the capacity (default: %(default)g)")
-    parser.add_argument("--output-mean", type=float, nargs="+", default=[64.0], metavar="TOKENS")
-    parser.add_argument("--prefix-caching", action="store_true")
-    parser.add_argument(
-        "--save", nargs="?", const="simulator_speed", metavar="NAME", help="write benchmarks/results/NAME.json"
-    )
-    arguments = parser.parse_args()
-    environment = record.environment("numpy")
-    runs = []
-    for output_mean in arguments.output_mean:
-        runs.append(measure(arguments, output_mean))
-        for name, value in asdict(runs[-1]).items():
-            print(f"{name:16} {value}")
-    if arguments.save:
-        result = {**environment, "load": arguments.load, "runs": [asdict(run) for run in runs]}
-        print(record.save(arguments.save, result))
+    study = Study("simulator_speed", __doc__, "numpy")
+    study.add_argument("--requests", type=int, default=1_000_000)
+    study.add_argument("--replicas", type=int, default=100)
+    study.add_argument("--load", type=float, default=0.8, help="share of the capacity (default: %(default)g)")
+    study.add_argument("--output-mean", type=float, nargs="+", default=[64.0], metavar="TOKENS")
+    study.add_argument("--prefix-caching", action="store_true")
+    study.add_argument("--name", default="simulator_speed", help="of the record (default: %(default)s)")
+    arguments = study.begin()
+    runs = [asdict(measure(arguments, output_mean)) for output_mean in arguments.output_mean]
+    show(runs)
+    study.save({"load": arguments.load, "runs": runs}, arguments.name)
 
 
 if __name__ == "__main__":

@@ -115,10 +115,10 @@ def transformers(options: dict[str, Any], attention: str = "paged|sdpa") -> Run:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        options["model"], dtype=torch.bfloat16, attn_implementation=attention
+        options["model"], dtype=getattr(torch, options.get("dtype", "bfloat16")), attn_implementation=attention
     )
     model = model.to(options["device"]).eval()
-    wanted: dict[str, Any] = {"num_blocks": 256, "block_size": 32, "page_size": 32, "max_batch_tokens": 512}
+    wanted: dict[str, Any] = {"num_blocks": 1024, "block_size": 32, "page_size": 32, "max_batch_tokens": 512}
     if options["device"] == "cuda":
         wanted = {"max_batch_tokens": 8192, "max_requests_per_batch": MAX_NUM_SEQS, "max_memory_percent": 0.8}
     names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}

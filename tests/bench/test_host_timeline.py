@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 
 import pytest
 import torch
 
-from host_parts import Parts, Segment, seconds_by_step
+from clocks import ManualClock
+from host_timeline import Engine, Parts, Segment, seconds_by_step
 from modelled_device import ModelledDevice, modelled_runner
 from support.runner.step_loop import StepLoop, request
-
-
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def wait_until(self, moment: float) -> None:
-        self.now = max(self.now, moment)
 
 
 def test_work_is_queued_and_an_event_is_waited_for() -> None:
@@ -81,3 +72,10 @@ def test_time_belongs_to_the_innermost_part() -> None:
     ]  # fmt: skip
     assert parts.between(1.0, 4.0) == parts.segments[1:4]
     assert seconds_by_step(parts.segments, [0.0, 3.0, 5.0]) == {"outer": [2.0, 1.0], "inner": [1.0, 1.0]}
+
+
+def test_every_part_of_a_step_is_seen() -> None:
+    options = argparse.Namespace(running=4, context=16, steps=12, clock="cpu")
+    run, timeline = Engine(options, "tiny", is_async=True).serve()
+    assert set(run.host_us) == {segment.part for segment in timeline.segments} - {"device"}
+    assert len(timeline.busy) >= 5

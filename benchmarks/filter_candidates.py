@@ -1,6 +1,6 @@
 """How much of a row the sampling kernel rereads for its filters, on random logits.
 
-``python benchmarks/sampling_candidates.py``: repeats in numpy what the kernel decides (docs/kernels.md, "Sampling").
+``python benchmarks/filter_candidates.py``: repeats in numpy what the kernel decides (docs/kernels.md, "Sampling").
 Logits are normal with standard deviation `spread`; eight get `peak` on top.
 """
 
@@ -28,7 +28,7 @@ class Reads(NamedTuple):
 
 
 FILTERS = (Filters(0.6, 20, 0.95), Filters(1.0, 50, 1.0), Filters(0.6, 0, 0.9), Filters(1.0, 0, 0.9))
-SHAPES = ((1.0, 0.0), (2.0, 0.0), (3.0, 0.0), (2.0, 12.0))  # (spread, peak)
+SHAPED = ((1.0, 0.0), (2.0, 0.0), (3.0, 0.0), (2.0, 12.0))  # (spread, peak)
 
 
 def reads(logits: np.ndarray, filters: Filters) -> Reads:
@@ -70,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     print("spread peak | temperature top_k top_p | chunks candidates passes kept (medians)")
-    for spread, peak in SHAPES:
+    for spread, peak in SHAPED:
         rows = (rng.standard_normal((options.rows, options.vocabulary)) * spread).astype(np.float32)
         for row in rows:
             row[rng.integers(options.vocabulary, size=8)] += np.float32(peak)

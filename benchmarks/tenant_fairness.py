@@ -1,6 +1,6 @@
 """Shares of two tenants under `fair` and `priority`, one sending ten times as much.
 
-    python benchmarks/fairness.py FOLDER [--seconds 60] [--save]
+    python benchmarks/tenant_fairness.py FOLDER [--seconds 60] [--save]
 
 Through Triton, the small tenant asks for 60 % of the capacity. Served tokens have the policy's weights: one for a
 prompt token, two for an output token.
@@ -8,16 +8,14 @@ prompt token, two for an output token.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import record
 from offered_load import offer, run
-from overload import INPUTS, OUTPUTS, PORTS, SETTINGS, measure_capacity
+from overload import INPUTS, OUTPUTS, SETTINGS, measure_capacity
 from serving import served
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.values import Outcome
@@ -40,7 +38,7 @@ def served_tokens(outcomes: Sequence[Outcome], tenant: str, seconds: float) -> i
 def measure(folder: Path, policy: str, seconds: float, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     settings = {**SETTINGS, "scheduling_policy": policy, "max_waiting_requests": 16}
-    with served(folder, settings, ports=PORTS) as address:
+    with served(folder, settings) as address:
         capacity = measure_capacity(address, 20.0, rng)
         rate = SMALL_LOAD * capacity * (1 + TIMES_AS_MUCH)
         mix = [(1.0, {"tenant": "small"}), (float(TIMES_AS_MUCH), {"tenant": "big"})]
@@ -59,20 +57,17 @@ def measure(folder: Path, policy: str, seconds: float, seed: int) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a model that tidewheel serves")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/fairness.json")
-    arguments = parser.parse_args()
+    study = Study("fairness", __doc__, "torch", "tritonclient")
+    study.add_argument("folder", type=Path, help="a model that tidewheel serves")
+    study.add_argument("--seconds", type=float, default=60.0)
+    study.add_argument("--seed", type=int, default=0)
+    options = study.begin()
     policies = {}
     for policy in ("fair", "priority"):
-        policies[policy] = measure(arguments.folder, policy, arguments.seconds, arguments.seed)
+        policies[policy] = measure(options.folder, policy, options.seconds, options.seed)
         share, finished = policies[policy]["share_of_small"], policies[policy]["finished"]
         print(f"{policy:9} the small tenant got {share:.1%} of the served tokens; finished {finished}")
-    result = {**record.environment("torch", "tritonclient"), "settings": SETTINGS, "policies": policies}
-    if arguments.save:
-        print(record.save("fairness", result))
+    study.save({"settings": SETTINGS, "policies": policies})
 
 
 if __name__ == "__main__":

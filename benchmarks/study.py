@@ -1,0 +1,70 @@
+"""Command line, turns, tables and records that the studies share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tidewheel.bench.environment import command_line, environment
+from tidewheel.bench.text_tables import Table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+T = TypeVar("T")
+
+
+class Study(argparse.ArgumentParser):
+    """Options of a study. `--save` writes benchmarks/results/NAME.json, with the versions of `packages`."""
+
+    def __init__(self, name: str, description: str | None, *packages: str) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._name = name
+        self._packages = packages
+        self.add_argument("--save", action="store_true", help=f"write benchmarks/results/{name}.json")
+
+    def begin(self) -> argparse.Namespace:
+        """Read the options; note machine, versions and commit as they are before the measurement."""
+        self._options = self.parse_args()
+        self.facts = {**environment(self._packages), "command": command_line("python", sys.argv)}
+        return self._options
+
+    def save(self, result: Mapping[str, Any], name: str = "", indent: int | None = 1) -> None:
+        """Write the result with its facts, if `--save` is given."""
+        if self._options.save:
+            path = RESULTS / f"{name or self._name}.json"
+            path.write_text(json.dumps({**self.facts, **result}, indent=indent) + "\n")
+            print(path)
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], T]],
+    repeats: int,
+    *,
+    warm_up: int = 1,
+    note: Callable[[int, str, T], None] = lambda _number, _name, _result: None,
+) -> dict[str, list[T]]:
+    """Run all in turn, so that a machine that drifts hits all alike; return what each gave after the warm-up."""
+    results: dict[str, list[T]] = {name: [] for name in runs}
+    for number in range(1 - warm_up, repeats + 1):
+        for name, run in runs.items():
+            result = run()
+            if number > 0:
+                results[name].append(result)
+                note(number, name, result)
+    return results
+
+
+def summary(samples: list[float]) -> dict[str, Any]:
+    return {"median": statistics.median(samples), "samples": samples}
+
+
+def show(rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows of one kind as a table."""
+    shown = [{name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in row.items()}
+             for row in rows]  # fmt: skip
+    print(Table(list(shown[0]), [list(row.values()) for row in shown]).as_text(), flush=True)

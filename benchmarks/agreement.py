@@ -16,15 +16,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import record
-from serving import Address, served
+from serving import LOCUSTFILE, Address, served
+from study import Study, in_turns
 
-ROOT = Path(__file__).parents[1]
-LOCUSTFILE = ROOT / "client" / "tidewheel_client" / "load" / "locustfile.py"
 NUM_PROMPTS = 2048
 TEMPLATE = (
     '{"text_input": {{ text|tojson }}, "max_tokens": {{ max_tokens }}, "stream": true, "ignore_eos": true, '
@@ -78,103 +76,93 @@ def write_inputs(folder: Path, size: Size, vocab: int) -> None:
     (folder / "statistics.py").write_text(STATISTICS)
 
 
-def with_bench(url: str) -> Callable[[Bench], Figures]:
-    def run(bench: Bench) -> Figures:
-        size, out = bench.size, bench.folder / "bench"
-        target = url.format(grpc=bench.address.grpc, http=bench.address.http, model=bench.address.model)
-        command = [sys.executable, "-m", "tidewheel.cli.main", "bench", "--target", f"it={target}"]
-        command += ["--load", f"closed:{size.users}", "--seconds", str(size.seconds), "--repeats", "1"]
-        command += ["--workload", "fixed", "--input", f"constant:{size.prompt_tokens}"]
-        command += ["--output", f"constant:{size.output_tokens}", "--vocab", str(bench.vocab), "--out", str(out)]
-        subprocess.run(command, check=True, capture_output=True)
-        (run,) = json.loads((out / "results.json").read_text())["stages"][0]["runs"]
-        summary = run["summary"]
-        if summary["errors"]:
-            raise SystemExit(f"requests failed: {summary['errors']}")
-        return {
-            "ttft_ms": summary["ttft_s"]["mean"] * 1e3,
-            "tpot_ms": summary["tpot_s"]["mean"] * 1e3,
-            "requests_per_s": summary["requests_per_s"],
-            "output_tokens_per_s": summary["output_tokens_per_s"],
-        }
-
-    return run
-
-
-def with_locust(user: str) -> Callable[[Bench], Figures]:
-    def run(bench: Bench) -> Figures:
-        size = bench.size
-        command = [sys.executable, "-m", "locust", "--headless", "--only-summary"]
-        command += ["-f", f"{LOCUSTFILE},{bench.folder / 'statistics.py'}"]
-        command += ["-u", str(size.users), "-r", str(size.users), "-t", f"{size.seconds}s", "--stop-timeout", "60"]
-        command += ["--grpc-url", bench.address.grpc, "--host", f"http://{bench.address.http}"]
-        command += ["--model", bench.address.model, "--prompt-file", str(bench.folder / "prompts.txt")]
-        command += ["--output-tokens", str(size.output_tokens), user]
-        subprocess.run(command, check=True, capture_output=True)
-        rows = json.loads((bench.folder / "locust.json").read_text())
-        whole = next(rows[kind] for kind in ("GRPC", "SSE") if kind in rows)
-        return {
-            "ttft_ms": rows["TTFT"]["mean"],
-            "tpot_ms": rows["TPOT"]["mean"],
-            "requests_per_s": whole["per_s"],
-            "output_tokens_per_s": whole["per_s"] * size.output_tokens,
-        }
-
-    return run
-
-
-def with_aiperf(program: Path, tokenizer: Path) -> Callable[[Bench], Figures]:
-    def run(bench: Bench) -> Figures:
-        size, out = bench.size, bench.folder / "aiperf"
-        command = [str(program), "profile", "-m", bench.address.model, "--url", f"http://{bench.address.http}"]
-        command += ["--endpoint-type", "template", "--streaming", "--ui", "none"]
-        command += ["--custom-endpoint", f"/v2/models/{bench.address.model}/generate_stream"]
-        command += ["--extra-inputs", f"payload_template:{bench.folder / 'template.json'}"]
-        command += ["--extra-inputs", "response_field:text_output", "--tokenizer", str(tokenizer.resolve())]
-        command += ["--input-file", str(bench.folder / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
-        command += ["--concurrency", str(size.users), "--benchmark-duration", str(size.seconds)]
-        command += ["--workers-max", "1", "--output-artifact-dir", str(out)]
-        subprocess.run(command, check=True, capture_output=True)
-        found = json.loads((out / "profile_export_aiperf.json").read_text())
-        return {
-            "ttft_ms": found["time_to_first_token"]["avg"],
-            "tpot_ms": found["inter_token_latency"]["avg"],
-            "requests_per_s": found["request_throughput"]["avg"],
-            "output_tokens_per_s": found["output_token_throughput"]["avg"],
-        }
-
-    return run
-
-
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    size = Size(arguments.users, arguments.seconds, arguments.prompt_tokens, arguments.output_tokens)
-    vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
-    tools = {
-        "bench gRPC": with_bench("grpc://{grpc}/{model}"),
-        "locust GrpcStreamUser": with_locust("GrpcStreamUser"),
-        "bench generate_stream": with_bench("http://{http}/v2/models/{model}/generate_stream"),
-        "locust HttpStreamUser": with_locust("HttpStreamUser"),
+def with_bench(url: str, bench: Bench) -> Figures:
+    size, out = bench.size, bench.folder / "bench"
+    target = url.format(grpc=bench.address.grpc, http=bench.address.http, model=bench.address.model)
+    command = [sys.executable, "-m", "tidewheel.cli.main", "bench", "--target", f"it={target}"]
+    command += ["--load", f"closed:{size.users}", "--seconds", str(size.seconds), "--repeats", "1"]
+    command += ["--workload", "fixed", "--input", f"constant:{size.prompt_tokens}"]
+    command += ["--output", f"constant:{size.output_tokens}", "--vocab", str(bench.vocab), "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    (run,) = json.loads((out / "results.json").read_text())["stages"][0]["runs"]
+    summary = run["summary"]
+    if summary["errors"]:
+        raise SystemExit(f"requests failed: {summary['errors']}")
+    return {
+        "ttft_ms": summary["ttft_s"]["mean"] * 1e3,
+        "tpot_ms": summary["tpot_s"]["mean"] * 1e3,
+        "requests_per_s": summary["requests_per_s"],
+        "output_tokens_per_s": summary["output_tokens_per_s"],
     }
-    if arguments.aiperf:
-        tools["aiperf"] = with_aiperf(arguments.aiperf, arguments.model)
-    samples: dict[str, list[Figures]] = {name: [] for name in tools}
+
+
+def with_locust(user: str, bench: Bench) -> Figures:
+    size = bench.size
+    command = [sys.executable, "-m", "locust", "--headless", "--only-summary"]
+    command += ["-f", f"{LOCUSTFILE},{bench.folder / 'statistics.py'}"]
+    command += ["-u", str(size.users), "-r", str(size.users), "-t", f"{size.seconds}s", "--stop-timeout", "60"]
+    command += ["--grpc-url", bench.address.grpc, "--host", f"http://{bench.address.http}"]
+    command += ["--model", bench.address.model, "--prompt-file", str(bench.folder / "prompts.txt")]
+    command += ["--output-tokens", str(size.output_tokens), user]
+    subprocess.run(command, check=True, capture_output=True)
+    rows = json.loads((bench.folder / "locust.json").read_text())
+    whole = next(rows[kind] for kind in ("GRPC", "SSE") if kind in rows)
+    return {
+        "ttft_ms": rows["TTFT"]["mean"],
+        "tpot_ms": rows["TPOT"]["mean"],
+        "requests_per_s": whole["per_s"],
+        "output_tokens_per_s": whole["per_s"] * size.output_tokens,
+    }
+
+
+def with_aiperf(program: Path, tokenizer: Path, bench: Bench) -> Figures:
+    size, out = bench.size, bench.folder / "aiperf"
+    command = [str(program), "profile", "-m", bench.address.model, "--url", f"http://{bench.address.http}"]
+    command += ["--endpoint-type", "template", "--streaming", "--ui", "none"]
+    command += ["--custom-endpoint", f"/v2/models/{bench.address.model}/generate_stream"]
+    command += ["--extra-inputs", f"payload_template:{bench.folder / 'template.json'}"]
+    command += ["--extra-inputs", "response_field:text_output", "--tokenizer", str(tokenizer.resolve())]
+    command += ["--input-file", str(bench.folder / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
+    command += ["--concurrency", str(size.users), "--benchmark-duration", str(size.seconds)]
+    command += ["--workers-max", "1", "--output-artifact-dir", str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads((out / "profile_export_aiperf.json").read_text())
+    return {
+        "ttft_ms": found["time_to_first_token"]["avg"],
+        "tpot_ms": found["inter_token_latency"]["avg"],
+        "requests_per_s": found["request_throughput"]["avg"],
+        "output_tokens_per_s": found["output_token_throughput"]["avg"],
+    }
+
+
+def note(number: int, name: str, figures: Figures) -> None:
+    print(number, f"{name:24}", {key: round(value, 2) for key, value in figures.items()}, flush=True)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    size = Size(options.users, options.seconds, options.prompt_tokens, options.output_tokens)
+    vocab = json.loads((options.model / "config.json").read_text())["vocab_size"]
+    tools = {
+        "bench gRPC": partial(with_bench, "grpc://{grpc}/{model}"),
+        "locust GrpcStreamUser": partial(with_locust, "GrpcStreamUser"),
+        "bench generate_stream": partial(with_bench, "http://{http}/v2/models/{model}/generate_stream"),
+        "locust HttpStreamUser": partial(with_locust, "HttpStreamUser"),
+    }
+    if options.aiperf:
+        tools["aiperf"] = partial(with_aiperf, options.aiperf, options.model)
     settings = {
         "enable_prefix_caching": False,
-        "num_threads": arguments.threads,
+        "num_threads": options.threads,
         "kv_cache_memory_mb": 256,
         "max_model_len": 2048,
     }
-    with tempfile.TemporaryDirectory() as scratch, served(arguments.model, settings) as address:
+    with tempfile.TemporaryDirectory() as scratch, served(options.model, settings) as address:
         bench = Bench(address, size, Path(scratch), vocab)
         write_inputs(bench.folder, size, vocab)
-        for repeat in range(-1, arguments.repeats):  # warm-up first
-            for name, run in tools.items():
-                figures = run(bench if repeat >= 0 else bench._replace(size=size._replace(seconds=3)))
-                if repeat >= 0:
-                    samples[name].append(figures)
-                    print(
-                        repeat + 1, f"{name:24}", {key: round(value, 2) for key, value in figures.items()}, flush=True
-                    )
+        for run in tools.values():
+            run(bench._replace(size=size._replace(seconds=min(3, size.seconds))))
+        runs = {name: partial(run, bench) for name, run in tools.items()}
+        samples = in_turns(runs, options.repeats, warm_up=0, note=note)
     return {"size": size._asdict(), "settings": settings, "samples": samples, "differences": differences(samples)}
 
 
@@ -198,24 +186,21 @@ def aiperf_version(program: Path | None) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="a folder of benchmarks/random_model.py: a word is a token")
-    parser.add_argument("--aiperf", type=Path, help="the program")
-    parser.add_argument("--users", type=int, default=2)
-    parser.add_argument("--seconds", type=int, default=20, help="of each run")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of the engine: the tools need a core of their own")
-    parser.add_argument("--save", action="store_true")
-    arguments = parser.parse_args()
-    result = record.environment("locust", "torch")
-    result["versions"] |= aiperf_version(arguments.aiperf)
-    result |= measure(arguments)
+    study = Study("agreement", __doc__, "locust", "torch")
+    study.add_argument("model", type=Path, help="a folder of benchmarks/random_model.py: a word is a token")
+    study.add_argument("--aiperf", type=Path, help="the program")
+    study.add_argument("--users", type=int, default=2)
+    study.add_argument("--seconds", type=int, default=20, help="of each run")
+    study.add_argument("--prompt-tokens", type=int, default=64)
+    study.add_argument("--output-tokens", type=int, default=64)
+    study.add_argument("--repeats", type=int, default=3)
+    study.add_argument("--threads", type=int, default=1, help="of the engine: the tools need a core of their own")
+    options = study.begin()
+    study.facts["versions"] |= aiperf_version(options.aiperf)
+    result = measure(options)
     for pair, figures in result["differences"].items():
         print(pair, {key: f"{value:+.1%}" for key, value in figures.items()})
-    if arguments.save:
-        print(record.save("agreement", result))
+    study.save(result)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Latency of the engine's loop: from arrival to first step, and the longest turn.
 
     python benchmarks/loop_latency.py [--blocks 20000 75000 200000] [--strategy continuous static dynamic]
-        [--repeats 10] [--json] [--save]
+        [--repeats 10] [--save]
 
 `EngineServer.serve` runs with the real scheduler, a device that answers at once, and messages in memory. In each
 repeat a lone request for one token reaches the idle engine; `static` has a timeout of 50 ms. Reported are
@@ -11,8 +11,7 @@ may depend on the number of blocks: an H200 has pools of 200,000.
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -20,17 +19,18 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import zmq
 
-import record
+from study import Study, show
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
-from tidewheel.engine.messages import PROTOCOL, AddRequest, EngineInfo, Hello, encoder
+from tidewheel.engine.messages import PROTOCOL, AddRequest, Hello, encoder
 from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import EngineServer
 from tidewheel.sampling import SamplingParams
+from tidewheel.simulate.cost_model import H200_8B
+from tidewheel.simulate.simulated_engine import simulated_info
 
 BLOCK_SIZE = 64
-VOCAB_SIZE = 32_000
 PROMPT = np.arange(3, 35, dtype=np.int32).tobytes()
 IDENTITY = b"front end"
 BATCH_TIMEOUT_MS = 50.0
@@ -124,19 +124,13 @@ class Line:
         self.left -= 1
 
 
-def engine_info(config: EngineConfig, num_blocks: int) -> EngineInfo:
-    return EngineInfo(
-        pid=0, model=config.model, architecture="none", device="cpu", dtype="", vocab_size=VOCAB_SIZE,
-        max_model_len=8192, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-        block_size=BLOCK_SIZE, num_blocks=num_blocks, weights_bytes=0, activation_bytes=0, kv_cache_bytes=0,
-        enable_prefix_caching=True, load_seconds=0.0,
-    )  # fmt: skip
-
-
 def measure(strategy: str, num_blocks: int, repeats: int) -> Latency:
     timeout = {"batch_timeout_ms": BATCH_TIMEOUT_MS} if strategy == "static" else {}
-    config = EngineConfig(model="none", scheduling_strategy=strategy, **timeout)
-    info = engine_info(config, num_blocks)
+    config = EngineConfig(
+        model="none", scheduling_strategy=strategy, num_blocks=num_blocks, block_size=BLOCK_SIZE,
+        async_scheduling=False, **timeout,
+    )  # fmt: skip
+    info = simulated_info(config, H200_8B, max_model_len=8192)
     device = Device()
     line = Line(device, repeats + 1)
     server = EngineServer(
@@ -157,28 +151,15 @@ def measure(strategy: str, num_blocks: int, repeats: int) -> Latency:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[20_000, 75_000, 200_000])
-    parser.add_argument("--strategy", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
-    parser.add_argument("--repeats", type=int, default=10, help="requests of each case")
-    parser.add_argument("--json", action="store_true", help="machine readable, one list")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/loop_latency.json")
-    options = parser.parse_args()
-    environment = record.environment("numpy", "pyzmq")
-    found = [
-        measure(strategy, num_blocks, options.repeats)
-        for strategy in options.strategy
-        for num_blocks in options.blocks
-    ]
-    if options.save:
-        record.save("loop_latency", {**environment, "unit": "ms", "latencies": [asdict(one) for one in found]})
-    if options.json:
-        print(json.dumps([asdict(one) for one in found]))
-        return
-    columns = tuple(asdict(found[0]))
-    print(" ".join(f"{name:>14}" for name in columns))
-    for one in found:
-        print(" ".join(f"{value!s:>14}" for value in asdict(one).values()))
+    study = Study("loop_latency", __doc__, "numpy", "pyzmq")
+    study.add_argument("--blocks", type=int, nargs="+", default=[20_000, 75_000, 200_000])
+    study.add_argument("--strategy", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
+    study.add_argument("--repeats", type=int, default=10, help="requests of each case")
+    options = study.begin()
+    cases = itertools.product(options.strategy, options.blocks)
+    found = [asdict(measure(strategy, num_blocks, options.repeats)) for strategy, num_blocks in cases]
+    show(found)
+    study.save({"unit": "ms", "latencies": found})
 
 
 if __name__ == "__main__":

@@ -21,17 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import record
 from offered_load import offer, run
 from serving import Address, metric, served
+from study import Study
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.stats import quantile
-from tidewheel.bench.values import Offered, Outcome
+from tidewheel.bench.values import Outcome
 from tidewheel.record.events import Added, Scheduled
 from tidewheel.simulate.replay import Recording, measured_steps
 
-INPUTS = (16, 112)
-OUTPUTS = (8, 56)
+INPUTS, OUTPUTS = (16, 112), (8, 56)  # least and most tokens
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
@@ -40,11 +39,11 @@ SETTINGS: dict[str, Any] = {
     "max_waiting_requests": 4,
     "ageing_s": 0.2,
 }
+Mix = Sequence[tuple[float, dict[str, Any]]]  # shares of requests, and their parameters
 CLASSES = {"CRITICAL": 1, "HIGH": 2, "NORMAL": 3, "LOW": 4}
 CRITICAL_SHARE = 0.2
 OTHERS = {"HIGH": 0.25, "NORMAL": 0.45, "LOW": 0.3}  # of the rest
 SWEEP = (0.5, 0.75, 1.0, 1.25, 1.5)
-PORTS = 18_700
 
 
 def step_seconds(folder: Path) -> list[float]:
@@ -77,16 +76,20 @@ def low_waits(folder: Path, since: float) -> LowWaits:
     return LowWaits(len(low), max((start - arrival for start, arrival in low), default=math.nan), overtakers)
 
 
-def class_mix(load: float) -> list[tuple[float, dict[str, Any]]]:
+def class_mix(load: float) -> Mix:
     """Return the classes' (share, parameters) at `load` times the capacity."""
     critical = CRITICAL_SHARE / load
     rest = {name: share * (1.0 - critical) for name, share in OTHERS.items()}
     return [(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()]
 
 
+def send(address: Address, rate: float, seconds: float, rng: random.Random, mix: Mix = ((1.0, {}),)) -> list[Outcome]:
+    times = poisson_arrivals(rate, seconds, rng)
+    return run(address.grpc, address.model, offer(times, mix, INPUTS, OUTPUTS, rng))
+
+
 def measure_capacity(address: Address, seconds: float, rng: random.Random) -> float:
-    times = poisson_arrivals(40.0, seconds, rng)
-    outcomes = run(address.grpc, address.model, offer(times, [(1.0, {})], INPUTS, OUTPUTS, rng))
+    outcomes = send(address, 40.0, seconds, rng)
     return throughput([o for o in outcomes if o.finish_reason == "length"], seconds)
 
 
@@ -145,33 +148,22 @@ def is_idle_soon(address: Address) -> bool:
     return False
 
 
-def at_load(address: Address, capacity: float, load: float, seconds: float, rng: random.Random) -> list[Outcome]:
-    times = poisson_arrivals(load * capacity, seconds, rng)
-    return run(address.grpc, address.model, offer(times, class_mix(load), INPUTS, OUTPUTS, rng))
-
-
-def critical_alone(address: Address, capacity: float, seconds: float, rng: random.Random) -> list[Outcome]:
-    times = poisson_arrivals(CRITICAL_SHARE * capacity, seconds, rng)
-    work: list[Offered] = offer(times, [(1.0, {"priority": 1})], INPUTS, OUTPUTS, rng)
-    return run(address.grpc, address.model, work)
-
-
 def measure(address: Address, recording: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(arguments.seed)
     ttft_s, tpot_s = arguments.ttft, arguments.tpot
-    run(address.grpc, address.model, offer([0.0, 0.1, 0.2], [(1.0, {})], INPUTS, OUTPUTS, rng))
+    send(address, 10.0, 0.3, rng)  # warm-up
     capacity = measure_capacity(address, arguments.sweep_seconds, rng)
     print(f"capacity {capacity:.2f} requests/s")
-    alone = critical_alone(address, capacity, max(120.0, arguments.seconds), rng)
+    alone = send(address, CRITICAL_SHARE * capacity, max(120.0, arguments.seconds), rng, [(1.0, {"priority": 1})])
     unloaded = quantile([o.first_token for o in alone if o.first_token is not None], 0.99)
     print(f"CRITICAL alone: {len(alone)} requests, p99 TTFT {unloaded * 1e3:.0f} ms")
     sweep = {}
     for load in SWEEP:
-        outcomes = at_load(address, capacity, load, arguments.sweep_seconds, rng)
+        outcomes = send(address, load * capacity, arguments.sweep_seconds, rng, class_mix(load))
         sweep[str(load)] = goodput(outcomes, arguments.sweep_seconds, ttft_s, tpot_s)
         print(f"load {load:4.2f}: goodput {sweep[str(load)]:.2f} requests/s")
     num_steps, begin = len(step_seconds(recording)), time.monotonic()
-    outcomes = at_load(address, capacity, 2.0, arguments.seconds, rng)
+    outcomes = send(address, 2.0 * capacity, arguments.seconds, rng, class_mix(2.0))
     steps = step_seconds(recording)[num_steps:]
     table = by_class(outcomes)
     overload = goodput(outcomes, arguments.seconds, ttft_s, tpot_s)
@@ -205,26 +197,6 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a model that tidewheel serves")
-    parser.add_argument("--seconds", type=float, default=120.0, help="of twice the capacity")
-    parser.add_argument("--sweep-seconds", type=float, default=40.0, help="of every other load")
-    parser.add_argument("--ttft", type=float, default=1.0, help="objective: time to first token, s")
-    parser.add_argument("--tpot", type=float, default=0.1, help="objective: time per output token, s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/overload.json")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        recording = Path(folder)
-        with served(arguments.folder, {**SETTINGS, "record": str(recording)}, ports=PORTS) as address:
-            result = measure(address, recording, arguments)
-    result = {**record.environment("torch", "tritonclient"), "settings": SETTINGS, **result}
-    print_summary(result)
-    if arguments.save:
-        print(record.save("overload", result))
-
-
 def print_summary(result: dict[str, Any]) -> None:
     overload, critical = result["overload"], result["critical"]
     print(
@@ -241,11 +213,27 @@ def print_summary(result: dict[str, Any]) -> None:
     )
     print(f"refusals within 50 ms: {overload['refusals_within_50_ms']:.1%}; unanswered: {overload['unanswered']}")
     for name, row in overload["classes"].items():
-        print(
-            f"  {name:8} offered {row['offered']:5} finished {row['finished']:5} "
-            f"TTFT p50 {row['ttft_s']['p50'] * 1e3:6.0f} p99 {row['ttft_s']['p99'] * 1e3:6.0f} "
-            f"max {row['ttft_s']['max'] * 1e3:6.0f} ms  {row['refused_or_shed']}"
-        )
+        ttft = " ".join(f"{key} {1e3 * value:6.0f}" for key, value in row["ttft_s"].items())
+        refused = row["refused_or_shed"]
+        print(f"  {name:8} offered {row['offered']:5} finished {row['finished']:5} TTFT {ttft} ms  {refused}")
+
+
+def main() -> None:
+    study = Study("overload", __doc__, "torch", "tritonclient")
+    study.add_argument("folder", type=Path, help="a model that tidewheel serves")
+    study.add_argument("--seconds", type=float, default=120.0, help="of twice the capacity")
+    study.add_argument("--sweep-seconds", type=float, default=40.0, help="of every other load")
+    study.add_argument("--ttft", type=float, default=1.0, help="objective: time to first token, s")
+    study.add_argument("--tpot", type=float, default=0.1, help="objective: time per output token, s")
+    study.add_argument("--seed", type=int, default=0)
+    options = study.begin()
+    with (
+        tempfile.TemporaryDirectory() as recording,
+        served(options.folder, {**SETTINGS, "record": recording}) as address,
+    ):
+        result = measure(address, Path(recording), options)
+    print_summary(result)
+    study.save({"settings": SETTINGS, **result})
 
 
 if __name__ == "__main__":

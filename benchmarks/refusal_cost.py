@@ -1,7 +1,7 @@
 """Host time of a refusal, paid by the thread that runs the steps.
 
     python benchmarks/refusal_cost.py [--waiting 1024 4096 8192 16384] [--policy …] [--tenants 1 16 4096 16384]
-        [--repeats 1000] [--seconds 3] [--json] [--save]
+        [--repeats 1000] [--seconds 3] [--save]
 
 Times are microseconds of one call:
 
@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
-import record
-from tidewheel.engine.messages import AddRequest, EngineInfo, encoder, to_engine_decoder
+from study import Study, show
+from tidewheel.config import EngineConfig
+from tidewheel.engine.messages import AddRequest, encoder, to_engine_decoder
 from tidewheel.engine.requests import SessionTtl, to_requests
 from tidewheel.errors import Busy
 from tidewheel.kvcache.manager import KVCacheManager
@@ -37,11 +36,14 @@ from tidewheel.sampling import MAX_LOGIT_BIAS, SamplingParams, pack_biases
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.cost_model import H200_8B
+from tidewheel.simulate.simulated_engine import simulated_info
 from tidewheel.tenants import TenantLimits
 
 GOAL_US = 50.0
 BLOCK_SIZE = 16
-VOCAB_SIZE = 32_000
+MAX_MODEL_LEN = 1 << 17
+NUM_BLOCKS = 1 << 14
 PROMPT_TOKENS = 16
 NUM_DISPLACED = 4000
 MIN_REPEATS = 3
@@ -85,13 +87,13 @@ class Scene:
         config = SchedulerConfig(
             max_num_seqs=8,
             max_num_batched_tokens=2048,
-            max_model_len=1 << 17,
+            max_model_len=MAX_MODEL_LEN,
             max_waiting_requests=setting.waiting,
             max_waiting_tokens=setting.waiting * PROMPT_TOKENS + setting.spare_tokens,
             policy=setting.policy,
             tenants={"limited": TenantLimits(requests_per_s=setting.requests_per_s)},
         )
-        self.scheduler = Scheduler(config, KVCacheManager(1 << 14, BLOCK_SIZE, enable_prefix_caching=True))
+        self.scheduler = Scheduler(config, KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True))
 
     def fill(self, number: int) -> None:
         for _ in range(number):
@@ -160,40 +162,25 @@ def full(setting: Setting, patience: Patience) -> Cost:
     return cost("full", setting, once, patience)
 
 
-def evicting(setting: Setting, patience: Patience) -> Cost:
+def evicting(setting: Setting, patience: Patience, case: str = "evicting", length: int = PROMPT_TOKENS) -> Cost:
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
     def once() -> tuple[float, str]:
-        newcomer = scene.request(tenant="new", priority=Priority.HIGH)
-        microseconds, outcome, num_evicted = scene.timed_add(newcomer)
-        scene.scheduler.cancel(newcomer.request_id)
-        scene.fill(num_evicted)
-        return microseconds, outcome
-
-    return cost("evicting", setting, once, patience)
-
-
-def displacing(setting: Setting, patience: Patience) -> Cost:
-    scene = Scene(setting)
-    scene.fill(setting.waiting)
-
-    def once() -> tuple[float, str]:
-        length = NUM_DISPLACED * PROMPT_TOKENS
         newcomer = scene.request(tenant="new", length=length, priority=Priority.HIGH)
         microseconds, outcome, num_evicted = scene.timed_add(newcomer)
         scene.scheduler.cancel(newcomer.request_id)
         scene.fill(num_evicted)
         return microseconds, outcome
 
-    return cost("displacing", setting, once, patience)
+    return cost(case, setting, once, patience)
 
 
-ENGINE = EngineInfo(
-    pid=0, model="none", architecture="none", device="none", dtype="", vocab_size=VOCAB_SIZE, max_model_len=1 << 17,
-    max_num_seqs=8, max_num_batched_tokens=2048, block_size=BLOCK_SIZE, num_blocks=1 << 14, weights_bytes=0,
-    activation_bytes=0, kv_cache_bytes=0, enable_prefix_caching=True, load_seconds=0.0,
-)  # fmt: skip
+ENGINE = simulated_info(
+    EngineConfig(model="none", max_num_seqs=8, max_num_batched_tokens=2048, num_blocks=NUM_BLOCKS),
+    H200_8B,
+    max_model_len=MAX_MODEL_LEN,
+)
 TTL = SessionTtl(300.0, 3600.0)
 
 
@@ -252,7 +239,8 @@ def measure(options: argparse.Namespace) -> Iterator[Cost]:
         yield evicting(setting, patience)
     for policy, tenants in itertools.product(options.policy, (16, 4096)):
         crowd = Setting(policy=policy, waiting=8192, tenants=tenants, spare_tokens=0)
-        yield displacing(crowd, Patience(max(MIN_REPEATS, options.repeats // 50), options.seconds))
+        few = Patience(max(MIN_REPEATS, options.repeats // 50), options.seconds)
+        yield evicting(crowd, few, "displacing", NUM_DISPLACED * PROMPT_TOKENS)
     for number in (0, MAX_LOGIT_BIAS):
         limited = Setting(policy="priority", waiting=4096, requests_per_s=1e-6)
         yield message(f"message, rate, {number} biases", limited, patience, num_biases=number)
@@ -261,37 +249,18 @@ def measure(options: argparse.Namespace) -> Iterator[Cost]:
     yield message("message, n=16", Setting(policy="priority", waiting=4096), patience, n=16)
 
 
-COLUMNS = ("case", "outcome", "policy", "waiting", "tenants", "repeats", "median_us", "p99_us", "max_us")
-WIDTHS = (27, 12, 9, 8, 8, 8, 10, 10, 10)
-
-
-def show(values: tuple[object, ...]) -> None:
-    print(" ".join(f"{value:>{width}}" for value, width in zip(map(str, values), WIDTHS, strict=True)), flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--waiting", type=int, nargs="+", default=[1024, 4096, 8192, 16384])
-    parser.add_argument("--policy", nargs="+", default=list(POLICIES), choices=list(POLICIES))
-    parser.add_argument("--tenants", type=int, nargs="+", default=[1, 16, 4096, 16384])
-    parser.add_argument("--repeats", type=int, default=1000, help="calls of a case, at most")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a case, at most")
-    parser.add_argument("--json", action="store_true", help="machine readable, one list")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/refusal_cost.json")
-    options = parser.parse_args()
-    environment = record.environment("numpy", "msgspec")
-    if not options.json:
-        print(f"{os.cpu_count()} cores; the goal for a refusal is {GOAL_US:g} us")
-        show(COLUMNS)
-    costs = []
-    for found in measure(options):
-        costs.append(asdict(found))
-        if not options.json:
-            show(tuple(costs[-1][name] for name in COLUMNS))
-    if options.save:
-        record.save("refusal_cost", {**environment, "unit": "us", "costs": costs})
-    if options.json:
-        print(json.dumps(costs))
+    study = Study("refusal_cost", __doc__, "numpy", "msgspec")
+    study.add_argument("--waiting", type=int, nargs="+", default=[1024, 4096, 8192, 16384])
+    study.add_argument("--policy", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    study.add_argument("--tenants", type=int, nargs="+", default=[1, 16, 4096, 16384])
+    study.add_argument("--repeats", type=int, default=1000, help="calls of a case, at most")
+    study.add_argument("--seconds", type=float, default=3.0, help="of a case, at most")
+    options = study.begin()
+    costs = [asdict(cost) for cost in measure(options)]
+    show(costs)
+    print(f"the goal for a refusal is {GOAL_US:g} us")
+    study.save({"unit": "us", "costs": costs})
 
 
 if __name__ == "__main__":

@@ -1,35 +1,35 @@
 """Host time of scheduling: `schedule` + `apply` of the real Scheduler, with free tokens.
 
-    python benchmarks/scheduler_cost.py --running 256 4096 [--policy priority fair] [--finished 0 20000] [--json]
+    python benchmarks/scheduler_cost.py --running 256 4096 [--policy priority fair] [--finished 0 20000] [--save]
 
 In steady decoding with prefix caching, each step gives every row a token, and allocates, hashes and registers blocks
 for one row in `block_size`, as rows stand at different places. `--finished N` first runs N requests to their end: the
-cost must not depend on them. `--save` records the results.
+cost must not depend on them.
 
     python benchmarks/scheduler_cost.py --against DIR [--rounds 5] …
 
 compares with another checkout, such as a git worktree of an older commit, in processes that take turns, so machine
-drift hits both. Figures are medians of rounds; a ratio below 1 means this checkout is faster.
+drift hits both. Figures are medians of rounds; a ratio below 1 means this checkout is faster. `--save` then writes
+scheduler_cost_comparison.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import record
+from study import ROOT, Study, in_turns, show, summary
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -158,13 +158,10 @@ def commit_of(checkout: Path) -> str:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    sides = {"this": record.ROOT, "against": options.against.resolve()}
-    rounds: dict[str, list[list[dict[str, Any]]]] = {side: [] for side in sides}
-    for number in range(options.rounds):
-        for side in sorted(sides, reverse=number % 2 == 0):  # alternates which goes first
-            rounds[side].append(run_in(sides[side], options))
+    runs = {"against": lambda: run_in(options.against.resolve(), options), "this": lambda: run_in(ROOT, options)}
+    rounds = in_turns(runs, options.rounds, warm_up=0)
     return [
-        compare_case({side: [costs[index] for costs in rounds[side]] for side in sides})
+        compare_case({side: [costs[index] for costs in rounds[side]] for side in runs})
         for index in range(len(rounds["this"][0]))
     ]
 
@@ -172,66 +169,50 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
 def compare_case(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     case: dict[str, Any] = {name: samples["this"][0][name] for name in KEY}
     for name in MEASURED:
-        figures = {side: record.summary([cost[name] for cost in costs]) for side, costs in samples.items()}
+        figures = {side: summary([cost[name] for cost in costs]) for side, costs in samples.items()}
         ratio = figures["this"]["median"] / figures["against"]["median"]
         case[name] = {**figures, "ratio": round(ratio, 3)}
     return case
 
 
-def report_comparison(options: argparse.Namespace, environment: dict[str, Any]) -> None:
-    cases = compare(options)
-    if options.save:
-        commits = {"this": commit_of(record.ROOT), "against": commit_of(options.against)}
-        result = {"unit": "us", "rounds": options.rounds, "commits": commits, "cases": cases}
-        record.save("scheduler_cost_comparison", {**environment, **result})
-    if options.json:
-        print(json.dumps(cases))
-        return
-    show(("running", "policy", "finished", "of a step", "against_us", "this_us", "ratio"))
-    for case in cases:
-        for name in MEASURED:
-            figures = case[name]
-            medians = [round(figures[side]["median"], 1) for side in ("against", "this")]
-            show((*(case[key] for key in KEY), name, *medians, figures["ratio"]))
-
-
-def show(values: Sequence[object]) -> None:
-    print(" ".join(f"{value!s:>12}" for value in values))
+def rows_of(case: dict[str, Any]) -> list[dict[str, object]]:
+    key = {name: case[name] for name in KEY}
+    return [
+        {
+            **key,
+            "of a step": name,
+            "against_us": round(case[name]["against"]["median"], 1),
+            "this_us": round(case[name]["this"]["median"], 1),
+            "ratio": case[name]["ratio"],
+        }
+        for name in MEASURED
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of schedule + apply per step, in microseconds.")
-    parser.add_argument("--running", type=int, nargs="+", default=[256, 4096], help="running requests")
-    parser.add_argument("--finished", type=int, nargs="+", default=[0], help="requests that end first")
-    parser.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to be compared with this one")
-    parser.add_argument("--rounds", type=int, default=5, help="of a comparison (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="machine readable, one list")
-    parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/scheduler_cost.json, or …_comparison.json"
-    )
-    options = parser.parse_args()
-    environment = record.environment("numpy")
+    study = Study("scheduler_cost", __doc__, "numpy")
+    study.add_argument("--running", type=int, nargs="+", default=[256, 4096], help="running requests")
+    study.add_argument("--finished", type=int, nargs="+", default=[0], help="requests that end first")
+    study.add_argument("--policy", nargs="+", default=["priority"], choices=list(POLICIES))
+    study.add_argument("--steps", type=int, default=2000)
+    study.add_argument("--against", type=Path, metavar="DIR", help="another checkout, to be compared with this one")
+    study.add_argument("--rounds", type=int, default=5, help="of a comparison (default: %(default)s)")
+    study.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
+    options = study.begin()
     if options.against is not None:
-        report_comparison(options, environment)
+        cases = compare(options)
+        show(row for case in cases for row in rows_of(case))
+        commits = {"this": commit_of(ROOT), "against": commit_of(options.against)}
+        result = {"unit": "us", "rounds": options.rounds, "commits": commits, "cases": cases}
+        study.save(result, "scheduler_cost_comparison")
         return
-    costs = [
-        Bench(running, options.steps, policy).run(finished)
-        for policy in options.policy
-        for finished in options.finished
-        for running in options.running
-    ]
-    if options.save:
-        record.save("scheduler_cost", {**environment, "unit": "us", "costs": [asdict(cost) for cost in costs]})
+    cases = itertools.product(options.policy, options.finished, options.running)
+    costs = [asdict(Bench(running, options.steps, policy).run(finished)) for policy, finished, running in cases]
     if options.json:
-        print(json.dumps([asdict(cost) for cost in costs]))
+        print(json.dumps(costs))
         return
-    print(f"python {platform.python_version()}, numpy {np.__version__}, {platform.processor() or platform.machine()}")
-    columns = ("running", "policy", "finished", "steps", "median_us", "p99_us", "schedule_us", "apply_us")
-    show(columns)
-    for cost in costs:
-        show([asdict(cost)[name] for name in columns])
+    show(costs)
+    study.save({"unit": "us", "costs": costs})
 
 
 if __name__ == "__main__":

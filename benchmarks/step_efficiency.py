@@ -172,6 +172,7 @@ def main() -> None:
     if arguments.serve:
         serve(*arguments.serve, arguments.options)
     import record
+
     from random_model import SHAPES, Shape, make_model
 
     environment = record.environment("torch", "numpy")

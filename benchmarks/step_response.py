@@ -11,15 +11,12 @@ Prints how each settled. `--save` writes benchmarks/results/step_response_<name>
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import record
 from step_models import (
     SEED,
     GovernorScenario,
@@ -30,12 +27,12 @@ from step_models import (
     run_tpot,
     run_window,
 )
+from study import RESULTS, Study, show
 from tidewheel.scheduler.budget import KV_HIGH, KV_LOW
 from tidewheel.scheduler.strategy import MAX_WINDOW_S, MIN_WINDOW_S, TOLERANCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 NUM_POINTS = 200
 TAIL = 0.3  # end of a phase, taken as settled
@@ -68,8 +65,8 @@ def changes_of(*schedules: tuple[tuple[float, float], ...]) -> list[float]:
     return sorted({begin for schedule in schedules for begin, _ in schedule})
 
 
-def draw_tpot(figure: Figure, trace: Trace, scenario: TpotScenario) -> None:
-    above, below = figure.subplots(2, 1, sharex=True)
+def draw_tpot(panels: list[Axes], trace: Trace, scenario: TpotScenario) -> None:
+    above, below = panels
     seconds = trace["seconds"]
     above.plot(seconds, trace["tpot_ms"], label="TPOT (time of a step)", linewidth=0.8)
     above.step(seconds, trace["target_ms"], "k--", where="post", label="target_tpot_ms")
@@ -82,12 +79,12 @@ def draw_tpot(figure: Figure, trace: Trace, scenario: TpotScenario) -> None:
     below.set(ylabel="tokens of a step", xlabel="time, s", ylim=(0, 1.1 * scenario.max_budget))
     notes = [(begin, f"{rows} rows decode") for begin, rows in scenario.rows]
     notes += [(begin, f"target {1e3 * target:g} ms") for begin, target in scenario.targets[1:]]
-    annotate((above, below), notes)
+    annotate(panels, notes)
 
 
-def draw_governor(figure: Figure, trace: Trace, scenario: GovernorScenario) -> None:
+def draw_governor(panels: list[Axes], trace: Trace, scenario: GovernorScenario) -> None:
     free = run_governor(scenario, governed=False)
-    top, middle, bottom = figure.subplots(3, 1, sharex=True)
+    top, middle, bottom = panels
     seconds = trace["seconds"]
     top.plot(free["seconds"], free["running"], color="lightgray", label="running, no governor")
     top.plot(seconds, trace["running"], "C2", linewidth=0.8, label="running")
@@ -107,11 +104,11 @@ def draw_governor(figure: Figure, trace: Trace, scenario: GovernorScenario) -> N
     bottom.hlines(1e3 * target, begin, scenario.seconds, "k", "--", label="governor_target_latency_ms")
     bottom.set(ylabel="step, ms", xlabel="time, s", ylim=(0, None))
     notes = [(begin, f"outputs of {mean:g} tokens") for begin, mean in scenario.mean_outputs]
-    annotate((top, middle, bottom), [*notes, (begin, f"step target {1e3 * target:g} ms")])
+    annotate(panels, [*notes, (begin, f"step target {1e3 * target:g} ms")])
 
 
-def draw_window(figure: Figure, trace: Trace, scenario: WindowScenario) -> None:
-    above, below = figure.subplots(2, 1, sharex=True)
+def draw_window(panels: list[Axes], trace: Trace, scenario: WindowScenario) -> None:
+    above, below = panels
     seconds = trace["seconds"]
     above.plot(seconds, trace["latency_ms"], ".", markersize=2, color="lightgray", label="latency of a batch")
     above.plot(seconds, trace["smoothed_ms"], "C0", linewidth=0.8, label="smoothed")
@@ -124,10 +121,10 @@ def draw_window(figure: Figure, trace: Trace, scenario: WindowScenario) -> None:
     for limit in (MIN_WINDOW_S, MAX_WINDOW_S):
         below.axhline(1e3 * limit, color="gray", linestyle=":")
     below.set(ylabel="window, ms; requests", xlabel="time, s", ylim=(0, 115))
-    annotate((above, below), [(begin, f"{rate:g} requests/s") for begin, rate in scenario.arrivals_per_s])
+    annotate(panels, [(begin, f"{rate:g} requests/s") for begin, rate in scenario.arrivals_per_s])
 
 
-def annotate(axes: tuple[Axes, ...], notes: list[tuple[float, str]]) -> None:
+def annotate(axes: list[Axes], notes: list[tuple[float, str]]) -> None:
     """Draw changes through all plots, named in the topmost."""
     for axis in axes:
         for begin, _ in notes:
@@ -146,19 +143,21 @@ def annotate(axes: tuple[Axes, ...], notes: list[tuple[float, str]]) -> None:
 class Response(NamedTuple):
     scenario: Any
     run: Callable[[Any], Trace]
-    draw: Callable[[Figure, Trace, Any], None]
+    draw: Callable[[list[Axes], Trace, Any], None]
+    num_panels: int
     knob: str
     changes: list[float]
 
 
 def responses() -> dict[str, Response]:
     tpot, governor, window = TpotScenario(), GovernorScenario(), WindowScenario()
+    at_tpot = changes_of(tpot.rows, tpot.targets)
+    at_governor = changes_of(governor.mean_outputs, governor.targets)
+    at_window = changes_of(window.arrivals_per_s)
     return {
-        "tpot": Response(tpot, run_tpot, draw_tpot, "budget_tokens", changes_of(tpot.rows, tpot.targets)),
-        "governor": Response(
-            governor, run_governor, draw_governor, "max_num_seqs", changes_of(governor.mean_outputs, governor.targets)
-        ),
-        "window": Response(window, run_window, draw_window, "window_ms", changes_of(window.arrivals_per_s)),
+        "tpot": Response(tpot, run_tpot, draw_tpot, 2, "budget_tokens", at_tpot),
+        "governor": Response(governor, run_governor, draw_governor, 3, "max_num_seqs", at_governor),
+        "window": Response(window, run_window, draw_window, 2, "window_ms", at_window),
     }
 
 
@@ -167,47 +166,39 @@ def thinned(trace: Trace) -> Trace:
     return {name: [round(value, 3) for value in column[::stride]] for name, column in trace.items()}
 
 
-def save(name: str, response: Response, trace: Trace, found: list[Phase]) -> None:
-    import matplotlib
+def plot(name: str, response: Response, trace: Trace) -> None:
+    from tidewheel.bench import charts
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    result = {
-        **record.environment("numpy", "matplotlib"),
-        "what": "modelled engine, no device: how a controller answers, not how fast anything is",
-        "seed": SEED,
-        "settings": asdict(response.scenario),
-        "knob": response.knob,
-        "phases": [phase._asdict() for phase in found],
-        "trace": thinned(trace),
-    }
-    path = record.save(f"step_response_{name}", result)
-    path.write_text(json.dumps(result) + "\n")
-    figure = pyplot.figure(figsize=(10, 6.5), layout="constrained")
-    response.draw(figure, trace, response.scenario)
-    figure.savefig(path.with_suffix(".png"), dpi=100)
-    pyplot.close(figure)
+    figure, panels = charts.panels(rows=response.num_panels, width=10, height=6.5, sharex=True)
+    response.draw(panels, trace, response.scenario)
+    figure.savefig(RESULTS / f"{name}.png", dpi=100)
 
 
 def main() -> None:
     known = responses()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    study = Study("step_response_NAME", __doc__, "numpy", "matplotlib")
+    study.add_argument(
         "names", nargs="*", metavar="name", help=f"of {', '.join(known)}; all of them if none is given"
     )
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
+    options = study.begin()
     for name in options.names or known:
         if name not in known:
-            parser.error(f"{name!r} is none of {', '.join(known)}")
+            study.error(f"{name!r} is none of {', '.join(known)}")
         response = known[name]
         trace = response.run(response.scenario)
-        found = phases(trace, response.knob, response.changes)
-        for phase in found:
-            print(f"{name:9} {response.knob:14}", *(f"{key} {value:g}" for key, value in phase._asdict().items()))
+        found = [phase._asdict() for phase in phases(trace, response.knob, response.changes)]
+        show({"controller": name, "knob": response.knob, **phase} for phase in found)
+        result = {
+            "what": "modelled engine, no device: how a controller answers, not how fast anything is",
+            "seed": SEED,
+            "settings": asdict(response.scenario),
+            "knob": response.knob,
+            "phases": found,
+            "trace": thinned(trace),
+        }
+        study.save(result, f"step_response_{name}", indent=None)
         if options.save:
-            save(name, response, trace, found)
+            plot(f"step_response_{name}", response, trace)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tidewheel.bench.environment import command_line, environment
-from tidewheel.bench.text_tables import Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,11 +47,14 @@ def in_turns(
     warm_up: int = 1,
     note: Callable[[int, str, T], None] = lambda _number, _name, _result: None,
 ) -> dict[str, list[T]]:
-    """Run all in turn, so that a machine that drifts hits all alike; return what each gave after the warm-up."""
+    """Run all in turn, each second round backwards, so that a machine that drifts hits all alike.
+
+    Return what each gave after the warm-up.
+    """
     results: dict[str, list[T]] = {name: [] for name in runs}
     for number in range(1 - warm_up, repeats + 1):
-        for name, run in runs.items():
-            result = run()
+        for name in runs if number % 2 else reversed(runs):
+            result = runs[name]()
             if number > 0:
                 results[name].append(result)
                 note(number, name, result)
@@ -65,6 +67,8 @@ def summary(samples: list[float]) -> dict[str, Any]:
 
 def show(rows: Iterable[Mapping[str, object]]) -> None:
     """Print rows of one kind as a table."""
+    from tidewheel.bench.text_tables import Table  # older checkouts, which `--against` runs, lack it
+
     shown = [{name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in row.items()}
              for row in rows]  # fmt: skip
     print(Table(list(shown[0]), [list(row.values()) for row in shown]).as_text(), flush=True)

@@ -17,6 +17,7 @@ from typing import Any
 from offered_load import offer, run
 from overload import INPUTS, OUTPUTS, SETTINGS, measure_capacity
 from serving import served
+from study import Study
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.values import Outcome
 

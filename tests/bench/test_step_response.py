@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-import record
 import step_response
 from step_models import run_governor
+from study import RESULTS
 
 
 @pytest.mark.parametrize("name", ["tpot", "governor", "window"])
@@ -16,7 +16,7 @@ def test_the_record_shows_what_the_code_does(name: str) -> None:
     response = step_response.responses()[name]
     trace = response.run(response.scenario)
     found = step_response.phases(trace, response.knob, response.changes)
-    recorded = json.loads((record.RESULTS / f"step_response_{name}.json").read_text())["phases"]
+    recorded = json.loads((RESULTS / f"step_response_{name}.json").read_text())["phases"]
     assert [phase.begin_s for phase in found] == [phase["begin_s"] for phase in recorded]
     values = [phase["settled_value"] for phase in recorded]
     assert [phase.settled_value for phase in found] == pytest.approx(values, rel=0.02)

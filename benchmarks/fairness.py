@@ -20,7 +20,7 @@ from offered_load import offer, run
 from overload import INPUTS, OUTPUTS, PORTS, SETTINGS, measure_capacity
 from serving import served
 from tidewheel.bench.arrivals import poisson_arrivals
-from tidewheel.bench.values import Outcome
+from tidewheel.bench.outcome import Outcome
 
 SMALL_LOAD = 0.6  # of the capacity
 TIMES_AS_MUCH = 10

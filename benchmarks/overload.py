@@ -25,8 +25,8 @@ from offered_load import offer, run
 from serving import Address, metric, served
 from study import Study
 from tidewheel.bench.arrivals import poisson_arrivals
-from tidewheel.bench.stats import quantile
-from tidewheel.bench.values import Outcome
+from tidewheel.bench.estimates import quantile
+from tidewheel.bench.outcome import Outcome
 from tidewheel.record.events import Added, Scheduled
 from tidewheel.simulate.replay import Recording, measured_steps
 

@@ -19,7 +19,7 @@ from overload import INPUTS, OUTPUTS, SETTINGS, measure_capacity
 from serving import served
 from study import Study
 from tidewheel.bench.arrivals import poisson_arrivals
-from tidewheel.bench.values import Outcome
+from tidewheel.bench.outcome import Outcome
 
 SMALL_LOAD = 0.6  # of the capacity
 TIMES_AS_MUCH = 10

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offered_load import run
-from tidewheel.bench.values import Offered
+from tidewheel.bench.outcome import Offered
 from tidewheel.bench.worker_process import WorkerProcess
 from work_items import TEMPERATURE, WorkItem
 

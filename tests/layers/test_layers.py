@@ -63,7 +63,7 @@ WITHOUT_TORCH = [
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
     "tidewheel.bench.suites",
-    "tidewheel.bench.plots",
+    "tidewheel.bench.pictures",
     "tidewheel_client",
 ]
 

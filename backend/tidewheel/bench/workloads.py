@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench import BenchError
+from tidewheel.bench.outcome import Conversation, Offered
 from tidewheel.bench.trace_files import read_any_trace
-from tidewheel.bench.values import Conversation, Offered
 from tidewheel.simulate.lengths import Int32Array, Lengths
 from tidewheel.simulate.traces import NOBODY, Trace
 

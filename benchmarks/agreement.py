@@ -1,10 +1,8 @@
-"""Compares `tidewheel bench` with other load tools, in turns.
-
-Each tool keeps the same number of requests of one size in flight, on one server without prefix cache, with random
-prompts: locust's users with locust's statistics, and AIPerf where it is installed (`pip install aiperf`), whose
-template endpoint speaks Triton's generate_stream.
+"""Compare `tidewheel bench` with locust and AIPerf, in turns, on one server without prefix cache.
 
     python benchmarks/agreement.py build/qwen3-40m --aiperf ENVIRONMENT/bin/aiperf --save
+
+Each keeps as many random prompts of one size in flight. AIPerf (`pip install aiperf`) speaks generate_stream.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clocks of what is measured: real time, processor time, or none."""
+"""Real time, processor time, and time that only waiting moves."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
-"""Output tokens/s on CPU: the engine alone, through Triton, and transformers.
+"""Output tokens/s on CPU: the engine alone, through Triton, and transformers, in turns.
 
-    python benchmarks/cpu_engine.py                 64 mixed-length requests, 40M-parameter Qwen3 shape, greedy
     python benchmarks/cpu_engine.py --repeats 5 --save
 
-Targets take turns, so machine drift hits all alike. Weights are random; ids and output lengths are equal, ends of
-sequence are ignored, and every token counts once. transformers runs `generate` over static batches of similar length
-(left padding, to the longest output), and `generate_batch`.
+Mixed-length requests on random weights, greedy; ends of sequence are ignored. transformers runs `generate` over
+static batches of similar length (left padding, to the longest output), and `generate_batch`.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from gpu import peer_engine
+from gpu import offline_run
+from gpu.engine_steps import TimedLLM
 from random_model import make_model
 from roofline import SHAPES
 from serving import served
 from study import Study, in_turns, summary
-from tidewheel import LLM, SamplingParams
 from tidewheel_client import Client
 from work_items import WorkItem, mixed_lengths
 
@@ -38,16 +36,9 @@ LENGTHS = (16, 128)
 
 
 def in_process(folder: Path, dtype: str, threads: int) -> Run:
-    llm = LLM(str(folder), dtype=dtype, num_threads=threads, skip_tokenizer_init=True, max_model_len=512)
-
-    def run(work: list[WorkItem]) -> list[list[int]]:
-        prompts = [{"input_ids": item.input_ids} for item in work]
-        params = [
-            SamplingParams(temperature=0.0, max_tokens=item.num_output_tokens, ignore_eos=True) for item in work
-        ]
-        return [list(result.token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
-
-    return run
+    llm = TimedLLM(str(folder), dtype=dtype, num_threads=threads, skip_tokenizer_init=True, max_model_len=512)
+    llm.deliveries = []
+    return llm.greedy
 
 
 @contextmanager
@@ -104,7 +95,7 @@ def static_batches(folder: Path, dtype: torch.dtype) -> Run:
 
 
 def generate_batch(folder: Path, dtype: str) -> Run:
-    run = peer_engine.transformers({"model": str(folder), "dtype": dtype, "device": "cpu"})
+    run = offline_run.transformers({"model": str(folder), "dtype": dtype, "device": "cpu"})
     return lambda work: run([(item.input_ids, item.num_output_tokens) for item in work])
 
 

@@ -1,8 +1,8 @@
-"""CPU kernels beside torch's operations, on one thread, for a decode step of a 40M-parameter Qwen3.
+"""CPU kernels beside torch's operations, in turns on one thread, for a decode step of a 40M-parameter Qwen3.
 
     python benchmarks/cpu_kernels.py --save
 
-They take turns. Attention reads eight layers' caches in turn, as a step does, so keys come from memory.
+Attention reads the caches of eight layers in turn, as a step does, so that keys come from memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's core in this process, fed with requests when they are due, and one simulated replica beside it."""
+"""A trace on the engine's core in this process, or on one simulated replica."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GREEDY = SamplingParams(temperature=0.0)
 STOP_ID = 2
 ORDINARY_ID = 3
 FIRST_ID = 4  # of prompts
-RAMP_UP, DRAIN = 0.2, 0.7  # shares of ends, between which as many run as may
+RAMP_UP, DRAIN = 0.2, 0.7  # shares of ends
 
 
 class Engine(NamedTuple):
@@ -110,10 +110,7 @@ class EndingTokens(NamedTuple):
 
 
 class EndingRunner:
-    """Runner whose requests sample their stop token at the trace's length, unknown to the scheduler.
-
-    A random model would end anywhere.
-    """
+    """Runner whose requests sample their stop token at the trace's length; a random model would end anywhere."""
 
     def __init__(self, runner: LoadedRunner, trace: Trace) -> None:
         self._runner = runner
@@ -136,7 +133,6 @@ class RealRun(NamedTuple):
 def run_engine(
     engine: Engine, trace: Trace, config: EngineConfig | None = None, *, cpu_clock: bool = False
 ) -> RealRun:
-    """Run a trace on the engine, by real or by processor time."""
     clock: Clock = CpuClock() if cpu_clock else WallClock()
     outcomes, contents = Outcomes(trace), Contents(trace)
     vocab, most = engine.info.vocab_size - FIRST_ID, int(trace.output_tokens.max())
@@ -170,7 +166,7 @@ def run_engine(
 
 
 def steady_rate(outcomes: Outcomes, amounts: FloatArray) -> float:
-    """Return the amount that ends per second, without the ramp-up and the drain of requests that came at once."""
+    """Return the amount that ends per second between ramp-up and drain, where as many run as may."""
     order = np.argsort(outcomes.last_token)
     ends = outcomes.last_token[order]
     first, last = int(RAMP_UP * len(ends)), int(DRAIN * len(ends))
@@ -178,7 +174,6 @@ def steady_rate(outcomes: Outcomes, amounts: FloatArray) -> float:
 
 
 def simulate(trace: Trace, cost: CostModel, config: EngineConfig, info: EngineInfo) -> tuple[Simulator, Scheduler]:
-    """Run a trace on one simulated replica."""
     scheduler = build_scheduler(config, info)
     settings = ReplicaSettings(
         num_rows=info.max_num_seqs,

@@ -1,7 +1,8 @@
-"""How much of a row the sampling kernel rereads for its filters, on random logits.
+"""How much of a row the sampling kernel rereads for its filters, counted in numpy on random logits.
 
-``python benchmarks/filter_candidates.py``: repeats in numpy what the kernel decides (docs/kernels.md, "Sampling").
-Logits are normal with standard deviation `spread`; eight get `peak` on top.
+    python benchmarks/filter_candidates.py
+
+Logits are normal with standard deviation `spread`; eight get `peak` on top. docs/kernels.md, "Sampling".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Front-end time for hostile requests: stop strings, and refusals at the engine's door.
+"""Front-end time for hostile requests: stop strings, and refusals at the engine's door, in median microseconds.
 
-    python benchmarks/front_end_cost.py [--sent 4000 16384] [--rounds 200] [--save]
+    python benchmarks/front_end_cost.py --save
 
-Stop strings are of the worst legal request, on output that keeps most of them possible. No door figure may depend on
-`--sent`, the requests that the engine has not seen. `refuse` includes making the error. Medians, in microseconds.
+Stop strings are of the worst legal request, on output that keeps most of them possible. No figure of the door may
+depend on `--sent`. `refuse` includes making the error.
 """
 
 from __future__ import annotations

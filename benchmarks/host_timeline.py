@@ -1,12 +1,10 @@
-"""Host work of a decode step by part, and the device's wait for it: scheduling after a step is read (off), or one
-step ahead (on).
+"""Host work of a decode step by part, and the device's wait for it, without and with one step ahead.
 
-    python benchmarks/host_timeline.py [--model qwen3-0.6b llama-3.1-8b] [--running 256] [--context 512] [--save]
+    python benchmarks/host_timeline.py --save
 
-A whole engine process, from the ZeroMQ socket to the real `ModelRunner`, runs on a modelled device, and a client
-process reads the output. Steps take the seconds of the roofline (`roofline.py`), which no kernel beats, so the host's
-share is at its worst. Times are CPU time of the engine's thread without waits for the device: other programs may slow
-it but take no turns from it. With `--clock wall`, times are wall time and waits sleep.
+An engine, from the ZeroMQ socket to the real `ModelRunner`, runs on a modelled device; a client process reads its
+output. Steps take the seconds of `roofline.py`, which no kernel beats, so the host's share is at its worst. Times are
+CPU time of the engine's thread, so other programs take no part in it; `--clock wall` takes real time.
 
 Left out: the CUDA driver's launches (with graphs, two graph launches, three copies and three events a decode step),
 ZeroMQ's threads, and prompts.
@@ -185,7 +183,7 @@ class Engine:
         parts, core, runner = self.parts, server._core, self.runner
         core._receive = parts.wrapped(core._receive, "receive")
         core._deliver = parts.wrapped(core._deliver, "deliver")
-        core.step = parts.wrapped(core.step, "loop")  # type: ignore[method-assign]
+        core.step = parts.wrapped(core.step, "loop")
         parts.wrap(self.scheduler, "expire schedule", "schedule")
         parts.wrap(self.scheduler, "apply", "apply")
         parts.wrap(core, "room", "schedule")
@@ -200,9 +198,9 @@ class Engine:
             pending.wait = parts.wrapped(pending.wait, "wait")
             return pending
 
-        runner.launch = launched  # type: ignore[method-assign]
+        runner.launch = launched
         wait_until = self.clock.wait_until
-        self.clock.wait_until = parts.wrapped(wait_until, "device")  # type: ignore[method-assign]
+        self.clock.wait_until = parts.wrapped(wait_until, "device")
 
     def serve(self) -> tuple[Run, Timeline]:
         with tempfile.TemporaryDirectory() as folder, zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -243,10 +241,8 @@ class Engine:
             if num_full >= WARM_UP_STEPS:
                 self.ends.append(self.clock())
 
-        server._front_ends.flush = count  # type: ignore[method-assign]
-        server._keep_house = lambda _stop: (  # type: ignore[method-assign]
-            "measured" if len(self.ends) > self.num_steps else ""
-        )
+        server._front_ends.flush = count
+        server._keep_house = lambda _stop: "measured" if len(self.ends) > self.num_steps else ""
         return str
 
     def _run(self) -> Run:

@@ -1,20 +1,17 @@
-"""Preemptions and recomputed tokens with a KV cache smaller than its requests.
+"""Preemptions and recomputed tokens with a KV cache smaller than its requests, under the simulator's clock.
 
-    python benchmarks/kv_pressure.py [--requests 400] [--pool 50] [--rate 60] [--seeds 3] [--growth on off] [--save]
+    python benchmarks/kv_pressure.py --save
 
-The scheduler runs under the simulator's clock (an 8B model on an H200, by its data sheet). The pool holds `--pool`
-mean requests and `--rows` may run; output lengths vary widely and are hidden by one common `max_tokens`. Arrivals are
-Poisson, several times as fast as ends.
-
-A token is computed twice when a preempted request returns without its blocks. Figures by seed: preemptions per
-request, tokens computed over needed, output tokens per second until the last end. `--growth off` admits by free
-blocks alone (`admit_by_growth` false).
+The model is of 8B on an H200, by its data sheet. Requests arrive several times as fast as they end; output lengths
+vary widely, and one common `max_tokens` hides them. A token is computed again when a preempted request returns
+without its blocks. `--growth off` admits by free blocks alone (`admit_by_growth` false).
 """
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -53,20 +50,7 @@ class Load:
         return round(self.pool * (prompt.mean + output.mean) / BLOCK_SIZE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    output: str
-    policy: str
-    growth: str
-    seed: int
-    finished: int
-    preemptions: int
-    preemptions_per_request: float
-    tokens_over_needed: float
-    mean_rows: float
-    output_tokens_per_s: float
-    mean_latency_s: float
-    p99_ttft_s: float
+Figures = dict[str, Any]
 
 
 def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
@@ -81,29 +65,30 @@ def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
     finished = outcomes.finished
     needed = int((trace.prompt_tokens + trace.output_tokens - 1)[finished].sum())  # the last token is never fed back
     num_output = float(outcomes.output_tokens.sum())
-    return Figures(
-        output=load.output,
-        policy=policy,
-        growth=growth,
-        seed=seed,
-        finished=int(finished.sum()),
-        preemptions=int(outcomes.preemptions.sum()),
-        preemptions_per_request=round(float(outcomes.preemptions.sum()) / load.requests, 3),
-        tokens_over_needed=round(replica.num_tokens / needed, 3),
-        mean_rows=round(num_output / replica.num_steps, 1),
-        output_tokens_per_s=round(num_output / outcomes.span, 1),
-        mean_latency_s=round(float(np.nanmean(outcomes.latency)), 3),
-        p99_ttft_s=round(float(np.nanquantile(outcomes.ttft, 0.99)), 3),
-    )
+    num_preempted = int(outcomes.preemptions.sum())
+    return {
+        "output": load.output,
+        "policy": policy,
+        "growth": growth,
+        "seed": seed,
+        "finished": int(finished.sum()),
+        "preemptions": num_preempted,
+        "preemptions_per_request": round(num_preempted / load.requests, 3),
+        "tokens_over_needed": round(replica.num_tokens / needed, 3),
+        "mean_rows": round(num_output / replica.num_steps, 1),
+        "output_tokens_per_s": round(num_output / outcomes.span, 1),
+        "mean_latency_s": round(float(np.nanmean(outcomes.latency)), 3),
+        "p99_ttft_s": round(float(np.nanquantile(outcomes.ttft, 0.99)), 3),
+    }
 
 
 def summary(runs: list[Figures]) -> str:
     preemptions, ratio, tokens = (
-        statistics.mean(getattr(run, name) for run in runs)
+        statistics.mean(run[name] for run in runs)
         for name in ("preemptions_per_request", "tokens_over_needed", "output_tokens_per_s")
     )
     return (
-        f"{runs[0].output}, {runs[0].policy}, growth {runs[0].growth}: "
+        f"{runs[0]['output']}, {runs[0]['policy']}, growth {runs[0]['growth']}: "
         f"{preemptions:.2f} preemptions a request (goal {MAX_PREEMPTIONS}), "
         f"{ratio:.2f} times the tokens needed (goal {MAX_TOKENS_RATIO}), {tokens:.0f} output tokens a second"
     )
@@ -125,7 +110,7 @@ def main() -> None:
     loads = [Load(output=output, **{name: getattr(options, name) for name in names}) for output in options.output]
     cases = [(load, policy, growth) for load in loads for policy in options.policy for growth in options.growth]
     runs = [[measure(*case, seed) for seed in range(options.seeds)] for case in cases]
-    figures = [asdict(run) for of_case in runs for run in of_case]
+    figures = [run for of_case in runs for run in of_case]
     show(figures)
     print(*map(summary, runs), sep="\n")
     study.save({"loads": [asdict(load) for load in loads], "runs": figures})

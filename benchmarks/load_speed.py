@@ -1,12 +1,12 @@
 """Speed of reading weights: the loader's stream against a plain copy of the bytes.
 
-``python benchmarks/load_speed.py [--save]``
+    python benchmarks/load_speed.py --save
 
-With the file in the page cache, processor time is compared, in turns: a reader thread's cost, whatever else runs.
-`straight` reads into a model's tensors on the host; `ring` into the ring's slots without copies to the device, the
-host's part of loading onto a GPU; `mapped`, which the loader does not do, copies to such slots from a new mapping;
-`memcpy` copies between two tensors written before. The seconds for 16 GB are the ring's on eight such processors with
-a bus as fast. Without the file in the cache, ring and mapping take turns in elapsed time, which the disk decides.
+With the file in the page cache, processor time is compared: what a reader thread costs, whatever else runs.
+`straight` reads into a model's tensors on the host. `ring` reads into the ring's slots, the host's part of loading
+onto a GPU. `mapped`, which the loader does not do, copies to such slots from a new mapping. `memcpy` copies between
+tensors. The seconds for 16 GB are the ring's on eight such processors. Without the file in the cache, ring and
+mapping are compared in elapsed time, which the disk decides.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Drives the demo model with locust users of each kind, and watches server and client.
-
-Records failures, rates and times by locust, the server's own count and memory, and cores of both sides. Rates over
-numbers of users show where the server is full.
+"""Drive the demo model with locust users of each kind, and watch server and client.
 
     python benchmarks/locust_load.py --save
+
+Rates over numbers of users show where the server is full.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from study import ROOT, Study
 WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 KINDS = {"GrpcStreamUser": "GRPC", "HttpStreamUser": "SSE", "HttpInferUser": "INFER"}
 SAMPLE_S = 5.0
-FLUSH_S = 2.0  # the server publishes counts a few times a second
+FLUSH_S = 2.0  # of counts on the server
 MIB = 1 << 20
 
 
@@ -111,9 +110,8 @@ def growth(samples: list[float]) -> float:
 def checks(run: dict[str, Any], sweep: list[dict[str, Any]], kind: str) -> dict[str, float | None]:
     """Return evidence that the server was full and the numbers agree.
 
-    `client_share`: of a locust process's one core; well below 1, its loop is no bottleneck. `rate_over_fewer_users`:
-    about 1 if more users gain nothing. `users_by_littles_law`: rate times mean time in the system, a little below the
-    number of users, who come and go within the run.
+    `client_share`, of a core, is well below 1 if locust is no bottleneck; `rate_over_fewer_users` about 1 if more
+    users gain nothing; `users_by_littles_law` a little below the number of users.
     """
     before = max((one["requests_per_s"] for one in sweep), default=0.0)
     return {

@@ -1,12 +1,9 @@
-"""Latency of the engine's loop: from arrival to first step, and the longest turn.
+"""Latency of the engine's loop: from the arrival of a lone request to its first step, and the longest turn.
 
-    python benchmarks/loop_latency.py [--blocks 20000 75000 200000] [--strategy continuous static dynamic]
-        [--repeats 10] [--save]
+    python benchmarks/loop_latency.py --save
 
-`EngineServer.serve` runs with the real scheduler, a device that answers at once, and messages in memory. In each
-repeat a lone request for one token reaches the idle engine; `static` has a timeout of 50 ms. Reported are
-milliseconds from arrival to launch, the strategy's part of them, and the longest time between looks at messages. None
-may depend on the number of blocks: an H200 has pools of 200,000.
+`EngineServer.serve` runs with the real scheduler, a device that answers at once, and messages in memory. `window` is
+the strategy's own wait. Nothing may depend on the number of blocks: an H200 has pools of 200,000.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import zmq
@@ -38,17 +35,6 @@ IDLE_S = 0.3  # longer than the loop waits for a message
 STRATEGIES = ("continuous", "static", "dynamic")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latency:
-    strategy: str
-    blocks: int
-    repeats: int
-    median_ms: float  # from arrival to first launch
-    max_ms: float
-    window_ms: float  # the strategy's wait
-    longest_gap_ms: float  # between looks at messages, waits excluded
-
-
 class Device:
     def __init__(self) -> None:
         self.launches: deque[float] = deque()
@@ -64,10 +50,7 @@ class Device:
 
 
 class Line:
-    """In-memory socket that sends a request `IDLE_S` after the last launch.
-
-    Time between looks is the loop's own and counts as a gap.
-    """
+    """In-memory socket that sends a request `IDLE_S` after the last launch; time between looks is a gap."""
 
     def __init__(self, device: Device, repeats: int) -> None:
         self.device = device
@@ -116,7 +99,6 @@ class Line:
         self._arrive()
 
     def _arrive(self) -> None:
-        """Add the next request once due, as of that moment."""
         if self.arrival is not None or not self.left or time.perf_counter() < self.next_arrival:
             return
         self.arrival = self.next_arrival
@@ -124,7 +106,7 @@ class Line:
         self.left -= 1
 
 
-def measure(strategy: str, num_blocks: int, repeats: int) -> Latency:
+def measure(strategy: str, num_blocks: int, repeats: int) -> dict[str, Any]:
     timeout = {"batch_timeout_ms": BATCH_TIMEOUT_MS} if strategy == "static" else {}
     config = EngineConfig(
         model="none", scheduling_strategy=strategy, num_blocks=num_blocks, block_size=BLOCK_SIZE,
@@ -138,16 +120,16 @@ def measure(strategy: str, num_blocks: int, repeats: int) -> Latency:
         settings_digest="", seed=0, session_ttl=SessionTtl(1.0, 1.0), linger_s=1e9,
     )  # fmt: skip
     server.serve(lambda: "measured" if line.is_done else "")
-    latencies = 1e3 * np.array(line.latencies[1:])  # the first pays for late imports
-    return Latency(
-        strategy=strategy,
-        blocks=num_blocks,
-        repeats=len(latencies),
-        median_ms=round(float(np.median(latencies)), 2),
-        max_ms=round(float(latencies.max()), 2),
-        window_ms=0.0 if strategy == "continuous" else BATCH_TIMEOUT_MS,
-        longest_gap_ms=round(1e3 * max(line.gaps[2:]), 2),
-    )
+    latencies = 1e3 * np.array(line.latencies[1:])  # without late imports
+    return {
+        "strategy": strategy,
+        "blocks": num_blocks,
+        "repeats": len(latencies),
+        "median_ms": round(float(np.median(latencies)), 2),
+        "max_ms": round(float(latencies.max()), 2),
+        "window_ms": 0.0 if strategy == "continuous" else BATCH_TIMEOUT_MS,
+        "longest_gap_ms": round(1e3 * max(line.gaps[2:]), 2),  # between looks at messages, without waits
+    }
 
 
 def main() -> None:
@@ -157,7 +139,7 @@ def main() -> None:
     study.add_argument("--repeats", type=int, default=10, help="requests of each case")
     options = study.begin()
     cases = itertools.product(options.strategy, options.blocks)
-    found = [asdict(measure(strategy, num_blocks, options.repeats)) for strategy, num_blocks in cases]
+    found = [measure(strategy, num_blocks, options.repeats) for strategy, num_blocks in cases]
     show(found)
     study.save({"unit": "ms", "latencies": found})
 

@@ -1,7 +1,4 @@
-"""Modelled device under the real `ModelRunner`: the host works, nothing is computed.
-
-Work takes stated seconds, piece after piece, as on a stream.
-"""
+"""Modelled device under the real `ModelRunner`: work takes stated seconds, piece after piece, as on a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tidewheel.runner.loading import Cache
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel_kernels import AttentionMetadata
 
-VOCAB_SIZE = 64  # logits' width costs the host nothing
+VOCAB_SIZE = 64
 BLOCK_SIZE = 64
 
 
@@ -96,7 +93,7 @@ class ModelledPool:
 
 
 class ModelledModel:
-    """Model with `decode_seconds` a pure decode step, else `prefill_seconds` a token, and equal logits."""
+    """Model with `decode_seconds` a decode step and `prefill_seconds` a prompt token."""
 
     shape = ModelShape(
         num_layers=1, num_kv_heads=1, head_dim=1, vocab_size=VOCAB_SIZE, hidden_size=1, intermediate_size=1
@@ -113,7 +110,7 @@ class ModelledModel:
     def forward(
         self,
         token_ids: torch.Tensor,
-        positions: torch.Tensor,  # noqa: ARG002 - those of `CausalLM`
+        positions: torch.Tensor,  # noqa: ARG002
         meta: AttentionMetadata,
         kv_layers: Sequence[KVLayer],  # noqa: ARG002
         logit_indices: torch.Tensor,

@@ -11,7 +11,7 @@ from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.outcome import Offered, Outcome
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
 
-TIMEOUT_S = 300.0  # far beyond need
+TIMEOUT_S = 300.0
 FIRST_ID, VOCAB = 4, 10_000
 
 
@@ -22,7 +22,7 @@ def offer(
     outputs: tuple[int, int],
     rng: random.Random,
 ) -> list[Offered]:
-    """Draw a request for each time: lengths from both ranges, and parameters from a mix of (share, parameters)."""
+    """Draw a request for each time: lengths from ranges, parameters from a mix of (share, parameters)."""
     shares = [share for share, _ in mix]
     return [
         Offered(

@@ -1,11 +1,10 @@
 """Twice the capacity through Triton on one machine: service by class, and refusals.
 
-    python benchmarks/overload.py FOLDER                 a folder of benchmarks/random_model.py
-    python benchmarks/overload.py FOLDER --seconds 120 --save
+    python benchmarks/overload.py build/qwen3-40m --save
 
-One run on one server measures the capacity (a closed loop keeps it full), CRITICAL alone (its unloaded time to first
-token), 0.5 to 1.5 times the capacity (the peak of goodput), and twice. Goodput counts full answers within the
-objective: time to first token and per output token. CRITICAL is a fifth of the capacity, so it can always be served.
+One server gets, in this order: more than it can do (its capacity), CRITICAL alone (its unloaded time to first token),
+0.5 to 1.5 times the capacity (the peak of goodput), and twice. Goodput counts full answers within the objective.
+CRITICAL is a fifth of the capacity, so it can always be served.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 from offered_load import offer, run
 from serving import Address, metric, served
-from study import Study
+from study import Study, show
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.outcome import Outcome
@@ -54,7 +53,7 @@ def step_seconds(folder: Path) -> list[float]:
 class LowWaits(NamedTuple):
     started: int
     longest_s: float  # from arrival to first step
-    overtaken_after_ageing: int  # by later requests, not CRITICAL, that started first once in HIGH
+    overtaken_after_ageing: int  # by later requests, not CRITICAL
 
 
 def low_waits(folder: Path, since: float) -> LowWaits:
@@ -130,15 +129,12 @@ def refusals_within(address: Address, bound: str) -> float:
 
 
 def low_start_bound(capacity: float) -> float:
-    """Return seconds until a LOW request that keeps its place starts, at the mean rate of ends.
-
-    Two lifts bring it to HIGH, behind at most a full waiting set, which starts at the rate that CRITICAL leaves.
-    """
+    """Return seconds until a LOW request starts: two lifts to HIGH, then a full waiting set that CRITICAL slows."""
     return 2 * SETTINGS["ageing_s"] + SETTINGS["max_waiting_requests"] / (capacity * (1.0 - CRITICAL_SHARE))
 
 
 def is_idle_soon(address: Address) -> bool:
-    """Return whether nothing runs or waits and all blocks are back; metrics lag about a second."""
+    """Return whether nothing runs or waits and all blocks are back; metrics lag."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     deadline = time.monotonic() + 5.0
     while time.monotonic() < deadline:
@@ -212,10 +208,7 @@ def print_summary(result: dict[str, Any]) -> None:
         f"{overload['low_waits']['overtaken_after_ageing']} times; idle afterwards: {overload['idle_afterwards']}"
     )
     print(f"refusals within 50 ms: {overload['refusals_within_50_ms']:.1%}; unanswered: {overload['unanswered']}")
-    for name, row in overload["classes"].items():
-        ttft = " ".join(f"{key} {1e3 * value:6.0f}" for key, value in row["ttft_s"].items())
-        refused = row["refused_or_shed"]
-        print(f"  {name:8} offered {row['offered']:5} finished {row['finished']:5} TTFT {ttft} ms  {refused}")
+    show({"class": name, **row} for name, row in overload["classes"].items())
 
 
 def main() -> None:

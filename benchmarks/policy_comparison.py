@@ -1,11 +1,11 @@
 """Shortest job first against first come, first served, on heavy-tailed outputs: simulated and on this CPU.
 
-    python benchmarks/policy_comparison.py [--seconds 60] [--ageing-s 120] [--cpu-clock] [--save]
+    python benchmarks/policy_comparison.py --cpu-clock --save
 
-Short and long answers, lognormal and three to one, differ by tenant and prompt length, as in real traffic. All
-requests share one `max_tokens`; `sjf` learns lengths from earlier requests. The engine runs a random 40M-parameter
-model in this process; the simulator's cost model is fitted to the `fifo` run. The load slightly exceeds capacity:
-without a queue order does not matter. Ageing far below the waiting times turns `sjf` into `fifo`.
+Short and long answers, three to one, differ by tenant and prompt length. All requests share one `max_tokens`; `sjf`
+learns lengths from earlier requests. The simulator's cost model is fitted to the engine's `fifo` run. The load
+slightly exceeds capacity: without a queue order does not matter. Ageing far below the waiting times makes `sjf`
+`fifo`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from engine_runs import Engine, loaded, run_engine, simulate, steady_rate
 from random_model import make_model
 from roofline import SHAPES
 from simulator_accuracy import SETTINGS, cost_model
-from study import Study
+from study import Study, show
 from tidewheel.request import Priority
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replay import Recording, measured_steps
 from tidewheel.simulate.traces import NOBODY, Trace, poisson_arrivals
 
-POLICIES = ("fifo", "sjf")
+POLICIES, PLACES = ("fifo", "sjf"), ("engine", "simulator")
 GOAL = 0.30
 LONG_SHARE = 0.25
 KINDS = (
@@ -67,7 +67,6 @@ def capacity(engine: Engine, *, cpu_clock: bool) -> float:
 
 
 def figures(outcomes: Outcomes, prediction_error: float) -> dict[str, float]:
-    """Return times in seconds, and the mean absolute error of predicted lengths."""
     latency = outcomes.latency[outcomes.finished]
     return {
         "mean_latency_s": float(latency.mean()),
@@ -130,12 +129,9 @@ def main() -> None:
         folder = make_model(Path(scratch), SHAPES[arguments.shape])
         with loaded(folder, **settings) as engine:
             result = measure(engine, arguments, Path(recordings))
-    for where in ("engine", "simulator"):
-        for policy in POLICIES:
-            cells = "  ".join(f"{name} {value:.3f}" for name, value in result[where][policy].items())
-            print(f"{where:10} {policy:5} {cells}")
-        share = result["reduction"][where]
-        print(f"{where:10} mean latency {share:.0%} lower: {'reaches' if share >= GOAL else 'misses'} {GOAL:.0%}")
+    show({"where": place, "policy": policy, **result[place][policy]} for place in PLACES for policy in POLICIES)
+    for place, share in result["reduction"].items():
+        print(f"{place:10} mean latency {share:.0%} lower: {'reaches' if share >= GOAL else 'misses'} {GOAL:.0%}")
     study.save({"settings": {**settings, **vars(arguments)}, **result})
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/random_model.py FOLDER --shape qwen3-40m
 
-The tokenizer has one word per id (`t17` is id 17), so text and ids are the same.
+The tokenizer has one word per id (`t17` is id 17).
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 def weights(
     shape: Shape, dtype: torch.dtype, seed: int, device: torch.device = CPU
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield Normal(0, 0.02) matrices and unit norms under Hugging Face's names, in host memory.
-
-    A seed's values depend on the kind of `device`, which draws them.
-    """
+    """Yield Normal(0, 0.02) matrices, drawn on `device`, and unit norms, in host memory."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:

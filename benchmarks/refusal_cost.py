@@ -1,17 +1,13 @@
-"""Host time of a refusal, paid by the thread that runs the steps.
+"""Host time of a refusal, which the thread that runs the steps pays, in microseconds.
 
-    python benchmarks/refusal_cost.py [--waiting 1024 4096 8192 16384] [--policy …] [--tenants 1 16 4096 16384]
-        [--repeats 1000] [--seconds 3] [--save]
+    python benchmarks/refusal_cost.py --save
 
-Times are microseconds of one call:
-
-* *full*: `Scheduler.add` raises `WaitingSetFull`, by policy, waiting requests and their tenants;
+* *full*: `Scheduler.add` raises `WaitingSetFull`;
 * *evicting*: a newcomer of a better class and another tenant replaces a waiting request, or is refused;
 * *displacing*: one large prompt replaces 4,000 small requests, or is refused;
-* *message*: decoding an engine message, `to_requests` and `add_group`, accepted or over the tenant's rate, with and
-  without 1,024 biases.
+* *message*: decoding an engine message, `to_requests` and `add_group`, accepted or over the tenant's rate.
 
-Repeats start from the same waiting set and end after `--repeats` calls, or `--seconds`.
+Repeats start from the same waiting set.
 """
 
 from __future__ import annotations
@@ -21,7 +17,8 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,17 +46,7 @@ NUM_DISPLACED = 4000
 MIN_REPEATS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    case: str
-    outcome: str  # refused, accepted, evicts N
-    policy: str
-    waiting: int
-    tenants: int
-    repeats: int
-    median_us: float
-    p99_us: float
-    max_us: float
+Cost = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +109,10 @@ class Scene:
         return microseconds, f"evicts {len(evicted)}" if evicted else "accepted", len(evicted)
 
 
-def repeat(once: Callable[[], tuple[float, str]], patience: Patience) -> tuple[list[float], str]:
+def cost(case: str, setting: Setting, once: Callable[[], tuple[float, str]], patience: Patience) -> Cost:
+    once()
     times: list[float] = []
-    outcome = ""
+    outcome = ""  # refused, accepted, evicts N
     gc.collect()
     gc.freeze()
     end = time.perf_counter() + patience.seconds
@@ -132,23 +120,17 @@ def repeat(once: Callable[[], tuple[float, str]], patience: Patience) -> tuple[l
         microseconds, outcome = once()
         times.append(microseconds)
     gc.unfreeze()
-    return times, outcome
-
-
-def cost(case: str, setting: Setting, once: Callable[[], tuple[float, str]], patience: Patience) -> Cost:
-    once()
-    times, outcome = repeat(once, patience)
-    return Cost(
-        case=case,
-        outcome=outcome,
-        policy=setting.policy,
-        waiting=setting.waiting,
-        tenants=setting.tenants,
-        repeats=len(times),
-        median_us=round(float(np.median(times)), 1),
-        p99_us=round(float(np.quantile(times, 0.99)), 1),
-        max_us=round(max(times), 1),
-    )
+    return {
+        "case": case,
+        "outcome": outcome,
+        "policy": setting.policy,
+        "waiting": setting.waiting,
+        "tenants": setting.tenants,
+        "repeats": len(times),
+        "median_us": round(float(np.median(times)), 1),
+        "p99_us": round(float(np.quantile(times, 0.99)), 1),
+        "max_us": round(max(times), 1),
+    }
 
 
 def full(setting: Setting, patience: Patience) -> Cost:
@@ -257,7 +239,7 @@ def main() -> None:
     study.add_argument("--repeats", type=int, default=1000, help="calls of a case, at most")
     study.add_argument("--seconds", type=float, default=3.0, help="of a case, at most")
     options = study.begin()
-    costs = [asdict(cost) for cost in measure(options)]
+    costs = list(measure(options))
     show(costs)
     print(f"the goal for a refusal is {GOAL_US:g} us")
     study.save({"unit": "us", "costs": costs})

@@ -1,8 +1,7 @@
 """Shapes of decoders, and the least seconds of their steps: bytes over bandwidth or operations over arithmetic.
 
-The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009). Every step streams the weights, without
-the embedding table; every decode reads its context's keys and values. No gap between kernels or on the host is
-counted, so no measured step is shorter. Weights, keys and values have two bytes.
+The roofline model (Williams, Waterman, Patterson, "Roofline", CACM 2009). Every step streams the weights, without the
+embedding table; every decode reads its context's keys and values. No gap between kernels or on the host is counted.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Shape:
 
     @property
     def num_layer_weights(self) -> int:
-        """Count attention's four projections and the gated MLP's three, in all layers, without norms."""
+        """Count attention's four projections and the gated MLP's three, in all layers."""
         qkv = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
         output = self.heads * self.head_dim * self.hidden
         return self.layers * (qkv + output + 3 * self.hidden * self.intermediate)
@@ -71,7 +70,7 @@ def kv_bytes_per_token(shape: Shape) -> int:
 
 
 def activation_bytes(shape: Shape, num_tokens: int) -> int:
-    """Return bytes of a decode step's float32 logits and two-byte values between layers."""
+    """Return bytes of float32 logits and two-byte values between layers."""
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     layer = 2 * (4 * shape.hidden + 2 * qkv + 3 * shape.intermediate)
     return num_tokens * (4 * shape.vocab + shape.layers * layer)
@@ -92,10 +91,7 @@ def decode_seconds(shape: Shape, batch: int, context: float, device: Device = H2
 def prefill_seconds(
     shape: Shape, num_tokens: Sequence[int], device: Device = H200, *, num_cached: Sequence[int] = ()
 ) -> float:
-    """Return the seconds of causal prompts in one step, by new and cached tokens (default 0).
-
-    Bound by arithmetic; the output layer, which only last tokens need, is not counted.
-    """
+    """Return the seconds of causal prompts in one step, bound by arithmetic, without the output layer."""
     cached = num_cached or [0] * len(num_tokens)
     num_positions = sum(new * (old + new / 2) for new, old in zip(num_tokens, cached, strict=True))
     return (2 * shape.num_layer_weights * sum(num_tokens) + attention_flops(shape, num_positions)) / device.flops
@@ -106,8 +102,7 @@ def workload_seconds(
 ) -> float:
     """Return the seconds of (input, output) requests that all wait at the start.
 
-    As many run as may; a prefill gives a prompt's first token, every step one to all others. Room for keys and values
-    is unlimited, and prefill never shares a step's weights with decodes.
+    As many run as may, with room for all. Prompts never share a step's weights with decodes.
     """
     waiting = deque(lengths)
     running: list[list[int]] = []  # context, tokens to come

@@ -1,16 +1,12 @@
 """Host time of scheduling: `schedule` + `apply` of the real Scheduler, with free tokens.
 
-    python benchmarks/scheduler_cost.py --running 256 4096 [--policy priority fair] [--finished 0 20000] [--save]
+    python benchmarks/scheduler_cost.py --running 256 4096 --save
+    python benchmarks/scheduler_cost.py --against DIR --save
 
 In steady decoding with prefix caching, each step gives every row a token, and allocates, hashes and registers blocks
-for one row in `block_size`, as rows stand at different places. `--finished N` first runs N requests to their end: the
-cost must not depend on them.
-
-    python benchmarks/scheduler_cost.py --against DIR [--rounds 5] …
-
-compares with another checkout, such as a git worktree of an older commit, in processes that take turns, so machine
-drift hits both. Figures are medians of rounds; a ratio below 1 means this checkout is faster. `--save` then writes
-scheduler_cost_comparison.json.
+for one row in `block_size`. The cost must not depend on `--finished`, requests that ended before. `--against`
+compares with another checkout, such as a git worktree of an older commit, in processes that take turns, and writes
+scheduler_cost_comparison.json; a ratio below 1 means this checkout is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +39,6 @@ EOS_IDS = (1, 2)
 VOCAB_SIZE = 32_000
 WARM_UP_STEPS = 200
 NUM_TENANTS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    running: int
-    policy: str
-    finished: int
-    steps: int
-    median_us: float
-    p99_us: float
-    schedule_us: float  # medians of the two halves
-    apply_us: float
 
 
 class Bench:
@@ -109,7 +92,7 @@ class Bench:
         self.scheduler.apply(batch, sampled, answered)
         return scheduled - begin, time.perf_counter() - answered
 
-    def run(self, finished: int) -> Cost:
+    def run(self, finished: int) -> dict[str, Any]:
         while self.num_added < finished:
             for _ in range(min(self.running, finished - self.num_added)):
                 self.add(max_tokens=2)
@@ -124,16 +107,17 @@ class Bench:
         halves = np.array([self.step() for _ in range(self.steps)]) * 1e6
         self.scheduler.check_invariants()
         total = halves.sum(axis=1)
-        return Cost(
-            running=self.running,
-            policy=self.policy,
-            finished=finished,
-            steps=self.steps,
-            median_us=round(statistics.median(total.tolist()), 1),
-            p99_us=round(float(np.quantile(total, 0.99)), 1),
-            schedule_us=round(float(np.median(halves[:, 0])), 1),
-            apply_us=round(float(np.median(halves[:, 1])), 1),
-        )
+        schedule_us, apply_us = np.median(halves, axis=0).tolist()
+        return {
+            "running": self.running,
+            "policy": self.policy,
+            "finished": finished,
+            "steps": self.steps,
+            "median_us": round(statistics.median(total.tolist()), 1),
+            "p99_us": round(float(np.quantile(total, 0.99)), 1),
+            "schedule_us": round(schedule_us, 1),
+            "apply_us": round(apply_us, 1),
+        }
 
 
 MEASURED = ("median_us", "p99_us", "schedule_us", "apply_us")
@@ -207,7 +191,7 @@ def main() -> None:
         study.save(result, "scheduler_cost_comparison")
         return
     cases = itertools.product(options.policy, options.finished, options.running)
-    costs = [asdict(Bench(running, options.steps, policy).run(finished)) for policy, finished, running in cases]
+    costs = [Bench(running, options.steps, policy).run(finished) for policy, finished, running in cases]
     if options.json:
         print(json.dumps(costs))
         return

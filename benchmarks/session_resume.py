@@ -1,13 +1,11 @@
-"""Time to first token of a session's second turn, which should cost only its new tokens.
+"""Time to first token of a session's second turn, which should cost only its new tokens, through Triton.
 
-    python benchmarks/session_resume.py FOLDER [--repeats 20] [--save]
+python benchmarks/session_resume.py FOLDER --save
 
-Four prompts take turns, one at a time, through Triton:
-
-    cold      the second turn's whole conversation, never seen before
-    new only  a prompt as long as the second turn's new tokens
-    session   the second turn, with the session's blocks on the device
-    swapped   the same, with the session pushed to the host tier
+cold      the second turn's whole conversation, never seen before
+new only  a prompt as long as the second turn's new tokens
+session   the second turn, with the session's blocks on the device
+swapped   the same, with the session pushed to the host tier
 """
 
 from __future__ import annotations
@@ -70,7 +68,6 @@ class Turns:
         return self.session(between=self.fill_the_pool)
 
     def fill_the_pool(self) -> None:
-        """Send other conversations until the session is off the device."""
         for _ in range(2 * NUM_BLOCKS * 16 // FIRST_TURN):
             self.send(self.ids(FIRST_TURN))
 

@@ -1,18 +1,15 @@
 """Savings of the prefix cache on shared beginnings: cache-aware order, and bursts.
 
-    python benchmarks/shared_prefixes.py [--order arrival cache] [--engine] [--seeds 3] [--save]
+    python benchmarks/shared_prefixes.py --engine --save
 
-*Conversations*: 64, each with one of 8 system prompts and several turns, which repeat the conversation and follow
-soon after answers. More wait than can run, and the KV cache holds little beyond the running ones, so cached tokens
-are soon lost. The hit rate is the share of prompt tokens in the cache when their request starts; `arrival` serves in
-order of arrival (`fifo`), `cache` the longest cached prefix first (`cache_aware_order`).
+*Conversations*: 64, each with one of 8 system prompts and several turns, which repeat the conversation. More wait
+than can run, and the KV cache holds little beyond the running ones. `arrival` serves in order of arrival (`fifo`),
+`cache` the longest cached prefix first (`cache_aware_order`).
 
 *Bursts*: 32 requests with a common prefix and separate tails arrive at once while others decode. The figure is prompt
-tokens computed over distinct ones, 1 at best. Distinct are a burst's prefix and tails, and a conversation's
-questions; its answers are cached when repeated.
+tokens computed over distinct ones, 1 at best.
 
-All runs in `EngineCore` with the real scheduler: on a modelled clock (an 8B model on an H200, by its data sheet), and
-with `--engine` also on a small random model on this CPU.
+All on a modelled clock (an 8B model on an H200, by its data sheet), and with `--engine` also on a small random model.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,7 +75,7 @@ class Chats:
 
 
 CHATS = Chats()
-QUICK_CHATS = Chats(think_s=0.1)  # answers five times as fast
+QUICK_CHATS = Chats(think_s=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,20 +88,7 @@ class Bursts:
     gap_s: float = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    load: str
-    where: str  # modelled, engine
-    order: str
-    seed: int
-    prompt_tokens: int
-    hit_tokens: int
-    hit_rate: float
-    computed_over_distinct: float
-    preemptions: int
-    seconds: float  # from first arrival to last end
-    mean_ttft_s: float
-    max_queue_s: float
+Figures = dict[str, Any]
 
 
 class ModelledStep(NamedTuple):
@@ -185,20 +169,20 @@ class Player:
         begin = min(request.arrival_time for request in requests)
         starts = [(request.first_scheduled_time or 0.0) - request.arrival_time for request in requests]
         ttfts = [(request.first_token_time or 0.0) - request.arrival_time for request in requests]
-        return Figures(
-            load=load,
-            where=self._where,
-            order=order,
-            seed=seed,
-            prompt_tokens=queries,
-            hit_tokens=hits,
-            hit_rate=round(hits / queries, 4),
-            computed_over_distinct=round((queries - hits) / num_distinct, 3),
-            preemptions=stats.num_preemptions,
-            seconds=round(max(request.last_token_time or 0.0 for request in requests) - begin, 2),
-            mean_ttft_s=round(statistics.mean(ttfts), 3),
-            max_queue_s=round(max(starts), 3),
-        )
+        return {
+            "load": load,
+            "where": self._where,
+            "order": order,
+            "seed": seed,
+            "prompt_tokens": queries,
+            "hit_tokens": hits,
+            "hit_rate": round(hits / queries, 4),
+            "computed_over_distinct": round((queries - hits) / num_distinct, 3),
+            "preemptions": stats.num_preemptions,
+            "seconds": round(max(request.last_token_time or 0.0 for request in requests) - begin, 2),
+            "mean_ttft_s": round(statistics.mean(ttfts), 3),
+            "max_queue_s": round(max(starts), 3),
+        }
 
 
 def words(chance: random.Random, number: int) -> list[int]:
@@ -261,19 +245,21 @@ def measure(make_place: MakePlace, chats: Chats, options: argparse.Namespace) ->
 
 
 def mean(runs: list[Figures], name: str) -> float:
-    return statistics.mean(getattr(run, name) for run in runs)
+    return statistics.mean(run[name] for run in runs)
 
 
 def summary(runs: list[Figures]) -> Iterator[str]:
-    where = runs[0].where
-    chats = {order: [run for run in runs if (run.load, run.order) == ("conversations", order)] for order in ORDERS}
+    where = runs[0]["where"]
+    chats = {
+        order: [run for run in runs if (run["load"], run["order"]) == ("conversations", order)] for order in ORDERS
+    }
     for order, found in chats.items():
         if found:
             yield f"{where}, {order} order: hit rate {mean(found, 'hit_rate'):.3f}"
     if all(chats.values()):
         ratio = mean(chats["cache"], "hit_rate") / mean(chats["arrival"], "hit_rate")
         yield f"{where}: {ratio:.2f} times the hit rate of arrival order (goal {GOAL_HIT_RATIO})"
-    computed = mean([run for run in runs if run.load == "bursts"], "computed_over_distinct")
+    computed = mean([run for run in runs if run["load"] == "bursts"], "computed_over_distinct")
     yield f"{where}, bursts: {computed:.3f} prompt tokens computed for each distinct one"
 
 
@@ -287,7 +273,7 @@ def main() -> None:
     if options.engine:
         with small_model() as make_place:
             places.append(list(measure(make_place, QUICK_CHATS, options)))
-    runs = [asdict(run) for found in places for run in found]
+    runs = [run for found in places for run in found]
     show(runs)
     for found in places:
         print(*summary(found), sep="\n")

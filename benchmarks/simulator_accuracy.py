@@ -1,11 +1,9 @@
 """Accuracy of the simulator against the real engine on this CPU, at loads outside its calibration.
 
-    python benchmarks/simulator_accuracy.py [--save] [--seconds 60] [--cpu-clock]
+    python benchmarks/simulator_accuracy.py --cpu-clock --save
 
-A cost model is fitted to three recorded loads of the engine, which runs a random 40M-parameter model (Qwen3 shape) in
-this process. Engine and simulator then run three loads of other rates, lengths and arrivals, and are compared by
-output tokens per second and p99 of the time to first token. Both parts take turns, so drift hits both alike.
-`--cpu-clock` uses processor time, for a shared machine.
+A cost model is fitted to three recorded loads of the engine, on a random 40M-parameter model in this process. Engine
+and simulator then run three loads of other rates, lengths and arrivals. Both parts take turns, so drift hits both.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import numpy as np
 from engine_runs import Engine, loaded, run_engine, simulate, steady_rate
 from random_model import make_model
 from roofline import SHAPES
-from study import Study
+from study import Study, show
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.simulate.calibration import MeasuredStep, fit
 from tidewheel.simulate.cost_model import CostModel
@@ -137,19 +135,6 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
     return {"cost_model": dataclasses.asdict(cost), "weighted_tokens_per_s": tokens_per_s, "loads": loads}
 
 
-def show(result: dict[str, Any]) -> float:
-    worst = 0.0
-    for load in result["loads"]:
-        cells = []
-        for name, scale, unit in (("output_tokens_per_s", 1, "tok/s"), ("ttft_p99_s", 1e3, "ms p99 TTFT")):
-            figure = load[name]
-            real, simulated = figure["measured"] * scale, figure["predicted"] * scale
-            cells.append(f"{real:8.0f} -> {simulated:8.0f} {unit} ({figure['error']:+.1%})")
-            worst = max(worst, abs(figure["error"]))
-        print(f"{load['load']:16} {load['requests']:5} requests  {'   '.join(cells)}")
-    return worst
-
-
 def main() -> None:
     study = Study("simulator_accuracy", __doc__, "torch", "numpy")
     study.add_argument("--seconds", type=float, default=60.0, help="of each of the six loads (default: %(default)g)")
@@ -161,7 +146,10 @@ def main() -> None:
         folder = make_model(Path(scratch), SHAPES[arguments.shape])
         with loaded(folder, **SETTINGS, num_threads=arguments.threads) as engine:
             result = measure(engine, arguments.seconds, Path(recordings), cpu_clock=arguments.cpu_clock)
-    worst = show(result)
+    compared = ("output_tokens_per_s", "ttft_p99_s")
+    rows = [{"load": load["load"], "figure": name, **load[name]} for load in result["loads"] for name in compared]
+    show(rows)
+    worst = max(abs(row["error"]) for row in rows)
     print(f"largest error {worst:.1%}: {'within' if worst <= LIMIT else 'over'} {LIMIT:.0%}")
     study.save({"settings": {**SETTINGS, **vars(arguments)}, "largest_error": worst, **result})
 

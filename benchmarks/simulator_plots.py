@@ -1,8 +1,6 @@
 """Plots of the simulator: policies on replicas of an 8B model, and queues beside theory.
 
-    python benchmarks/simulator_plots.py [--quick] [--save]
-
-Pictures go to build/, with `--save` to benchmarks/results/.
+python benchmarks/simulator_plots.py --save         without --save, pictures go to build/
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def policies(requests: int) -> list[Result]:
 
 
 def single_server(load: float, output: str, requests: int) -> tuple[float, float, float]:
-    """Return the drawn load, the service time's squared coefficient of variation, and the mean in the system."""
+    """Return load, squared coefficient of variation of the service time, and mean number in the system."""
     rng = np.random.default_rng(11)
     lengths = Lengths.parse(output, name="output")
     arrivals = poisson_arrivals(requests, load / (lengths.mean * STEP_S), rng)

@@ -1,7 +1,7 @@
-"""Modelled engines for the controllers: deterministic, without clock or computation.
+"""Modelled engines for the controllers, without clock or computation; each `run_…` returns columns over time.
 
 A step takes ``overhead + seconds per token · tokens + seconds per KV token · KV tokens read`` seconds, with a little
-seeded noise. Each `run_…` returns columns over time.
+seeded noise.
 """
 
 from __future__ import annotations

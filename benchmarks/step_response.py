@@ -1,12 +1,10 @@
-"""Step responses of the controllers, on the modelled engines of `step_models.py`.
+"""Step responses of the controllers, on the modelled engines of `step_models.py`, and how each settled.
 
-    python benchmarks/step_response.py [tpot governor window] [--save]
+    python benchmarks/step_response.py [tpot] [governor] [window] --save
 
 * `tpot`: the token budget, when four times as many rows decode and when the target changes;
 * `governor`: the running requests, when outputs triple and shrink again, and when a step time target is set;
 * `window`: the window of dynamic batches, when the load changes.
-
-Prints how each settled. `--save` writes benchmarks/results/step_response_<name>.png and .json.
 """
 
 from __future__ import annotations

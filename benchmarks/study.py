@@ -27,7 +27,7 @@ class Study(argparse.ArgumentParser):
         self.add_argument("--save", action="store_true", help=f"write benchmarks/results/{name}.json")
 
     def begin(self) -> argparse.Namespace:
-        """Read the options; note machine, versions and commit as they are before the measurement."""
+        """Read the options; note machine, versions and commit."""
         self._options = self.parse_args()
         self.facts = {**environment(self._packages), "command": command_line("python", sys.argv)}
         return self._options
@@ -47,10 +47,7 @@ def in_turns(
     warm_up: int = 1,
     note: Callable[[int, str, T], None] = lambda _number, _name, _result: None,
 ) -> dict[str, list[T]]:
-    """Run all in turn, each second round backwards, so that a machine that drifts hits all alike.
-
-    Return what each gave after the warm-up.
-    """
+    """Run all in turn, each second round backwards, so that drift hits all; return results after the warm-up."""
     results: dict[str, list[T]] = {name: [] for name in runs}
     for number in range(1 - warm_up, repeats + 1):
         for name in runs if number % 2 else reversed(runs):
@@ -66,8 +63,7 @@ def summary(samples: list[float]) -> dict[str, Any]:
 
 
 def show(rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows of one kind as a table."""
-    from tidewheel.bench.text_tables import Table  # older checkouts, which `--against` runs, lack it
+    from tidewheel.bench.text_tables import Table  # absent in older checkouts
 
     shown = [{name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in row.items()}
              for row in rows]  # fmt: skip

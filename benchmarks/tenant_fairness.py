@@ -1,9 +1,8 @@
-"""Shares of two tenants under `fair` and `priority`, one sending ten times as much.
+"""Shares of two tenants under `fair` and `priority`, one sending ten times as much, through Triton.
 
-    python benchmarks/tenant_fairness.py FOLDER [--seconds 60] [--save]
+    python benchmarks/tenant_fairness.py FOLDER --save
 
-Through Triton, the small tenant asks for 60 % of the capacity. Served tokens have the policy's weights: one for a
-prompt token, two for an output token.
+The small tenant asks for 60 % of the capacity. An output token weighs twice a prompt token, as in the policy.
 """
 
 from __future__ import annotations

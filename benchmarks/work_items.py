@@ -32,8 +32,7 @@ def mixed_lengths(count: int, inputs: Range, outputs: Range, seed: int = 0, voca
 def headline(count: int = HEADLINE_COUNT, low: int = HEADLINE_LOW, high: int = HEADLINE_HIGH) -> list[WorkItem]:
     """Return prompts of `low` to `high` random ids and as many output tokens.
 
-    Defaults give the published workload of nano-vllm and mini-sglang (142,827 tokens in, 133,966 out): seed 0, ids 0
-    to 10,000, lengths and ids of all prompts drawn before output lengths.
+    Defaults give the published workload of nano-vllm and mini-sglang: 142,827 tokens in, 133,966 out.
     """
     rng = random.Random(0)
     prompts = [[rng.randint(0, LAST_ID) for _ in range(rng.randint(low, high))] for _ in range(count)]
@@ -41,7 +40,6 @@ def headline(count: int = HEADLINE_COUNT, low: int = HEADLINE_LOW, high: int = H
 
 
 def sharegpt(count: int = SHAREGPT_COUNT) -> list[WorkItem]:
-    """Return heavy-tailed lengths with ShareGPT's means."""
     conversations = WORKLOADS["sharegpt"].conversations(0)
     turns = [next(conversations)[0] for _ in range(count)]
     return [WorkItem(turn.input_ids, turn.num_output_tokens) for turn in turns]

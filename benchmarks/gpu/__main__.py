@@ -1,4 +1,4 @@
-"""Measures all claims about speed on a GPU, in one command.
+"""Measure all claims about speed on a GPU, in one command.
 
     make bench-gpu                                all stages, within ten minutes
     make bench-gpu PEERS=peers.tar.xz             peer kernels and engines too, in another ten
@@ -39,7 +39,7 @@ from tidewheel.bench import environment
 RESULTS = Path(__file__).parents[1] / "results"
 DRY_RUN = Path("build/gpu_dry_run")
 PACKAGES = (*environment.PACKAGES, "vllm", "sglang", "lmdeploy")
-SECONDS = 555.0  # with the last stage's end and the plots, under ten minutes
+SECONDS = 555.0  # leaves time for the plots within ten minutes
 OURS = ("results.json", "results.md", "*.png", "idle_*.json.gz")
 
 
@@ -120,7 +120,6 @@ def _slug(gpu: str | None) -> str:
 
 
 def _emptied(folder: Path) -> Path:
-    """Make the folder and delete files of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in OURS:
         for path in folder.glob(pattern):

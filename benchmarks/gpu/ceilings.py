@@ -1,7 +1,4 @@
-"""Speeds this device reaches: copies, bf16 matrix products, the bus both ways.
-
-python -m gpu.ceilings
-"""
+"""Speeds this device reaches: copies, bf16 matrix products, the bus both ways."""
 
 from __future__ import annotations
 

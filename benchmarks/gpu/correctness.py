@@ -1,7 +1,4 @@
-"""Correctness on the device: tests, and parity with transformers.
-
-python -m gpu.correctness
-"""
+"""Correctness on the device: tests, and parity with transformers."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ from work_items import of_length
 ROOT = Path(__file__).parents[2]
 KERNEL_TESTS = ("tests/kernels", "-m", "not slow", "--ignore", "tests/kernels/test_aot.py")
 OTHER_TESTS = ("tests/runner", "tests/engine", "tests/models", "-m", "gpu")  # others need more packages
-WORKERS = 8  # kernel tests compile; engine tests share the memory, so run in turn
+WORKERS = 8  # of kernel tests, which compile
 OTHERS_NEED_S = 30.0
 NUM_PROMPTS, NUM_TOKENS = 8, 64
-# Sizes of Qwen3-0.6B compile the kernels of later stages; layers and words are fewer.
+# Compiles the kernels that Qwen3-0.6B needs.
 PARITY_SHAPE = Shape(1024, 4, 3072, 16, 8, 128, 32_000, True, True, 1e6)
 
 

@@ -1,7 +1,5 @@
 """Output tokens per second in-process, beside the speed of light and with parts switched off.
 
-    python -m gpu.engine
-
 256 requests of 100 to 1,024 tokens in and out, and 1,000 of ShareGPT-like lengths, all waiting at the start; random
 weights, bfloat16, temperature 0.6, end of sequence ignored.
 """

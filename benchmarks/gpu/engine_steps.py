@@ -94,7 +94,6 @@ class Timed(NamedTuple):
         return [times[0] - self.start for times in self.arrivals().values()]
 
     def gaps(self) -> list[float]:
-        """Return times between tokens (ITL)."""
         return [b - a for times in self.arrivals().values() for a, b in itertools.pairwise(times)]
 
     def decode_steps(self) -> list[DecodeStep]:
@@ -126,7 +125,7 @@ DRY: Mapping[str, object] = {"kv_cache_memory_mb": 64, "num_threads": 1, "max_nu
 
 
 def settings_of(stage: Stage, **settings: object) -> dict[str, object]:
-    """Return settings for weights made on the device, without prefix caching, which would help later runs."""
+    """Return settings for weights made on the device; prefix caching would help later runs."""
     return {
         "device": stage.device.type, "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
         **OFFLINE, **(DRY if stage.is_dry and not stage.is_cuda else {}), **settings,

@@ -1,7 +1,5 @@
 """Idle share of the device in decode-only steps, by torch.profiler's timeline of kernels.
 
-    python -m gpu.idle
-
 The tracer slows small kernels, so small models may over-report idle time. Part of the timeline is kept as
 `idle_MODEL.json.gz`, for Perfetto or chrome://tracing.
 """
@@ -83,7 +81,7 @@ def body(stage: Stage) -> None:
     if not stage.is_cuda:
         stage.skip("idle device", "the timeline of kernels exists on CUDA only")
         return
-    # The tracer hooks into the driver on first use, which must come before graphs are captured.
+    # The tracer hooks into the driver, which must come before graphs are captured.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
         torch.zeros(1, device=stage.device)
         torch.cuda.synchronize(stage.device)

@@ -46,10 +46,7 @@ class AttentionCase:
 
 
 def ours(case: AttentionCase, device: torch.device) -> Call:
-    blocks_each = -(-case.context // case.block_size)
-    shape = (case.batch * blocks_each, case.block_size, case.kv_heads, case.head_dim)
-    k_cache, v_cache = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-    tables = torch.randperm(shape[0], device=device).int().view(case.batch, blocks_each)  # scattered, as in service
+    k_cache, v_cache, tables = _paged(case, device)
     q = torch.randn(case.batch * case.query, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     out, meta, scale = torch.empty_like(q), _metadata(case, tables, device), case.head_dim**-0.5
 
@@ -57,6 +54,14 @@ def ours(case: AttentionCase, device: torch.device) -> Call:
         return paged_attention(q, k_cache, v_cache, meta, scale=scale, out=out)
 
     return call
+
+
+def _paged(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys and values in blocks, and block tables, scattered as in service."""
+    blocks_each = -(-case.context // case.block_size)
+    shape = (case.batch * blocks_each, case.block_size, case.kv_heads, case.head_dim)
+    k_cache, v_cache = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return k_cache, v_cache, torch.randperm(shape[0], device=device).int().view(case.batch, blocks_each)
 
 
 def _metadata(case: AttentionCase, tables: torch.Tensor, device: torch.device) -> AttentionMetadata:
@@ -126,10 +131,7 @@ def flash_attention_3() -> Callable[[AttentionCase, torch.device], Call] | None:
         if case.query > 1:
             q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in _dense(case, device))
             return lambda: library.flash_attn_func(q, k, v, causal=True)
-        blocks_each = -(-case.context // case.block_size)
-        shape = (case.batch * blocks_each, case.block_size, case.kv_heads, case.head_dim)
-        k_cache, v_cache = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-        tables = torch.randperm(shape[0], device=device).int().view(case.batch, blocks_each)
+        k_cache, v_cache, tables = _paged(case, device)
         q = torch.randn(case.batch, 1, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
         lengths = torch.full((case.batch,), case.context, dtype=torch.int32, device=device)
         return lambda: library.flash_attn_with_kvcache(

@@ -60,10 +60,7 @@ def gated_activation(shape: Shape, num_tokens: int) -> RowCase:
 
 
 def norm_rope_write(shape: Shape, num_tokens: int) -> RowCase:
-    """Use views of a fused QKV output: q is read and written; k too, and into the cache; v read and written there.
-
-    Cosines and sines are float32.
-    """
+    """Work on views of a fused QKV output: q, k and v are read, q and k written, k and v written to the cache."""
     q_heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
 
     def make(device: torch.device) -> Call:

@@ -1,8 +1,4 @@
-"""Kernels beside torch's and FlashAttention's, in percent of this device's ceilings.
-
-python -m gpu.kernels
-python -m gpu.kernels --sweep       alternative launch configurations beside the recorded ones
-"""
+"""Kernels beside torch's and FlashAttention's, in percent of this device's ceilings."""
 
 from __future__ import annotations
 
@@ -86,7 +82,7 @@ class Kernels:
         *,
         needs_s: float = 3.0,
     ) -> None:
-        """Report decodes by bandwidth, prompts by arithmetic; `needs_s` includes compilation."""
+        """Report decodes by bandwidth, prompts by arithmetic."""
         stage, ceilings = self._stage, self._stage.ceilings
         for case in cases:
             with stage.part(f"{name}, {case.label}, {who}"):
@@ -127,7 +123,7 @@ def body(stage: Stage) -> None:
     if stage.options.sweep:
         sweep(stage)
         return
-    gc.freeze()  # keeps imported objects out of each case's collection
+    gc.freeze()
     kernels, is_dry = Kernels(stage), stage.is_dry
     decodes, prompts = decode_cases(is_dry), prefill_cases(is_dry)
     beside = [case for case in decodes if (case.batch, case.context) in PEER_DECODES and case.heads == LLAMA[0]]

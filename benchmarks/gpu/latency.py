@@ -1,7 +1,4 @@
-"""Milliseconds of a decode step, a first token and a prompt, beside their limits.
-
-python -m gpu.latency
-"""
+"""Milliseconds of a decode step, a first token and a prompt, beside their limits."""
 
 from __future__ import annotations
 
@@ -54,7 +51,6 @@ def _first_tokens(stage: Stage, model: str, engine: TimedLLM) -> None:
 
 
 def _packed_prefill(stage: Stage, model: str, engine: TimedLLM) -> None:
-    """Time many prompts for one token each, in full steps."""
     count, length = (4, 16) if stage.is_dry else PACKED
     shape = SHAPES[model]
     with stage.part(f"packed prefill, {model}"):

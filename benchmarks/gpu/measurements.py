@@ -42,7 +42,7 @@ class Measurement:
 def throughput(
     name: str, case: str, seconds: list[float], amount: float, unit: str, limit: float | None, **rest: Any
 ) -> Measurement:
-    """Return `amount` (in `unit` · s) per median second; `limit` is the device's most."""
+    """Return `amount` per median second; `limit` is the device's most."""
     value = amount / statistics.median(seconds)
     percent = None if limit is None else 100.0 * value / limit
     return Measurement(

@@ -1,8 +1,6 @@
 """Other engines beside Tidewheel: equal weights and requests, greedy, each in a process on an empty device.
 
-    python -m gpu.peers [--peers BUNDLE.tar.xz]
-
-transformers is measured if installed; a bundle brings the others, as folders for PYTHONPATH (README.md).
+transformers is measured if installed; a bundle brings the others (README.md).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from tidewheel.bench.worker_process import WorkerProcess
 from work_items import WorkItem
 
 # -P keeps modules of this folder from shadowing an engine's imports.
-PROGRAM = Path(__file__).parent / "peer_engine.py"
+PROGRAM = Path(__file__).parent / "offline_run.py"
 RANDOM_MODEL = Path(__file__).parents[1] / "random_model.py"
 START_S = 40.0  # besides the runs
 

@@ -1,7 +1,7 @@
 """Common parts of stages: options, time left, and results.
 
-A stage is a process, so its end frees its memory and a device error ends only it. It prints a line per result;
-`--records` also writes each at once as JSON, so nothing is lost.
+A stage is a process, so its end frees its memory and a device error ends only it. `--records` writes each result at
+once, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Stage:
             raise OutOfTime(f"{max(0.0, self.seconds_left):.0f} s are left and it needs about {needs_s:.0f}")
 
     def clocked(self, call: Callable[[], object]) -> float:
-        """Return the call's seconds by the host's clock, from an idle device to an idle device."""
+        """Return the call's seconds by the host's clock, device synchronised."""
         self._synchronise()
         start = time.perf_counter()
         call()
@@ -106,7 +106,7 @@ def is_device_lost(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def logged(log: Path) -> Iterator[Path]:
-    """Add the log's last lines to what is said of a worker that failed."""
+    """Add the log's last lines to a worker's failure."""
     try:
         yield log
     except WorkerFailed as error:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 NO_DEVICE, INTERRUPTED = 2, 130  # exit status
 TINY = "tiny"
 MODEL_NAMES = ("qwen3-0.6b", "llama-3.1-8b")
-# In a bundle of other engines, a tar file of folders for PYTHONPATH (README.md).
+# Folders of a bundle of other engines (README.md).
 FA3_FOLDER = "site-shim"  # flash_attn_interface over the library below
 FA3_LIBRARY = "site-vllm/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 END_S = 20.0
@@ -120,7 +120,6 @@ class Suite:
         seconds: float,
         bundle: Path | None = None,
     ) -> None:
-        """`common` are options of every stage, `folder` holds scratch files, `bundle` unpacked peers."""
         self.findings = Findings()
         self._plans = plans
         self._common = list(common)
@@ -130,7 +129,7 @@ class Suite:
         self._bundle = bundle
 
     def run(self, save: Callable[[Findings], None]) -> None:
-        """Run the stages, with `save` after each; Ctrl-C ends the current one and keeps results."""
+        """Run the stages, with `save` after each and on Ctrl-C."""
         for number, plan in enumerate(self._plans):
             left = self._end - time.monotonic()
             label = plan.name + "".join(f" {argument}" for argument in plan.arguments)
@@ -221,7 +220,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_in_use() -> int | None:
-    """Return bytes of all processes on the first device; None if unknown."""
+    """Return bytes in use on the first device; None if unknown."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -1,7 +1,5 @@
 """Preemption: swapping a request back against computing it again, and the scheduler's choice.
 
-    python -m gpu.swap
-
 Per context, one swap out and in of its blocks, and one prefill; then a workload beyond the cache, with either way
 forced and with the cost model's choice.
 """

@@ -1,8 +1,8 @@
 """Device seconds of an operation, without launch cost or a warm L2 cache.
 
-On CUDA, a graph of calls goes round over sets of inputs, together larger than the L2 cache, so no call finds its data
-there. Two events time a replay, divided by its calls. It queues behind another replay, during which the host queues
-all of it, so the events contain no wait for the host. On a CPU each call is timed.
+On CUDA, a graph of calls goes round over sets of inputs, together larger than the L2 cache. Two events time a replay.
+It queues behind another replay, during which the host queues all of it, so the events contain no wait for the host.
+On a CPU each call is timed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Call = Callable[[], object]
 Factory = Callable[[int], Call]  # call on the i-th set
 
 NUM_SAMPLES = 20
-MIN_REPLAY_S = 2e-3  # at the speed without a graph, perhaps ten times slower
+MIN_REPLAY_S = 2e-3  # at the speed without a graph
 WAKING, WAKING_CALLS = 8192, 100
 MAX_CALLS = 256
 MAX_SETS = 64
@@ -44,7 +44,7 @@ class Timer:
             _wake(device)
 
     def num_sets(self, set_bytes: int) -> int:
-        """Return how many sets fill the cache twice, so each is gone when its turn comes."""
+        """Return how many sets fill the cache twice."""
         if self._device.type != "cuda":
             return 1
         return max(1, min(MAX_SETS, -(-2 * self._l2_bytes // max(set_bytes, 1))))
@@ -61,7 +61,7 @@ class Timer:
     def _on_cuda(self, calls: list[Call]) -> Timing:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # compiles and makes handles before the capture
+        with torch.cuda.stream(stream):  # compiles before the capture
             for call in (calls[0], *calls):
                 call()
         torch.cuda.synchronize(self._device)
@@ -75,7 +75,7 @@ class Timer:
             with torch.cuda.graph(graph, stream=stream):
                 for call in rounds:
                     call()
-        except RuntimeError:  # the operation waits for the device, or allocates outside torch
+        except RuntimeError:  # not an operation for a graph
             torch.cuda.synchronize(self._device)
             times = [self._events(lambda: [call() for call in rounds]) for _ in range(num_samples)]
             return Timing([seconds / num_calls for seconds in times], False, len(calls))

@@ -1,7 +1,5 @@
 """Cost of tritonserver: tokens streamed over gRPC to 256 clients, beside equal requests in-process.
 
-    python -m gpu.triton_tax --in-process
-
 Settings, temperature and random weights are equal; clients are several processes.
 """
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu import __main__ as suite_program
-from gpu import correctness, engine, idle, kernels, latency, peer_engine, peers, swap, timing
+from gpu import correctness, engine, idle, kernels, latency, offline_run, peers, swap, timing
 from gpu.correctness import first_divergence, read_report
 from gpu.engine_steps import DecodeStep, Delivery, Timed, limit_ratio
 from gpu.idle import Interval, gaps, idle_fraction, read_timeline
@@ -160,16 +160,16 @@ def test_a_peer_is_warmed_up_and_timed_on_the_same_requests(tmp_path: Path) -> N
     requests, asked = tmp_path / "requests.json", []
     requests.write_text(json.dumps([[[1, 2, 3], 40], [[4], 2]]))
 
-    def make(options: dict[str, Any]) -> peer_engine.Run:
+    def make(options: dict[str, Any]) -> offline_run.Run:
         assert options["model"] == "folder"
 
-        def run(work: peer_engine.Work) -> list[list[int]]:
+        def run(work: offline_run.Work) -> list[list[int]]:
             asked.append([count for _, count in work])
             return [[7] * min(count, 39) for _, count in work]
 
         return run
 
-    answer = peer_engine.measure({"model": "folder", "requests": str(requests), "repeats": 2}, make)
+    answer = offline_run.measure({"model": "folder", "requests": str(requests), "repeats": 2}, make)
     assert asked == [[32, 2], [40, 2], [40, 2]]
     assert (len(answer["seconds"]), answer["num_tokens"], answer["of_right_length"]) == (2, 41, 1)
     assert answer["head"] == [[7] * 8, [7, 7]]

@@ -1,8 +1,8 @@
-"""One engine in its own process, run as a file: `PYTHON peer_engine.py ENGINE OPTIONS_JSON`.
+"""One engine in its own process, run as a file: `PYTHON offline_run.py ENGINE OPTIONS_JSON`.
 
 Options: model (a folder), requests (a file of [[input ids, output tokens], …]), repeats, device, max_model_len.
-Prints one JSON line: seconds of each run, tokens received, and the first of them. Greedy, end of sequence ignored, no
-text. Imports only the standard library and the engine, so any environment with the engine can run it.
+Prints one JSON line. Greedy, end of sequence ignored, no text. Imports only the standard library and the engine, so
+any environment with the engine can run it.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def measure(options: dict[str, Any], make: Callable[[dict[str, Any]], Run]) -> d
 
 def main() -> None:
     name, options = sys.argv[1], json.loads(sys.argv[2])
-    # Libraries print to standard output; the answer uses a copy.
+    # Libraries print to standard output.
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -176,9 +176,7 @@ def steady_rate(outcomes: Outcomes, amounts: FloatArray) -> float:
 def simulate(trace: Trace, cost: CostModel, config: EngineConfig, info: EngineInfo) -> tuple[Simulator, Scheduler]:
     scheduler = build_scheduler(config, info)
     settings = ReplicaSettings(
-        num_rows=info.max_num_seqs,
-        max_model_len=info.max_model_len,
-        enable_prefix_caching=info.enable_prefix_caching,
+        num_rows=info.max_num_seqs, max_model_len=info.max_model_len, enable_prefix_caching=info.enable_prefix_caching
     )
     simulator = Simulator(
         trace, lambda _: scheduler, cost, settings, num_replicas=1, router=make_router("round-robin", 1)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from study import show
 from tidewheel_kernels.launch_config import vocabulary_config
 
 
@@ -70,14 +71,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5)
     options = parser.parse_args()
     rng = np.random.default_rng(0)
-    print("spread peak | temperature top_k top_p | chunks candidates passes kept (medians)")
+    medians = []
     for spread, peak in SHAPED:
         rows = (rng.standard_normal((options.rows, options.vocabulary)) * spread).astype(np.float32)
         for row in rows:
             row[rng.integers(options.vocabulary, size=8)] += np.float32(peak)
         for filters in FILTERS:
-            median = np.median([reads(row, filters) for row in rows], axis=0).astype(int)
-            print(f"{spread} {peak:4} | {filters.temperature} {filters.top_k:2} {filters.top_p:4} |", *median)
+            found = np.median([reads(row, filters) for row in rows], axis=0).astype(int).tolist()
+            medians.append({"spread": spread, "peak": peak, **filters._asdict(), **Reads(*found)._asdict()})
+    show(medians)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,14 @@ from typing import Any
 import psutil
 
 from serving import LOCUSTFILE, Address, metric, served
-from study import ROOT, Study
+from study import ROOT, Study, show
 
 WEIGHTS = ROOT / "model_repository" / "demo" / "1" / "weights"
 KINDS = {"GrpcStreamUser": "GRPC", "HttpStreamUser": "SSE", "HttpInferUser": "INFER"}
+SHOWN = (
+    "users", "requests", "failures", "requests_counted_by_server", "requests_per_s", "client_cores", "server_cores",
+    "server_memory_growth_mib", "load_average",
+)  # fmt: skip
 SAMPLE_S = 5.0
 FLUSH_S = 2.0  # of counts on the server
 MIB = 1 << 20
@@ -124,16 +128,6 @@ def checks(run: dict[str, Any], sweep: list[dict[str, Any]], kind: str) -> dict[
     }
 
 
-def show(kind: str, run: dict[str, Any]) -> None:
-    print(
-        f"{kind:15} {run['users']:4} users: {run['requests']} requests, {run['failures']} failed, "
-        f"{run['requests_counted_by_server']} by the server, {run['requests_per_s']:.1f}/s, "
-        f"cores {run['client_cores']:.2f} client {run['server_cores']:.2f} server, "
-        f"memory {run['server_memory_growth_mib']:+.1f} MiB, load {run['load_average']:.1f}",
-        flush=True,
-    )
-
-
 def main() -> None:
     study = Study("locust", __doc__, "locust", "grpcio", "gevent", "torch")
     study.add_argument("--users", type=int, default=200)
@@ -146,7 +140,7 @@ def main() -> None:
 
         def run(kind: str, users: int, seconds: int) -> dict[str, Any]:
             found = run_locust(address, kind, users, seconds, server)
-            show(kind, found)
+            show([{"kind": kind, **{name: found[name] for name in SHOWN}}])
             return found
 
         sweep = {kind: [run(kind, users, options.sweep_seconds) for users in options.sweep] for kind in KINDS}

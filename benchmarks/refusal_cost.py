@@ -18,6 +18,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,29 +134,27 @@ def cost(case: str, setting: Setting, once: Callable[[], tuple[float, str]], pat
     }
 
 
-def full(setting: Setting, patience: Patience) -> Cost:
+def newcomer(case: str, setting: Setting, patience: Patience, **fields: Any) -> Cost:
+    """Add a request with these fields to a full waiting set."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 
     def once() -> tuple[float, str]:
-        microseconds, outcome, _ = scene.timed_add(scene.request(priority=Priority.LOW))
-        return microseconds, outcome
-
-    return cost("full", setting, once, patience)
-
-
-def evicting(setting: Setting, patience: Patience, case: str = "evicting", length: int = PROMPT_TOKENS) -> Cost:
-    scene = Scene(setting)
-    scene.fill(setting.waiting)
-
-    def once() -> tuple[float, str]:
-        newcomer = scene.request(tenant="new", length=length, priority=Priority.HIGH)
-        microseconds, outcome, num_evicted = scene.timed_add(newcomer)
-        scene.scheduler.cancel(newcomer.request_id)
+        request = scene.request(**fields)
+        microseconds, outcome, num_evicted = scene.timed_add(request)
+        if outcome != "refused":
+            scene.scheduler.cancel(request.request_id)
         scene.fill(num_evicted)
         return microseconds, outcome
 
     return cost(case, setting, once, patience)
+
+
+full = partial(newcomer, "full", priority=Priority.LOW)
+evicting = partial(newcomer, "evicting", tenant="new", priority=Priority.HIGH)
+displacing = partial(
+    newcomer, "displacing", tenant="new", length=NUM_DISPLACED * PROMPT_TOKENS, priority=Priority.HIGH
+)
 
 
 ENGINE = simulated_info(
@@ -221,8 +220,7 @@ def measure(options: argparse.Namespace) -> Iterator[Cost]:
         yield evicting(setting, patience)
     for policy, tenants in itertools.product(options.policy, (16, 4096)):
         crowd = Setting(policy=policy, waiting=8192, tenants=tenants, spare_tokens=0)
-        few = Patience(max(MIN_REPEATS, options.repeats // 50), options.seconds)
-        yield evicting(crowd, few, "displacing", NUM_DISPLACED * PROMPT_TOKENS)
+        yield displacing(crowd, Patience(max(MIN_REPEATS, options.repeats // 50), options.seconds))
     for number in (0, MAX_LOGIT_BIAS):
         limited = Setting(policy="priority", waiting=4096, requests_per_s=1e-6)
         yield message(f"message, rate, {number} biases", limited, patience, num_biases=number)

@@ -160,17 +160,11 @@ def compare_case(samples: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def rows_of(case: dict[str, Any]) -> list[dict[str, object]]:
-    key = {name: case[name] for name in KEY}
-    return [
-        {
-            **key,
-            "of a step": name,
-            "against_us": round(case[name]["against"]["median"], 1),
-            "this_us": round(case[name]["this"]["median"], 1),
-            "ratio": case[name]["ratio"],
-        }
-        for name in MEASURED
-    ]
+    rows = []
+    for name in MEASURED:
+        medians = {f"{side}_us": round(case[name][side]["median"], 1) for side in ("against", "this")}
+        rows.append({**{key: case[key] for key in KEY}, "of a step": name, **medians, "ratio": case[name]["ratio"]})
+    return rows
 
 
 def main() -> None:

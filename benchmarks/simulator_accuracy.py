@@ -115,23 +115,23 @@ def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, An
     }
 
 
+def predict(engine: Engine, trace: Trace, cost: CostModel) -> Outcomes:
+    return simulate(trace, cost, engine.config, engine.info)[0].outcomes
+
+
 def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -> dict[str, Any]:
     capacity(engine, 64, cpu_clock=cpu_clock)  # warm-up
     tokens_per_s = capacity(engine, 192, cpu_clock=cpu_clock)
     steps: list[MeasuredStep] = []
     real: list[tuple[Load, Outcomes]] = []
     for seed, (known, unknown) in enumerate(zip(CALIBRATION, PREDICTED, strict=True)):
-        steps += calibration_steps(
-            engine, make_trace(known, tokens_per_s, seconds, seed), scratch, cpu_clock=cpu_clock
-        )
+        trace = make_trace(known, tokens_per_s, seconds, seed)
+        steps += calibration_steps(engine, trace, scratch, cpu_clock=cpu_clock)
         trace = make_trace(unknown, tokens_per_s, seconds, 100 + seed)
         real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock).outcomes))
         print(f"ran {known.name} and {unknown.name}", flush=True)
     cost = cost_model(engine.info, steps)
-    loads = [
-        compare(load, outcomes, simulate(outcomes.trace, cost, engine.config, engine.info)[0].outcomes)
-        for load, outcomes in real
-    ]
+    loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)) for load, outcomes in real]
     return {"cost_model": dataclasses.asdict(cost), "weighted_tokens_per_s": tokens_per_s, "loads": loads}
 
 

@@ -5,7 +5,6 @@ python benchmarks/simulator_plots.py --save         without --save, pictures go 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from engine_runs import simulate
+from simulator_speed import plan_of
 from study import RESULTS, Study
-from tidewheel.cli.simulate import add_arguments
-from tidewheel.cli.simulation import Plan, Result, simulate_all
+from tidewheel.cli.simulation import Result, simulate_all
 from tidewheel.cli.simulation_output import write_plots
 from tidewheel.config import EngineConfig
 from tidewheel.simulate.cost_model import CostModel
@@ -32,17 +31,12 @@ NAMES = ("geometric outputs", "lognormal outputs")
 
 
 def policies(requests: int) -> list[Result]:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    arguments = parser.parse_args(
-        [
-            "--requests", str(requests), "--policy", "fifo,priority,sjf,fair",
-            "--load", "0.5,0.7,0.8,0.9,0.95,1.1", "--trace", "bursty", "--output", "lognormal:128:1.2:2048",
-            "--tenants", "big:8:4,middle:3:3,small:1:1", "--set", "enable_prefix_caching=false",
-            "--set", "max_num_seqs=64",
-        ]
-    )  # fmt: skip
-    return list(simulate_all(Plan.from_options(arguments)))
+    options = [
+        "--requests", str(requests), "--policy", "fifo,priority,sjf,fair", "--load", "0.5,0.7,0.8,0.9,0.95,1.1",
+        "--trace", "bursty", "--output", "lognormal:128:1.2:2048", "--tenants", "big:8:4,middle:3:3,small:1:1",
+        "--set", "enable_prefix_caching=false", "--set", "max_num_seqs=64",
+    ]  # fmt: skip
+    return list(simulate_all(plan_of(options)))
 
 
 def single_server(load: float, output: str, requests: int) -> tuple[float, float, float]:

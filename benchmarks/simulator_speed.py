@@ -17,6 +17,12 @@ from tidewheel.cli.simulate import add_arguments
 from tidewheel.cli.simulation import Plan, build_simulator, find_capacity
 
 
+def plan_of(options: list[str]) -> Plan:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return Plan.from_options(parser.parse_args(options))
+
+
 def options(arguments: argparse.Namespace, output_mean: float) -> list[str]:
     return [
         "--requests", str(arguments.requests), "--replicas", str(arguments.replicas),
@@ -27,9 +33,7 @@ def options(arguments: argparse.Namespace, output_mean: float) -> list[str]:
 
 
 def measure(arguments: argparse.Namespace, output_mean: float) -> dict[str, float]:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    plan = Plan.from_options(parser.parse_args(options(arguments, output_mean)))
+    plan = plan_of(options(arguments, output_mean))
     (policy,) = plan.policies
     rate = arguments.load * find_capacity(plan, policy) * plan.num_replicas
     simulator = build_simulator(plan, policy, plan.trace(rate))

@@ -149,13 +149,11 @@ class Response(NamedTuple):
 
 def responses() -> dict[str, Response]:
     tpot, governor, window = TpotScenario(), GovernorScenario(), WindowScenario()
-    at_tpot = changes_of(tpot.rows, tpot.targets)
     at_governor = changes_of(governor.mean_outputs, governor.targets)
-    at_window = changes_of(window.arrivals_per_s)
     return {
-        "tpot": Response(tpot, run_tpot, draw_tpot, 2, "budget_tokens", at_tpot),
+        "tpot": Response(tpot, run_tpot, draw_tpot, 2, "budget_tokens", changes_of(tpot.rows, tpot.targets)),
         "governor": Response(governor, run_governor, draw_governor, 3, "max_num_seqs", at_governor),
-        "window": Response(window, run_window, draw_window, 2, "window_ms", at_window),
+        "window": Response(window, run_window, draw_window, 2, "window_ms", changes_of(window.arrivals_per_s)),
     }
 
 

@@ -68,7 +68,6 @@ def main() -> None:
         try:
             suite.run(lambda findings: _save(out, facts, findings, options.dry))
         except KeyboardInterrupt:
-            _save(out, facts, suite.findings, options.dry)
             print(f"bench-gpu: interrupted; what was measured is in {out}", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
     _save(out, facts, suite.findings, options.dry, with_plots=True)

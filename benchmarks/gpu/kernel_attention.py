@@ -50,10 +50,7 @@ def ours(case: AttentionCase, device: torch.device) -> Call:
     q = torch.randn(case.batch * case.query, case.heads, case.head_dim, device=device, dtype=torch.bfloat16)
     out, meta, scale = torch.empty_like(q), _metadata(case, tables, device), case.head_dim**-0.5
 
-    def call() -> object:
-        return paged_attention(q, k_cache, v_cache, meta, scale=scale, out=out)
-
-    return call
+    return lambda: paged_attention(q, k_cache, v_cache, meta, scale=scale, out=out)
 
 
 def _paged(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,12 +89,7 @@ def _dense(case: AttentionCase, device: torch.device) -> tuple[torch.Tensor, tor
 
 def torch_sdpa(case: AttentionCase, device: torch.device) -> Call:
     q, k, v = _dense(case, device)
-    causal = case.query > 1
-
-    def call() -> object:
-        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-
-    return call
+    return lambda: scaled_dot_product_attention(q, k, v, is_causal=case.query > 1, enable_gqa=True)
 
 
 def flex_attention(case: AttentionCase, device: torch.device) -> Call:
@@ -109,11 +101,7 @@ def flex_attention(case: AttentionCase, device: torch.device) -> Call:
     if case.query > 1:
         mask = create_block_mask(_is_causal, None, None, case.query, case.context, device=str(device))
     compiled: Any = torch.compile(attend, dynamic=False)
-
-    def call() -> object:
-        return compiled(q, k, v, block_mask=mask, enable_gqa=True)
-
-    return call
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def _is_causal(_batch: Any, _head: Any, query: Any, key: Any) -> Any:

@@ -74,13 +74,7 @@ class Kernels:
         self._timer = Timer(stage.device, is_dry=stage.is_dry)
 
     def attention(
-        self,
-        name: str,
-        cases: Iterable[AttentionCase],
-        make: MakeAttention,
-        who: str = OURS,
-        *,
-        needs_s: float = 3.0,
+        self, name: str, cases: Iterable[AttentionCase], make: MakeAttention, who: str = OURS, *, needs_s: float = 3.0
     ) -> None:
         """Report decodes by bandwidth, prompts by arithmetic."""
         stage, ceilings = self._stage, self._stage.ceilings
@@ -105,11 +99,8 @@ class Kernels:
                 with stage.part(f"{case.name}, {case.case}, {who}"):
                     stage.check_time(2.0)
                     timing = self._timer.measure(lambda _, make=make: make(stage.device), case.num_bytes)
-                    figure = throughput(
-                        case.name, case.case, timing.seconds, 1e-9 * case.num_bytes, "GB/s", limit,
-                        who=who, details=timing.details,
-                    )  # fmt: skip
-                    stage.result(figure)
+                    amount, facts = 1e-9 * case.num_bytes, {"who": who, "details": timing.details}
+                    stage.result(throughput(case.name, case.case, timing.seconds, amount, "GB/s", limit, **facts))
                 _release(stage)
 
 

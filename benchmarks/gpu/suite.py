@@ -134,9 +134,8 @@ class Suite:
             left = self._end - time.monotonic()
             label = plan.name + "".join(f" {argument}" for argument in plan.arguments)
             if left < 0.5 * min(plan.seconds, 120.0):
-                self._note(
-                    label, 0.0, f"skipped: {max(left, 0.0):.0f} s are left, and it takes up to {plan.seconds:.0f}"
-                )
+                reason = f"{max(left, 0.0):.0f} s are left, and it takes up to {plan.seconds:.0f}"
+                self._note(label, 0.0, f"skipped: {reason}")
                 continue
             print(f"[{number + 1}/{len(self._plans)}] {label}: at most {min(plan.seconds, left):.0f} s", flush=True)
             try:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -82,17 +81,11 @@ def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * squares)
 
 
-def knee(loads: Sequence[float], latencies: Sequence[float]) -> int:
-    """Return the index of the knee of a rising latency curve (Kneedle: Satopää and others, 2011).
-
-    With axes scaled to 0…1, it lies furthest below the line from first to last. Raise `ValueError` unless 3 or more
-    loads rise.
-    """
-    if len(loads) < 3 or any(b <= a for a, b in itertools.pairwise(loads)):
-        raise ValueError("a knee needs at least 3 loads that grow")
-    low, high = min(latencies), max(latencies)
-    if high == low:
-        return len(loads) - 1
-    span = loads[-1] - loads[0]
-    depths = [(x - loads[0]) / span - (y - low) / (high - low) for x, y in zip(loads, latencies, strict=True)]
-    return max(range(len(depths)), key=depths.__getitem__)
+def wilson_interval(successes: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson, 1927); all of 0 to 1 without a sample."""
+    if not count:
+        return 0.0, 1.0
+    share, z2 = successes / count, _T_LIMIT**2
+    centre = share + z2 / (2 * count)
+    half = _T_LIMIT * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return (centre - half) / (1 + z2 / count), (centre + half) / (1 + z2 / count)

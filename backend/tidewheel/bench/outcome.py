@@ -103,11 +103,6 @@ class Outcome:
             gaps += [(now - before) / count] * count
         return gaps
 
-    def is_good(self, ttft_s: float, tpot_s: float) -> bool:
-        if self.first_token is None or not self.is_complete:
-            return False
-        return self.first_token <= ttft_s and (self.tpot is None or self.tpot <= tpot_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -116,17 +111,21 @@ class Slo:
     ttft_s: float = 1.0
     tpot_s: float = 0.1
 
+    def whole_answer_s(self, num_tokens: int) -> float:
+        """Return when a stream just within the objective has `num_tokens`: the bound of a whole answer."""
+        return self.ttft_s + self.tpot_s * (num_tokens - 1)
+
     def is_met(self, outcome: Outcome) -> bool:
-        return outcome.is_good(self.ttft_s, self.tpot_s)
+        """Return whether TTFT and TPOT were met; an answer in one piece has its first token with its last."""
+        if outcome.first_token is None or not outcome.is_complete:
+            return False
+        return outcome.first_token <= self.ttft_s and (outcome.tpot is None or outcome.tpot <= self.tpot_s)
 
     def is_met_at_end(self, outcome: Outcome) -> bool:
-        """Return whether the answer ended by the time a stream just within the objective does.
-
-        For answers in one piece, which are not held to the first token.
-        """
+        """Return whether the whole answer came within its bound, which judges streams and others alike."""
         if outcome.last_token is None or not outcome.is_complete:
             return False
-        return outcome.last_token <= self.ttft_s + self.tpot_s * (outcome.offered.num_output_tokens - 1)
+        return outcome.last_token <= self.whole_answer_s(outcome.offered.num_output_tokens)
 
 
 def error_code(code: str, message: str) -> str:

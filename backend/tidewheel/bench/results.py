@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tidewheel.bench.arrivals import Load
 from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.stage import Run, Stage
 from tidewheel.bench.summary import summarise_repeats, summarise_run
@@ -33,6 +34,13 @@ class StageResult:
     runs: list[RunResult] = field(default_factory=list)
     setup: Mapping[str, Any] = field(default_factory=dict)
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
+
+    def add_load(self, load: Load) -> None:
+        """Add a load that a search asks for; loads are in the order of their rates."""
+        if load not in self.stage.loads:
+            self.stage = replace(
+                self.stage, loads=tuple(sorted((*self.stage.loads, load), key=lambda one: one.value))
+            )
 
     def repeats(self, target: str, load: int) -> list[RunResult]:
         """Return complete repeats, or interrupted ones if there are no others."""

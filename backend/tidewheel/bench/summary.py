@@ -19,7 +19,7 @@ LATENCIES: Mapping[str, Callable[[Outcome], float | None]] = {
 CLASS_NAMES = {0: "normal", 1: "critical", 2: "high", 3: "normal", 4: "low"}
 RATES = (
     "requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "goodput_per_s", "goodput_e2e_per_s",
-    "slo_attainment",
+    "slo_attainment", "e2e_attainment",
 )  # fmt: skip
 Figures = dict[str, float]
 
@@ -38,17 +38,17 @@ def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Fig
     """
     seconds = span(outcomes)
     if not seconds:
-        return dict.fromkeys(
-            ("requests_per_s", "output_tokens_per_s", "goodput_per_s", "goodput_e2e_per_s"), math.nan
-        )
+        return dict.fromkeys(RATES, math.nan)
     window = max(offered_s, max(o.sent for o in outcomes)) if offered_s else seconds
+    num_met, num_met_at_end = sum(map(slo.is_met, outcomes)), sum(map(slo.is_met_at_end, outcomes))
     return {
         "requests_per_s": sum(o.is_complete for o in outcomes) / seconds,
         "output_tokens_per_s": sum(o.num_tokens for o in outcomes if not o.error) / seconds,
         "prompt_tokens_per_s": sum(o.num_prompt_tokens for o in outcomes if not o.error) / seconds,
-        "goodput_per_s": sum(map(slo.is_met, outcomes)) / window,
-        "goodput_e2e_per_s": sum(map(slo.is_met_at_end, outcomes)) / window,
-        "slo_attainment": sum(map(slo.is_met, outcomes)) / len(outcomes),
+        "goodput_per_s": num_met / window,
+        "goodput_e2e_per_s": num_met_at_end / window,
+        "slo_attainment": num_met / len(outcomes),
+        "e2e_attainment": num_met_at_end / len(outcomes),
     }
 
 

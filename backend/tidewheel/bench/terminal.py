@@ -1,18 +1,20 @@
-"""Progress on the terminal."""
+"""Progress and results on the terminal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tqdm import tqdm
 
-from tidewheel.bench.columns import number
+from tidewheel.bench.columns import SHORT, capacity_table, table
 from tidewheel.bench.driver import Progress
+from tidewheel.bench.results import Recorder
 from tidewheel.bench.stage import Run
+from tidewheel.bench.text_tables import number
 
 TICK_S = 0.5
 
@@ -20,7 +22,7 @@ TICK_S = 0.5
 class Live:
     """Progress on standard error; without a terminal, only a line per run."""
 
-    def __init__(self, title: str, num_runs: int) -> None:
+    def __init__(self, title: str, num_runs: int | None) -> None:
         is_terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=num_runs,
@@ -79,3 +81,12 @@ def run_line(run: Run, load: str, summary: Mapping[str, Any], server: Mapping[st
     if summary["errors"]:
         parts.append("errors " + ", ".join(f"{code} {count}" for code, count in summary["errors"].items()))
     return "  ".join(parts)
+
+
+def result_tables(recorder: Recorder) -> Iterator[str]:
+    """Yield tables of capacities, then of each stage."""
+    if recorder.extra.get("capacities"):
+        yield capacity_table(recorder.extra).as_text()
+    for result in recorder.stages:
+        if not result.stage.is_preliminary:
+            yield f"{result.stage.title}\n{table(result, SHORT).without_empty().as_text()}"

@@ -1,3 +1,5 @@
+"""Estimates with intervals."""
+
 from __future__ import annotations
 
 import math
@@ -7,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Student's t, 97.5 % quantile by degrees of freedom; beyond, the normal's is within 2 %.
+# Student's t, 97.5 %, by degrees of freedom; beyond, the normal's.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -17,7 +19,7 @@ _RESAMPLES = 1000
 
 
 class Estimate(NamedTuple):
-    """Mean over repeats with 95 % confidence interval, NaN for a single repeat."""
+    """Mean with 95 % interval; NaN if unknown."""
 
     mean: float
     low: float
@@ -28,7 +30,7 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the nearest rank, as load generators do; NaN if empty."""
+    """Return the nearest rank; NaN if empty."""
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
 
 
@@ -37,7 +39,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def t_interval(samples: Sequence[float]) -> Estimate:
-    """Return the mean of repeats and Student's 95 % interval; NaN repeats are skipped."""
+    """Return the mean and Student's 95 % interval; NaN samples are skipped."""
     seen = [value for value in samples if not math.isnan(value)]
     if not seen:
         return UNKNOWN
@@ -51,10 +53,9 @@ def t_interval(samples: Sequence[float]) -> Estimate:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the geometric mean ratio of paired repeats, with Student's 95 % interval of the logarithms.
+    """Return the geometric mean ratio of pairs, with Student's 95 % interval of the logarithms.
 
-    Drift moves both of a pair, so this is sharper than a ratio of means. Pairs with 0 or NaN are skipped; no pairs
-    give NaN.
+    Drift moves both of a pair, so it is sharper than a ratio of means. Pairs with 0 or NaN are skipped.
     """
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True) if a > 0 and b > 0]
     centre, low, high = t_interval(logs)
@@ -67,14 +68,14 @@ def bootstrap_quantiles(values: Sequence[float], quantiles: Sequence[float], *, 
         return [UNKNOWN] * len(quantiles)
     sample, rng = np.sort(np.asarray(values, dtype=np.float64)), np.random.default_rng(seed)
     ranks = [max(0, math.ceil(q * len(sample)) - 1) for q in quantiles]
-    # Sorted indices pick sorted values: one integer sort serves every quantile.
+    # Sorted indices pick sorted values.
     drawn = np.sort(rng.integers(0, len(sample), (_RESAMPLES, len(sample))), axis=1)[:, ranks]
     low, high = np.quantile(sample[drawn], (0.025, 0.975), axis=0)
     return [Estimate(float(sample[r]), float(a), float(b)) for r, a, b in zip(ranks, low, high, strict=True)]
 
 
 def jain(shares: Sequence[float]) -> float:
-    """Return Jain's fairness index (Jain, Chiu, Hawe, 1984): 1 for equal shares, 1/n if one has all."""
+    """Return Jain's fairness index (Jain, Chiu, Hawe, 1984): 1/n to 1."""
     squares = sum(share * share for share in shares)
     if not squares:
         return math.nan
@@ -82,7 +83,7 @@ def jain(shares: Sequence[float]) -> float:
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson, 1927); all of 0 to 1 without a sample."""
+    """Return the 95 % interval of a share (Wilson, 1927)."""
     if not count:
         return 0.0, 1.0
     share, z2 = successes / count, _T_LIMIT**2

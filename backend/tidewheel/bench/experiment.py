@@ -5,21 +5,21 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.capacity import FEWEST_REQUESTS, CapacitySearch, Point, Verdict, Watch
 from tidewheel.bench.deploy import Deployment, Place, deployed
-from tidewheel.bench.driver import Driver, Limits, Progress
+from tidewheel.bench.driver import Driver, Limits, Progress, Transport
 from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.results import Recorder, RunResult, StageResult
 from tidewheel.bench.scrape import Sampler
 from tidewheel.bench.stage import Run, Stage, in_turns
-from tidewheel.bench.summary import span, summarise_run
+from tidewheel.bench.summary import span
 from tidewheel.bench.targets import Target
-from tidewheel.bench.terminal import Live
+from tidewheel.bench.terminal import Live, run_line
 from tidewheel.bench.transports.peer import Peer
 
 WARM_UP_SEED = 999_983
@@ -93,7 +93,7 @@ class Experiment:
                     target, number = turns.popleft()
                     if (point := searches[target.name].next_point()) is not None:
                         verdict = self._measure_point(result, target, number, point, searches[target.name], live)
-                        live.say(f"{target.name}: {point.objective} {verdict} at {point.rate:.3g}/s")
+                        live.say(f"{target.name:18} {point.objective} {verdict} at {point.rate:.3g}/s")
                         turns.append((target, number + 1))
         return result
 
@@ -134,15 +134,14 @@ class Experiment:
         for target in targets:
             transport = self._places[target.name].transport
             self._runner.run(transport.open())
-            self._stack.callback(self._close, transport.close)
+            self._stack.callback(self._close, transport)
             if isinstance(transport, Peer):
                 self._recorder.environment["versions"] |= transport.versions
             live.note(f"warming {target.name}")
             self._runner.run(self._warm(target, stage))
 
-    def _close(self, close: object) -> None:
-        assert callable(close)
-        self._runner.run(close())
+    def _close(self, transport: Transport) -> None:
+        self._runner.run(transport.close())
 
     def _end(self) -> None:
         self._stack.close()
@@ -168,17 +167,18 @@ class Experiment:
     async def _run(self, run: Run, result: StageResult, live: Live, watch: Watch | None = None) -> list[Outcome]:
         stage, place, progress = result.stage, self._places[run.target.name], Progress()
         sampler = Sampler(place.metrics_url, place.metrics_model)
+        label = f"{run.target.name:18} {stage.label(run.load):>16} #{run.repeat + 1}"
         interrupted = True
         try:
-            async with sampler, _following(live, run, stage.label(run.load), progress):
+            async with sampler, live.following(label, progress):
                 await self._send(run, stage, place, progress, watch)
                 interrupted = False
         finally:
             seconds = span(progress.outcomes) or progress.now()
             done = RunResult(run, progress.outcomes, sampler.figures(seconds), interrupted)
             self._recorder.add(result, done)
-        summary = summarise_run(progress.outcomes, stage.slo, stage.offered_s(run.load)) if progress.outcomes else {}
-        live.ended(run, stage.label(run.load), summary, done.server)
+        batch = done.server.get("batch_size")
+        live.say(run_line(label, done.outcomes, stage.slo, stage.offered_s(run.load), batch))
         return progress.outcomes
 
     @staticmethod
@@ -191,12 +191,3 @@ class Experiment:
             await driver.closed_loop(load, int(run.load.value))
         else:
             await driver.open_loop(load)
-
-
-@contextlib.asynccontextmanager
-async def _following(live: Live, run: Run, load: str, progress: Progress) -> AsyncIterator[None]:
-    task = asyncio.create_task(live.follow(run, load, progress))
-    try:
-        yield
-    finally:
-        task.cancel()

@@ -5,33 +5,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 from tqdm import tqdm
 
 from tidewheel.bench.columns import SHORT, capacity_table, table
 from tidewheel.bench.driver import Progress
+from tidewheel.bench.estimates import quantile
+from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder
-from tidewheel.bench.stage import Run
+from tidewheel.bench.summary import rates
 from tidewheel.bench.text_tables import number
 
 TICK_S = 0.5
+_BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
 class Live:
     """Progress on standard error; without a terminal, only a line per run."""
 
     def __init__(self, title: str, num_runs: int | None) -> None:
-        is_terminal = sys.stderr.isatty()
         self._bar = tqdm(
             total=num_runs,
             desc=title,
-            unit="run",
             file=sys.stderr,
-            disable=not is_terminal,
+            disable=not sys.stderr.isatty(),
             dynamic_ncols=True,
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}",
+            bar_format=_BAR,
         )
 
     def __enter__(self) -> Live:
@@ -40,14 +40,20 @@ class Live:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    async def follow(self, run: Run, load: str, progress: Progress) -> None:
-        while True:
-            self.note(live_line(run, load, progress))
-            await asyncio.sleep(TICK_S)
+    @contextlib.asynccontextmanager
+    async def following(self, label: str, progress: Progress) -> AsyncIterator[None]:
+        """Show the progress of a run until it ends."""
+        task = asyncio.create_task(self._follow(label, progress))
+        try:
+            yield
+        finally:
+            task.cancel()
+            self._bar.update()
 
-    def ended(self, run: Run, load: str, summary: Mapping[str, Any], server: Mapping[str, float]) -> None:
-        self.say(run_line(run, load, summary, server))
-        self._bar.update()
+    async def _follow(self, label: str, progress: Progress) -> None:
+        while True:
+            self.note(f"{label}: {progress.num_ended} of {len(progress.outcomes)} answered")
+            await asyncio.sleep(TICK_S)
 
     def note(self, text: str) -> None:
         self._bar.set_postfix_str(text, refresh=True)
@@ -57,30 +63,24 @@ class Live:
             tqdm.write(text, file=sys.stderr)
 
 
-def live_line(run: Run, load: str, progress: Progress) -> str:
-    sent, ended, now = len(progress.outcomes), progress.num_ended, progress.now()
-    speed = progress.num_tokens_ended / now if progress.start and now > 0 else 0.0
-    return f"{run.target.name}, {load}: {ended} of {sent} answered, {speed:.0f} tokens/s"
-
-
-def run_line(run: Run, load: str, summary: Mapping[str, Any], server: Mapping[str, float]) -> str:
-    if not summary:
-        return f"{run.target.name:18} {load:>20} #{run.repeat + 1}  nothing was sent"
-    ttft, tpot = summary["ttft_s"], summary["tpot_s"]
-    parts = [
-        f"{run.target.name:18} {load:>20} #{run.repeat + 1}",
-        f"{summary['completed']}/{summary['requests']} done",
-        f"{number(summary['requests_per_s'])} req/s",
-        f"{number(summary['output_tokens_per_s'])} tok/s",
-        f"goodput {number(summary['goodput_per_s'])}/s",
-        f"TTFT p50 {number(ttft['p50'] * 1e3)} p99 {number(ttft['p99'] * 1e3)} ms",
-        f"TPOT p50 {number(tpot['p50'] * 1e3)} ms",
-    ]
-    if "batch_size" in server:
-        parts.append(f"batch {server['batch_size']:.1f}")
-    if summary["errors"]:
-        parts.append("errors " + ", ".join(f"{code} {count}" for code, count in summary["errors"].items()))
-    return "  ".join(parts)
+def run_line(label: str, outcomes: list[Outcome], slo: Slo, offered_s: float | None, batch: float | None) -> str:
+    if not outcomes:
+        return f"{label}  nothing was sent"
+    rate = rates(outcomes, slo, offered_s)
+    ttft = [o.first_token * 1e3 for o in outcomes if o.first_token is not None]
+    tpot = [o.tpot * 1e3 for o in outcomes if o.tpot is not None]
+    return "  ".join(
+        (
+            label,
+            f"{sum(o.is_complete for o in outcomes)}/{len(outcomes)} done",
+            f"{number(rate['requests_per_s'])} req/s",
+            f"{number(rate['output_tokens_per_s'])} tok/s",
+            f"within {number(rate['slo_attainment'] * 100)} %, e2e {number(rate['e2e_attainment'] * 100)} %",
+            f"TTFT p50 {number(quantile(ttft, 0.5))} p99 {number(quantile(ttft, 0.99))} ms",
+            f"TPOT p50 {number(quantile(tpot, 0.5))} ms",
+            f"batch {number(batch)}",
+        )
+    )
 
 
 def result_tables(recorder: Recorder) -> Iterator[str]:

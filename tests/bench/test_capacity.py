@@ -112,7 +112,7 @@ def test_the_bracket_of_a_noisy_queue_holds_its_capacity(served_per_s: float, bo
 
 
 @settings(max_examples=50)
-@given(st.floats(1.0, 50.0), st.floats(1.01, 2.0), st.floats(0.5, 40.0))
+@given(st.floats(1.0, 50.0), st.floats(1.01, 2.0), st.floats(0.5, 12.0))
 def test_undecided_rates_lie_inside_the_bracket_and_its_ends_close_in_on_them(
     low: float, width: float, start: float
 ) -> None:

@@ -1,8 +1,8 @@
 """Capacity under an objective: the highest rate of Poisson arrivals at which enough requests meet it.
 
 DistServe (Zhong and others, arXiv 2401.09670) and Sarathi-Serve (Agrawal and others, arXiv 2403.02310) compare
-servers by it. A search brackets the capacity by doubling or halving the rate, then bisects. A rate has met or missed
-the objective only when the confidence interval of its attainment says so; else it stays undecided.
+servers by it. A search doubles or halves the rate until it has a bracket, then bisects. The confidence interval of
+its attainment decides whether a rate has met or missed the objective; else it stays undecided.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tidewheel.bench.outcome import Outcome, Slo
 
 GOAL = 0.9  # share of requests that must meet the objective
 RESOLUTION = 1.1  # a bracket of ends within this ratio is done
-HIGHEST_RATE = 400.0  # requests/s; about what this client can send beside a server on two cores
+HIGHEST_RATE = 400.0  # requests/s; about what one client sends
 LOWEST_SHARE = 1 / 16  # of the rate that a search starts at
 FIRST_LOOK = 10  # requests
 FEWEST_REQUESTS = 60  # of a point that is not clear: 59 good ones of 60 are
@@ -36,7 +36,6 @@ class Verdict(StrEnum):
 
 
 def verdict_of(num_met: int, count: int) -> Verdict:
-    """Compare the Wilson interval of the attainment to the goal."""
     low, high = wilson_interval(num_met, count)
     if low >= GOAL:
         return Verdict.MET
@@ -52,28 +51,26 @@ class Capacity(NamedTuple):
 
     @property
     def per_s(self) -> float:
-        """Return the bracket's geometric middle; an end of it where the other is unknown."""
+        """Return the geometric middle, or the only end."""
         return math.sqrt(self.low * self.high) if math.isfinite(self.high) else self.low
 
     @property
     def note(self) -> str:
-        """Say what the bracket does not."""
-        notes = []
-        if not self.low:
-            notes.append(
-                f"no rate met the objective, down to {self.undecided[0] if self.undecided else self.high:.3g}/s"
-            )
-        if math.isinf(self.high):
-            notes.append(f"no rate missed the objective, up to {max((self.low, *self.undecided)):.3g}/s")
-        ends = [self.low, *self.undecided, self.high]
-        if self.low and any(1.001 * RESOLUTION * low < high < math.inf for low, high in (ends[:2], ends[-2:])):
-            notes.append("not narrowed further: out of time")
-        if self.undecided:
-            notes.append(f"undecided at {', '.join(f'{rate:.3g}' for rate in self.undecided)}/s")
-        return "; ".join(notes)
+        tried = (self.low, *self.undecided, self.high)
+        notes = [
+            (not self.low, f"no rate met the objective, down to {tried[1]:.3g}/s"),
+            (math.isinf(self.high), f"no rate missed the objective, up to {tried[-2]:.3g}/s"),
+            (self._is_wide(tried), "not narrowed further: out of time"),
+            (bool(self.undecided), f"undecided at {', '.join(f'{rate:.3g}' for rate in self.undecided)}/s"),
+        ]
+        return "; ".join(text for is_so, text in notes if is_so)
+
+    def _is_wide(self, tried: Sequence[float]) -> bool:
+        ends = (tried[:2], tried[-2:])
+        return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
 
     def over(self, other: Capacity) -> tuple[Estimate, bool]:
-        """Return the ratio to `other`, between the worst and best ends of both, and whether it is a lower bound."""
+        """Return the ratio, between the worst and best ends of both, and whether it is a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high
         if math.isinf(other.high):
@@ -88,7 +85,7 @@ class Capacity(NamedTuple):
 
 @dataclass(slots=True)
 class Search:
-    """Search of one capacity: measure `next_rate`, then `note` its verdict, until there is none."""
+    """Search that measures `next_rate` and is told by `note`, until there is none."""
 
     start: float
     highest: float = HIGHEST_RATE
@@ -111,14 +108,13 @@ class Search:
         return rate if rate >= self.start * LOWEST_SHARE else None
 
     def _between(self) -> float | None:
-        """Split the wider of the gaps at both ends; undecided rates are not split from each other."""
+        """Split the wider gap at an end, not those between undecided rates."""
         rates = [self._met, *self._undecided, self._missed]
         ends = [(low, high) for low, high in (rates[:2], rates[-2:]) if math.isfinite(high)]
         low, high = max(ends, key=lambda pair: pair[1] / pair[0], default=(1.0, 1.0))
         return math.sqrt(low * high) if high > RESOLUTION * low else None
 
     def note(self, rate: float, verdict: Verdict) -> None:
-        """Narrow the bracket; rates outside of it say nothing more."""
         if not self._met < rate < self._missed:
             return
         if verdict is Verdict.MET:
@@ -140,7 +136,7 @@ class Point(NamedTuple):
 
 
 class CapacitySearch:
-    """Searches of a target by each objective in turn, on the same points; streams alone have the second."""
+    """Searches of a target by each objective, on shared points; only streams have the second."""
 
     def __init__(self, slo: Slo, start: float) -> None:
         self._slo = slo
@@ -153,7 +149,7 @@ class CapacitySearch:
         return None
 
     def note(self, point: Point, outcomes: Sequence[Outcome]) -> Verdict:
-        """Note the outcomes at a point; return the verdict by its objective."""
+        """Return the verdict by the point's own objective."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         verdicts = {}
@@ -165,13 +161,13 @@ class CapacitySearch:
         return verdicts.get(point.objective, Verdict.UNDECIDED)
 
     def capacities(self) -> dict[str, Capacity]:
-        """Return the brackets so far, of objectives with a measured point."""
+        """Return the brackets of objectives with a measured point."""
         found = {name: search.capacity for name, search in self._searches.items()}
         return {name: one for name, one in found.items() if one != Capacity(0.0, math.inf)}
 
 
 class Watch:
-    """Decide when a point has seen enough: look first after `least_s`, then whenever the count has doubled."""
+    """Decider of when a point is clear: looks after `least_s`, then at each doubling of the count."""
 
     def __init__(self, slo: Slo, objective: str, least_s: float) -> None:
         self._slo = slo
@@ -180,7 +176,7 @@ class Watch:
         self._next_look = FIRST_LOOK
 
     def is_enough(self, outcomes: Sequence[Outcome], now: float) -> bool:
-        """Return whether the outcomes `now`, in seconds from the start, give a verdict."""
+        """Return whether the outcomes give a verdict `now`, in seconds from the start."""
         if now < self._least_s or len(outcomes) < self._next_look:
             return False
         judged = list(takewhile(lambda outcome: self._is_settled(outcome, now), outcomes))
@@ -191,6 +187,6 @@ class Watch:
         return verdict_of(num_met, len(judged)) is not Verdict.UNDECIDED
 
     def _is_settled(self, outcome: Outcome, now: float) -> bool:
-        """Return whether the request has ended, or is too late to meet either objective."""
+        """Return whether it has ended, or is too late for either objective."""
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.ended is not None or now - outcome.sent > limit

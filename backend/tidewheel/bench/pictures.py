@@ -67,16 +67,16 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
             axes.barh(at, one["per_s"], width * 0.9, **look)
             axes.plot([low, high], [at, at], color=INK, linewidth=0.9, marker="|", markersize=5)
             ratio = f"   {'≥ ' * one['ratio_is_lower_bound']}{one['ratio'][0]:.1f}x" if one["ratio"] else ""
-            axes.annotate(f"{one['per_s']:.3g}{ratio}", (high, at), (5, 0), textcoords="offset points", va="center")
+            text = f"{one['per_s']:.3g}{ratio}"
+            axes.annotate(text, (high, at), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(order)), order)
     axes.margins(x=0.14)
     axes.set_xlim(left=0)
     style(axes, "Capacity, requests/s", f"{_GOAL} of whole answers within the objective; outline: of streams")
     axes.grid(axis="y", visible=False)
     caption = (
-        f"Highest rate of Poisson arrivals at which {_GOAL} of requests meet the objective: {objective['ttft_s']:g} s "
-        f"and {objective['tpot_s'] * 1e3:g} ms a token, together for the whole answer, each by itself for a stream. "
-        f"Lines: the bracket. x: over {findings['reference']}."
+        f"Highest rate of Poisson arrivals at which {_GOAL} of requests meet the objective: {objective['ttft_s']:g} s to "
+        f"the first token and {objective['tpot_s'] * 1e3:g} ms for each other one, together for a whole answer. Lines: the bracket. x: over {findings['reference']}."
     )
     return Picture("capacity", caption, figure)
 

@@ -49,7 +49,7 @@ Speeds = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Suites; stages inherit workload, times and objective from `base`."""
+    """Suites; stages inherit from `base`."""
 
     experiment: Experiment
     recorder: Recorder
@@ -63,8 +63,7 @@ class Suite:
 
         No point starts when `budget_s` seconds of the search are over.
         """
-        base = replace(self.base, repeats=1, is_preliminary=True)
-        lone_ttft, lone_tpot = self._alone(base, reference)
+        lone_ttft, lone_tpot = self._alone(reference)
         slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
         self.recorder.extra |= {
             "reference": reference.name,
@@ -72,39 +71,43 @@ class Suite:
             "objective": {"ttft_s": slo_of_all.ttft_s, "tpot_s": slo_of_all.tpot_s, "is_given": slo is not None},
             "goal": GOAL,
         }
-        title = f"{AT_ONCE_REQUESTS} requests at once"
-        at_once = self.experiment.measure(
-            replace(base, name="at once", title=title, loads=(Load("all"),), max_requests=AT_ONCE_REQUESTS)
+        at_once = self._measure(
+            "at once",
+            f"{AT_ONCE_REQUESTS} requests at once",
+            loads=(Load("all"),),
+            max_requests=AT_ONCE_REQUESTS,
+            repeats=1,
+            is_preliminary=True,
         )
-        starts = {target.name: _served_per_s(at_once, target.name) for target in base.targets}
+        starts = {target.name: _served_per_s(at_once, target.name) for target in self.base.targets}
         searches = {name: CapacitySearch(slo_of_all, _rounded(start)) for name, start in starts.items() if start > 0}
         title = "Capacity: the highest rate at which 90 % of requests meet the objective"
-        stage = replace(self.base, name="capacity", title=title, slo=slo_of_all, longest_s=LONGEST * base.seconds)
+        stage = replace(
+            self.base, name="capacity", title=title, slo=slo_of_all, longest_s=LONGEST * self.base.seconds
+        )
         try:
             self.experiment.find_capacities(stage, searches, budget_s)
         finally:
             found = {name: search.capacities() for name, search in searches.items()}
             self.recorder.extra |= capacity_findings(found, ours, reference.name)
 
-    def _alone(self, base: Stage, reference: Target) -> tuple[float, float]:
+    def _alone(self, reference: Target) -> tuple[float, float]:
         """Return the reference's TTFT and TPOT without load; raise `BenchError` if it answers nothing."""
         stage = replace(
-            base,
+            self.base,
             name="alone",
             title=f"One request after the other at {reference.name}",
             targets=(reference,),
             loads=(Load("closed", 1),),
-            seconds=LONGEST * base.seconds,
+            seconds=LONGEST * self.base.seconds,
             max_requests=ALONE_REQUESTS,
+            repeats=1,
+            is_preliminary=True,
         )
-        one_token = replace(base.workload, outputs=Lengths("constant", 1, 1.0, 1))
-        results = self.experiment.measure_in_turns(
-            [
-                replace(stage, name="first token alone", title=f"{stage.title}, one token each", workload=one_token),
-                stage,
-            ]
-        )
-        firsts, wholes = (result.outcomes(reference.name, 0)[0] for result in results)
+        one_token = replace(stage.workload, outputs=Lengths("constant", 1, 1.0, 1))
+        title = f"{stage.title}, one token each"
+        stages = [replace(stage, name="first token alone", title=title, workload=one_token), stage]
+        firsts, wholes = (r.outcomes(reference.name, 0)[0] for r in self.experiment.measure_in_turns(stages))
         times = [o.first_token for o in firsts if o.first_token is not None]
         if not times:
             raise BenchError(f"target {reference.name} answered no request: there is nothing to compare with")
@@ -113,51 +116,30 @@ class Suite:
 
     def batch_sizes(self) -> None:
         loads = tuple(Load("closed", size) for size in BATCH_SIZES)
-        self.experiment.measure(
-            replace(self.base, name="batch", title="Throughput and latency over the batch size", loads=loads)
-        )
+        self._measure("batch", "Throughput and latency over the batch size", loads=loads)
 
     def rates(self, measure: Target) -> None:
         """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates `measure`."""
-        saturation = self._saturation(measure)
+        users = (Load("closed", SATURATION_USERS),)
+        title = f"Saturation of {measure.name}"
+        result = self._measure("saturation", title, targets=(measure,), loads=users, repeats=1, is_preliminary=True)
+        saturation = _served_per_s(result, measure.name)
+        if not saturation:
+            raise BenchError(f"target {measure.name} answered no request in full: there is no load to scale to")
         loads = tuple(Load("poisson", round(rate * saturation / RATE_OF_SATURATION, 3)) for rate in RATES)
-        self.recorder.extra |= {
-            "saturation_per_s": saturation,
-            "rates": {f"{rate}/s": load.value for rate, load in zip(RATES, loads, strict=True)},
-        }
-        title = "A tenth of what saturates the machine, all of it, and five times as much"
         names = tuple(f"{rate}/s" for rate in RATES)
-        self.experiment.measure(replace(self.base, name="rates", title=title, loads=loads, load_names=names))
-
-    def _saturation(self, target: Target) -> float:
-        stage = replace(
-            self.base,
-            name=f"saturation of {target.name}",
-            title=f"Saturation of {target.name}",
-            targets=(target,),
-            loads=(Load("closed", SATURATION_USERS),),
-            repeats=1,
-            is_preliminary=True,
-        )
-        rate = _served_per_s(self.experiment.measure(stage), target.name)
-        if not rate > 0:
-            raise BenchError(f"target {target.name} answered no request in full: there is no load to scale to")
-        return rate
+        rates_of_loads = {name: load.value for name, load in zip(names, loads, strict=True)}
+        self.recorder.extra |= {"saturation_per_s": saturation, "rates": rates_of_loads}
+        title = "A tenth of what saturates the machine, all of it, and five times as much"
+        self._measure("rates", title, loads=loads, load_names=names)
 
     def offline(self, ours: str) -> None:
         count = self.base.max_requests or OFFLINE_REQUESTS
-        stage = replace(
-            self.base, name="offline", title=f"{count} requests at once", loads=(Load("all"),), max_requests=count
-        )
-        result = self.experiment.measure(stage)
+        result = self._measure("offline", f"{count} requests at once", loads=(Load("all"),), max_requests=count)
         self.recorder.extra |= offline_ratios(result, ours)
 
     def efficiency(self, ours: str) -> None:
-        """Measure how much of its own best speed each engine keeps.
-
-        Mixed lengths compare with equal ones, a shared prompt with separate ones as long. The ratios judge scheduler
-        and cache, whatever the arithmetic.
-        """
+        """Compare each engine with itself: mixed lengths with equal ones, a shared prompt with separate ones."""
         base = self.base.workload
         stages = [
             replace(
@@ -175,11 +157,14 @@ class Suite:
         speeds = {result.stage.name: offline_speeds(result) for result in results}
         self.recorder.extra |= efficiency_ratios(speeds, ours)
 
+    def _measure(self, name: str, title: str, **changes: Any) -> StageResult:
+        return self.experiment.measure(replace(self.base, name=name, title=title, **changes))
+
 
 def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
-    """Return the median time per output token of requests served one at a time.
+    """Return the median time per output token of lone requests; raise `BenchError` without answers.
 
-    Answers in one piece are taken to need `ttft` seconds for a first token. Raise `BenchError` without answers.
+    Answers in one piece are taken to need `ttft` seconds for a first token.
     """
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)

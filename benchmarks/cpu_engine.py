@@ -27,7 +27,7 @@ from roofline import SHAPES
 from serving import served
 from study import Study, in_turns, summary
 from tidewheel_client import Client
-from work_items import WorkItem, mixed_lengths
+from work_items import LAST_ID, WorkItem, mixed_lengths
 
 Run = Callable[[list[WorkItem]], list[list[int]]]
 BATCH_SIZE = 16  # of `generate`
@@ -128,7 +128,7 @@ def main() -> None:
     options = study.begin()
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
-    work = mixed_lengths(options.requests, LENGTHS, LENGTHS)
+    work = mixed_lengths(options.requests, LENGTHS, LENGTHS, vocab=min(LAST_ID, SHAPES[options.shape].vocab))
     with tempfile.TemporaryDirectory() as scratch:
         folder = make_model(Path(scratch) / options.shape, SHAPES[options.shape], dtype)
         with through_triton(folder, options.dtype, options.threads) as served_run:

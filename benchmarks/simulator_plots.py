@@ -14,7 +14,7 @@ import numpy as np
 
 from engine_runs import simulate
 from simulator_speed import plan_of
-from study import RESULTS, Study
+from study import BUILD, RESULTS, Study
 from tidewheel.cli.simulation import Result, simulate_all
 from tidewheel.cli.simulation_output import write_plots
 from tidewheel.config import EngineConfig
@@ -73,7 +73,7 @@ def main() -> None:
     options = study.begin()
     scale = 10 if options.quick else 1
     results, queues = policies(8000 // scale), knees(40_000 // scale)
-    out = RESULTS if options.save else Path("build")
+    out = RESULTS if options.save else BUILD
     with tempfile.TemporaryDirectory() as scratch:
         for path in write_plots(results, Path(scratch)):
             shutil.copy(path, out / f"simulator_{path.name}")

@@ -104,7 +104,7 @@ def serve(kind: str, part: str, options: dict[str, Any]) -> None:
 
 
 def measure(part: str, folder: Path, pythons: dict[str, str], rounds: int) -> dict[str, list[Figures]]:
-    from study import in_turns
+    from study import BUILD, in_turns
     from tidewheel.bench.worker_process import WorkerProcess
     from work_items import mixed_lengths
 
@@ -128,8 +128,7 @@ def measure(part: str, folder: Path, pythons: dict[str, str], rounds: int) -> di
         runs = {}
         for kind, python in pythons.items():
             command = [python, __file__, "--serve", kind, part, json.dumps(options)]
-            log = Path(f"build/step_efficiency_{kind}.log").resolve()
-            log.parent.mkdir(exist_ok=True)
+            log = BUILD / f"step_efficiency_{kind}.log"
             worker = stack.enter_context(WorkerProcess(kind, command, log, {"OMP_NUM_THREADS": "1"}))
             worker.receive()
             runs[kind] = asked(worker)

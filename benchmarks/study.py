@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tidewheel.bench.environment import command_line, environment
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, BUILD = ROOT / "benchmarks" / "results", ROOT / "build"
 T = TypeVar("T")
 
 
@@ -29,6 +29,7 @@ class Study(argparse.ArgumentParser):
     def begin(self) -> argparse.Namespace:
         """Read the options; note machine, versions and commit."""
         self._options = self.parse_args()
+        BUILD.mkdir(exist_ok=True)
         self.facts = {**environment(self._packages), "command": command_line("python", sys.argv)}
         return self._options
 

@@ -147,7 +147,7 @@ def is_idle_soon(address: Address) -> bool:
 def measure(address: Address, recording: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(arguments.seed)
     ttft_s, tpot_s = arguments.ttft, arguments.tpot
-    send(address, 10.0, 0.3, rng)  # warm-up
+    run(address.grpc, address.model, offer([0.0, 0.1, 0.2], [(1.0, {})], INPUTS, OUTPUTS, rng))  # warm-up
     capacity = measure_capacity(address, arguments.sweep_seconds, rng)
     print(f"capacity {capacity:.2f} requests/s")
     alone = send(address, CRITICAL_SHARE * capacity, max(120.0, arguments.seconds), rng, [(1.0, {"priority": 1})])

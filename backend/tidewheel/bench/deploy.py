@@ -1,8 +1,4 @@
-"""Servers and peers for a measurement.
-
-All stay up while their runs take turns, so targets are measured at the same hour; idle engines compute nothing. With
-`one_at_a_time`, for a device that cannot hold all, each is up only for its own runs.
-"""
+"""Servers and peers for a measurement."""
 
 from __future__ import annotations
 
@@ -46,7 +42,6 @@ class Deployment:
     folder: Path
 
     def summary(self) -> dict[str, Any]:
-        """Describe the model by its shape; its folder says less."""
         try:
             shape = json.loads((Path(self.model) / "config.json").read_text())
         except (OSError, ValueError):

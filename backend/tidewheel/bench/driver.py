@@ -30,7 +30,6 @@ class Progress:
     start: float = 0.0  # perf_counter
     outcomes: list[Outcome] = field(default_factory=list)
     num_ended: int = 0
-    num_tokens_ended: int = 0
 
     def now(self) -> float:
         return time.perf_counter() - self.start
@@ -113,5 +112,4 @@ class Driver:
             outcome.fail(UNANSWERED, "the run was cut short")
             raise
         progress.num_ended += 1
-        progress.num_tokens_ended += outcome.num_tokens
         return outcome

@@ -26,8 +26,12 @@ def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """Cut absolute paths to their last part."""
-    return " ".join([program, *(re.sub(r"(^|=)/(?:[^/=]+/)*", r"\1", argument) for argument in arguments)])
+    return " ".join([program, *map(without_folders, arguments)])
+
+
+def without_folders(text: str) -> str:
+    """Cut an absolute path, or that of `option=path`, to its last part."""
+    return re.sub(r"(^|=)/(?:[^/=]+/)*", r"\1", text)
 
 
 def processor() -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
 
-from tidewheel.cli.benchmark import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, parts_of, why_no_vllm
-from tidewheel.cli.benchmark_output import report
+from tidewheel.cli.bench_parts import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, parts_of, why_no_vllm
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 
@@ -81,7 +81,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or "
         "all (repeatable)",
     )
-    load.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help="of sending, a run (default: 10)")
+    load.add_argument(
+        "--seconds", type=_seconds, default=10.0, metavar="S",
+        help="of sending, a run (default: %(default)g); compare extends one up to four times until it is clear",
+    )  # fmt: skip
     load.add_argument("--requests", type=_positive, metavar="N", help="at most, a run")
     load.add_argument("--repeats", type=_positive, default=3, metavar="N", help="of every run (default: %(default)s)")
     load.add_argument(
@@ -93,6 +96,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"objective: time per output token (default: {DEFAULT_TPOT_S:g}). compare takes 10 and 5 times those of "
         "a request that the baseline serves alone, unless both are given",
+    )
+    load.add_argument(
+        "--budget-s", type=_seconds, default=math.inf, metavar="S", help="of all of compare's search (default: none)"
     )
     load.add_argument("--timeout-s", type=_seconds, default=120.0, metavar="S", help="of one request")
     load.add_argument("--seed", type=_count, default=0)
@@ -124,8 +130,10 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from tidewheel.bench.environment import environment
     from tidewheel.bench.experiment import Experiment
+    from tidewheel.bench.html_page import write_files
     from tidewheel.bench.results import Recorder
     from tidewheel.bench.suites import Suite
+    from tidewheel.bench.terminal import result_tables
 
     parts = list(parts_of(args))
     recorder = Recorder(args.out, environment())
@@ -144,21 +152,22 @@ def _measure(args: argparse.Namespace) -> int:
         if recorder.extra["vllm_cpu_ratio"] is not None:
             del recorder.extra["vllm_cpu_ratio_reason"]
         if any(result.runs for result in recorder.stages):
-            report(recorder, args.record)
+            print("", *result_tables(recorder), write_files(recorder, args.record), sep="\n\n")
     return INTERRUPTED if interrupted else 0
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least 1")
-    return number
+    return _at_least(1, text)
 
 
 def _count(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
     return number
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tidewheel.bench.workloads import Workload
 
 _ELSEWHERE = re.compile(r"(^|=)(vllm|openvino)=")
+OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
@@ -35,18 +36,9 @@ class Defaults(NamedTuple):
 SUITES: dict[str, Defaults] = {
     "run": Defaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
     "compare": Defaults(
-        "every strategy, Triton's own batcher and transformers, at three loads around the knee of baseline_dynamic; "
-        "then offline with vLLM and OpenVINO, if named",
-        (
-            "static",
-            "dynamic",
-            "predictive",
-            "hybrid",
-            "continuous",
-            "baseline_static",
-            "baseline_dynamic",
-            "transformers",
-        ),
+        "the capacity of every strategy, Triton's own batcher and transformers under an objective; then offline with "
+        "vLLM and OpenVINO, if named",
+        (*OURS, "baseline_dynamic", "baseline_static", "transformers"),
         "sharegpt:0.25",
     ),
     "batch": Defaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
@@ -89,7 +81,7 @@ def parts_of(args: argparse.Namespace) -> Iterator[Part]:
         raise UsageError("--suite compare needs a baseline among its targets: baseline_dynamic")
     reference = baselines.get("baseline_dynamic") or next(iter(baselines.values()))
     slo = stage.slo if args.ttft and args.tpot else None
-    yield Part(deployment, stage, lambda suite: suite.compare(reference, ours.name, slo))
+    yield Part(deployment, stage, lambda suite: suite.compare(reference, ours.name, slo, args.budget_s))
     if peers := [spec for spec in args.peer if _ELSEWHERE.search(spec)]:
         yield _offline_part(args, peers)
 
@@ -162,18 +154,19 @@ def _model_config(folder: Path) -> dict[str, Any]:
 
 def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str) -> Deployment:
     from tidewheel.bench.deploy import Deployment
-    from tidewheel.bench.experiment import scratch
     from tidewheel.server.repository import parse_settings
 
     needed = [target.name for target in stage.targets if target.is_served_here or target.is_peer]
     if needed and not (model / "config.json").is_file():
         raise UsageError(f"--model {str(model)!r}: no folder with a config.json, and {needed[0]} needs one")
+    folder = args.out / "work"
+    folder.mkdir(parents=True, exist_ok=True)
     return Deployment(
         model=str(model.resolve()),
         dtype=dtype,
         settings=parse_settings(args.set),
         baselines=args.baselines,
-        folder=scratch(args.out),
+        folder=folder,
     )
 
 

@@ -42,16 +42,18 @@ class Deployment:
     folder: Path
 
     def summary(self) -> dict[str, Any]:
-        try:
-            shape = json.loads((Path(self.model) / "config.json").read_text())
-        except (OSError, ValueError):
-            shape = {}
-        return {
-            "model": Path(self.model).name,
-            "model_config": shape,
-            "dtype": self.dtype,
-            "settings": dict(self.settings),
-        }
+        folder = Path(self.model)
+        about = {"model": folder.name, "model_config": model_config(folder)}
+        return {**about, "dtype": self.dtype, "settings": dict(self.settings)}
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """Return a model's `config.json`; empty if it cannot be read."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config
 
 
 class Place(NamedTuple):

@@ -75,8 +75,9 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
     style(axes, "Capacity, requests/s", f"{_GOAL} of whole answers within the objective; outline: of streams")
     axes.grid(axis="y", visible=False)
     caption = (
-        f"Highest rate of Poisson arrivals at which {_GOAL} of requests meet the objective: {objective['ttft_s']:g} s to "
-        f"the first token and {objective['tpot_s'] * 1e3:g} ms for each other one, together for a whole answer. Lines: the bracket. x: over {findings['reference']}."
+        f"Highest rate of Poisson arrivals at which {_GOAL} of requests meet the objective: {objective['ttft_s']:g} "
+        f"s to the first token and {objective['tpot_s'] * 1e3:g} ms for each other one, together for a whole answer. "
+        f"Lines: the bracket. x: over {findings['reference']}."
     )
     return Picture("capacity", caption, figure)
 

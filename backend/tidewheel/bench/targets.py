@@ -17,11 +17,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from urllib.parse import parse_qs, urlsplit
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.driver import Transport
+from tidewheel.bench.environment import without_folders
 from tidewheel.bench.transports.http import GenerateStream, Infer, OpenAi
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.config import StrategyName
@@ -41,6 +42,10 @@ class Target:
     settings: Mapping[str, str] = field(default_factory=dict)
     url: str = ""
     python: str = ""  # of a peer
+
+    def summary(self) -> dict[str, Any]:
+        settings = {key: without_folders(value) for key, value in self.settings.items()}
+        return {"name": self.name, "kind": self.kind, "settings": settings, "url": self.url}
 
     @property
     def is_served_here(self) -> bool:

@@ -43,7 +43,7 @@ def verdict_of(num_met: int, count: int) -> Verdict:
 
 
 class Capacity(NamedTuple):
-    """Bracket in requests/s: the highest rate that met the objective, and the lowest that missed it."""
+    """Bracket: the highest rate that met the objective, and the lowest that missed it."""
 
     low: float  # 0: none met it
     high: float  # inf: none missed it
@@ -85,7 +85,7 @@ class Capacity(NamedTuple):
 
 @dataclass(slots=True)
 class Search:
-    """Search that measures `next_rate` and is told by `note`, until there is none."""
+    """Search for one capacity."""
 
     start: float
     highest: float = HIGHEST_RATE
@@ -108,7 +108,7 @@ class Search:
         return rate if rate >= self.start * LOWEST_SHARE else None
 
     def _between(self) -> float | None:
-        """Split the wider gap at an end, not those between undecided rates."""
+        """Split the wider gap at an end."""
         rates = [self._met, *self._undecided, self._missed]
         ends = [(low, high) for low, high in (rates[:2], rates[-2:]) if math.isfinite(high)]
         low, high = max(ends, key=lambda pair: pair[1] / pair[0], default=(1.0, 1.0))
@@ -149,7 +149,6 @@ class CapacitySearch:
         return None
 
     def note(self, point: Point, outcomes: Sequence[Outcome]) -> Verdict:
-        """Return the verdict by the point's own objective."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         verdicts = {}
@@ -176,7 +175,6 @@ class Watch:
         self._next_look = FIRST_LOOK
 
     def is_enough(self, outcomes: Sequence[Outcome], now: float) -> bool:
-        """Return whether the outcomes give a verdict `now`, in seconds from the start."""
         if now < self._least_s or len(outcomes) < self._next_look:
             return False
         judged = list(takewhile(lambda outcome: self._is_settled(outcome, now), outcomes))

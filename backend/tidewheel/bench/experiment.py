@@ -62,11 +62,11 @@ class Experiment:
         self._runner.close()
 
     def measure(self, stage: Stage) -> StageResult:
-        """Measure a stage; raise `BenchError` if a target is missing. Finished runs stay recorded."""
+        """Raise `BenchError` if a target is missing. Finished runs stay recorded."""
         return self.measure_in_turns([stage])[0]
 
     def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
-        """Measure stages of equal targets in turns, so machine drift hits all alike."""
+        """Measure stages of equal targets in turns: drift hits all alike."""
         first = stages[0]
         results = [self._begin(stage) for stage in stages]
         turns = [(results[index], run) for index, run in in_turns(stages)]

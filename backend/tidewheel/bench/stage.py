@@ -12,8 +12,6 @@ from tidewheel.bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Equal requests to every target at every load, repeated."""
-
     name: str
     title: str
     targets: tuple[Target, ...]
@@ -91,11 +89,11 @@ class Run:
     repeat: int
     seed: int
     longest_s: float | None = None  # of sending, if a watch may end it
-    ids_shift: int = 0  # makes prompts new to a prefix cache, lengths and times as before
+    ids_shift: int = 0  # for prompts new to a prefix cache
 
 
 def in_turns(stages: Sequence[Stage]) -> list[tuple[int, Run]]:
-    """Return (stage index, run): one repeat of every stage, then the next."""
+    """Return (stage index, run), repeat by repeat."""
     runs = [(index, run) for index, stage in enumerate(stages) for run in stage.runs()]
     return sorted(runs, key=lambda numbered: numbered[1].repeat)  # stable
 

@@ -1,4 +1,4 @@
-"""Suites of stages, later ones set by earlier results, and what is concluded from them."""
+"""Suites of stages, and what is concluded from them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from tidewheel.simulate.lengths import Lengths
 
 ALONE_REQUESTS = 20
 AT_ONCE_REQUESTS = 32
-# Multiples of a lone request. Ten times its wait, at some 20 ms, still feels prompt; five times its pace still
-# streams.
+# Multiples of a lone request: ten times 20 ms still feels prompt, five times its pace still streams.
 TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
 LONGEST = 4.0  # time of an undecided point over that of the shortest
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -49,8 +48,6 @@ Speeds = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Suites; stages inherit from `base`."""
-
     experiment: Experiment
     recorder: Recorder
     base: Stage
@@ -92,7 +89,7 @@ class Suite:
             self.recorder.extra |= capacity_findings(found, ours, reference.name)
 
     def _alone(self, reference: Target) -> tuple[float, float]:
-        """Return the reference's TTFT and TPOT without load; raise `BenchError` if it answers nothing."""
+        """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
         stage = replace(
             self.base,
             name="alone",
@@ -139,7 +136,6 @@ class Suite:
         self.recorder.extra |= offline_ratios(result, ours)
 
     def efficiency(self, ours: str) -> None:
-        """Compare each engine with itself: mixed lengths with equal ones, a shared prompt with separate ones."""
         base = self.base.workload
         stages = [
             replace(
@@ -162,10 +158,7 @@ class Suite:
 
 
 def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
-    """Return the median time per output token of lone requests; raise `BenchError` without answers.
-
-    Answers in one piece are taken to need `ttft` seconds for a first token.
-    """
+    """Return the median TPOT, answers in one piece taken to need `ttft` first; raise `BenchError`."""
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
         for o in outcomes
@@ -177,7 +170,7 @@ def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
 
 
 def capacity_findings(found: Mapping[str, Mapping[str, Capacity]], ours: str, reference: str) -> dict[str, Any]:
-    """Return capacities by objective and target, and the ratio of `ours` to the reference by the whole answer."""
+    """Return capacities by objective and target, and the ratio by the whole answer."""
     findings: dict[str, Any] = {"capacities": {}}
     for target, capacities in found.items():
         for objective, capacity in capacities.items():
@@ -216,7 +209,7 @@ def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
 
 
 def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]:
-    """Return each engine's speed against its own, and the ratios of `ours` to the others."""
+    """Return each engine's ratios to itself, and those of `ours` over the others'."""
     findings: dict[str, Any] = {}
     for name, (tested, plain) in EFFICIENCIES.items():
         by_target = {target: _paired(values, speeds[plain][target]) for target, values in speeds[tested].items()}

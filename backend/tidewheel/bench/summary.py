@@ -65,7 +65,7 @@ def summarise_run(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None
 
 
 def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s: float | None) -> dict[str, Any]:
-    """Give rates as means with Student's t, latencies as pooled quantiles with percentile bootstrap."""
+    """Give rates as means of repeats, latencies as pooled quantiles."""
     per_repeat = [rates(outcomes, slo, offered_s) for outcomes in repeats if outcomes]
     pooled = [o for outcomes in repeats for o in outcomes]
     latencies = _latencies(pooled)
@@ -99,7 +99,7 @@ def _latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def fairness(outcomes: Sequence[Outcome]) -> float:
-    """Return Jain's index over tenants' served shares, or, without tenants, over requests' tokens/s."""
+    """Return Jain's index over tenants' served shares; without tenants, over requests' tokens/s."""
     wanted: dict[str, float] = defaultdict(float)
     got: dict[str, float] = defaultdict(float)
     for outcome in outcomes:

@@ -80,7 +80,7 @@ class Target:
 
 
 def parse_targets(texts: list[str]) -> list[Target]:
-    """Raise `BenchError` for an unknown target or a repeated name."""
+    """Raise `BenchError` for a wrong target or a repeated name."""
     targets = [parse_target(text) for text in texts]
     names = [target.name for target in targets]
     for name in names:

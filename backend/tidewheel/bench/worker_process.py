@@ -18,7 +18,7 @@ _CHUNK = 1 << 16  # bytes
 
 
 class WorkerFailed(Exception):
-    """Worker that did not start, reported an error, ended, or took too long."""
+    """Worker that failed, ended, or took too long."""
 
 
 class WorkerProcess:
@@ -63,7 +63,7 @@ class WorkerProcess:
             raise self._ended() from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """Return the next answer; raise `WorkerFailed` at the end, for `{"error": …}`, or after the limit."""
+        """Return the next answer; raise `WorkerFailed`, for `{"error": …}` too."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._received:
             chunk = self._read(None if end is None else max(0.0, end - time.monotonic()))

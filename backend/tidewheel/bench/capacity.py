@@ -70,7 +70,7 @@ class Capacity(NamedTuple):
         return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
 
     def over(self, other: Capacity) -> tuple[Estimate, bool]:
-        """Return the ratio, between the worst and best ends of both, and whether it is a lower bound."""
+        """Return the ratio, from worst to best ends, and whether it is a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high
         if math.isinf(other.high):
@@ -108,7 +108,6 @@ class Search:
         return rate if rate >= self.start * LOWEST_SHARE else None
 
     def _between(self) -> float | None:
-        """Split the wider gap at an end."""
         rates = [self._met, *self._undecided, self._missed]
         ends = [(low, high) for low, high in (rates[:2], rates[-2:]) if math.isfinite(high)]
         low, high = max(ends, key=lambda pair: pair[1] / pair[0], default=(1.0, 1.0))
@@ -136,7 +135,7 @@ class Point(NamedTuple):
 
 
 class CapacitySearch:
-    """Searches of a target by each objective, on shared points; only streams have the second."""
+    """Searches of a target by each objective, on shared points."""
 
     def __init__(self, slo: Slo, start: float) -> None:
         self._slo = slo
@@ -166,7 +165,7 @@ class CapacitySearch:
 
 
 class Watch:
-    """Decider of when a point is clear: looks after `least_s`, then at each doubling of the count."""
+    """Decider of when a point is clear: looks after `least_s`, then when the count has doubled."""
 
     def __init__(self, slo: Slo, objective: str, least_s: float) -> None:
         self._slo = slo
@@ -185,6 +184,5 @@ class Watch:
         return verdict_of(num_met, len(judged)) is not Verdict.UNDECIDED
 
     def _is_settled(self, outcome: Outcome, now: float) -> bool:
-        """Return whether it has ended, or is too late for either objective."""
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.ended is not None or now - outcome.sent > limit

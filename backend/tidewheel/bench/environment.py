@@ -42,7 +42,6 @@ def processor() -> str:
 
 
 def gpu() -> str | None:
-    """Return name, memory and driver version; None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return _output(command) or None
 

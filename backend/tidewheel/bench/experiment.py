@@ -31,10 +31,7 @@ Turn = tuple[StageResult, Run]
 
 
 class Experiment:
-    """Stages on one deployment.
-
-    All `targets` stay up, even in stages that measure a few; with `one_at_a_time`, only the measured one is up.
-    """
+    """Stages on one deployment. All `targets` stay up; with `one_at_a_time`, only the measured one."""
 
     def __init__(
         self,
@@ -78,10 +75,7 @@ class Experiment:
         return results
 
     def find_capacities(self, stage: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
-        """Measure the points that `searches`, by target name, ask for, in turns of targets.
-
-        With `one_at_a_time`, each target has its share of the budget.
-        """
+        """Measure the points that `searches`, by target name, ask for, in turns of targets."""
         result = self._begin(replace(stage, loads=(), repeats=1))
         groups = [[target] for target in stage.targets] if self._one_at_a_time else [list(stage.targets)]
         with Live(stage.title, None) as live:
@@ -149,7 +143,7 @@ class Experiment:
         self._places = {}
 
     async def _warm(self, target: Target, stage: Stage) -> None:
-        """Send a few uncounted requests; raise `BenchError` if none is answered."""
+        """Send uncounted requests; raise `BenchError` if none is answered."""
         if not self._warm_up:
             return
         progress = Progress()

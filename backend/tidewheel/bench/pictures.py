@@ -107,6 +107,9 @@ def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Seq
                           markersize=5, label=target.name if dashes == "-" else None)  # fmt: skip
         axes.set_xlabel(label)
         logarithmic(axes, "x")
+        if result.stage.loads[0].kind == "closed":
+            axes.set_xticks([load.value for load in result.stage.loads])
+            axes.set_xticks([], minor=True)
         _finish(axes, panel)
         if panel is _WITHIN:
             axes.axhline(GOAL * 100, color=INK, linewidth=0.8, linestyle=":")

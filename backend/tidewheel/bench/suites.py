@@ -56,10 +56,7 @@ class Suite:
         self.experiment.measure(self.base)
 
     def compare(self, reference: Target, ours: str, slo: Slo | None = None, budget_s: float = math.inf) -> None:
-        """Find capacities under `slo`, or under multiples of what the reference takes for a lone request.
-
-        No point starts when `budget_s` seconds of the search are over.
-        """
+        """Find capacities under `slo`, or multiples of the reference's lone request, in `budget_s` or so."""
         lone_ttft, lone_tpot = self._alone(reference)
         slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
         self.recorder.extra |= {

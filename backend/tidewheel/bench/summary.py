@@ -25,17 +25,12 @@ Figures = dict[str, float]
 
 
 def span(outcomes: Sequence[Outcome]) -> float:
-    """Return seconds from first sending to last end."""
     ends = [o.sent + o.ended for o in outcomes if o.ended is not None]
     return max(ends) - min(o.sent for o in outcomes) if ends else 0.0
 
 
 def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Figures:
-    """Return figures per second, from first sending to last end.
-
-    Goodput counts full answers within the objective. An open loop divides it by `offered_s`, the time of sending, or
-    until its last turn: each request had its chance, however long the queue drains.
-    """
+    """Return figures per second; goodput of an open loop per second of sending: `offered_s`, or to the last turn."""
     seconds = span(outcomes)
     if not seconds:
         return dict.fromkeys(RATES, math.nan)

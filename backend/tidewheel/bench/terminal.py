@@ -42,7 +42,6 @@ class Live:
 
     @contextlib.asynccontextmanager
     async def following(self, label: str, progress: Progress) -> AsyncIterator[None]:
-        """Show the progress of a run until it ends."""
         task = asyncio.create_task(self._follow(label, progress))
         try:
             yield

@@ -22,15 +22,12 @@ class WorkerFailed(Exception):
 
 
 class WorkerProcess:
-    """Process until `stop`, which ends its children too; standard error goes to `log`.
-
-    Ctrl-C does not reach it. One thread may send while another receives.
-    """
+    """Process until `stop`, out of reach of Ctrl-C, with children. One thread may send while another receives."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start; `environment` adds to this one's. Raise `WorkerFailed`."""
+        """Start, standard error in `log`, `environment` added to this one's; raise `WorkerFailed`."""
         self._name = name
         self._log = log
         self._received = b""

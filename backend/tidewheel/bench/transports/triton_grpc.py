@@ -97,7 +97,7 @@ class TritonGrpc:
 
 
 class Declared(NamedTuple):
-    """Parts of a model's configuration that shape a request."""
+    """Configuration that shapes a request."""
 
     name: str
     inputs: frozenset[str]
@@ -116,7 +116,7 @@ class Declared(NamedTuple):
 def build_request(
     shape: Declared, offered: Offered, input_ids: Sequence[int], *, with_ids: bool
 ) -> pb.ModelInferRequest:
-    """Build a greedy, full-length request; drop parameters without an input, as baselines have no QoS."""
+    """Build a greedy, full-length request; parameters without an input go."""
     message = pb.ModelInferRequest(model_name=shape.name)
     if "input_ids" in shape.inputs:
         ids = struct.pack(f"<{len(input_ids)}i", *input_ids)
@@ -140,7 +140,7 @@ def build_request(
 
 
 def note_response(shape: Declared, response: Any, outcome: Outcome) -> None:
-    """Note a response's tokens; a model that does not count is taken to give one in a stream, else all."""
+    """Note tokens; one a response of an uncounted stream, else all."""
     tensors = zip(response.outputs, response.raw_output_contents, strict=True)
     raw = {tensor.name: data for tensor, data in tensors}
     if "num_output_tokens" in raw:

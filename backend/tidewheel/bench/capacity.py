@@ -21,7 +21,7 @@ GOAL = 0.9  # share of requests that must meet the objective
 RESOLUTION = 1.1  # a bracket of ends within this ratio is done
 HIGHEST_RATE = 400.0  # requests/s; about what one client sends
 LOWEST_SHARE = 1 / 16  # of the rate that a search starts at
-FIRST_LOOK = 10  # requests
+FIRST_LOOK = 20  # requests
 FEWEST_REQUESTS = 60  # of a point that is not clear: 59 good ones of 60 are
 
 Objective = Callable[[Slo, Outcome], bool]
@@ -147,13 +147,14 @@ class CapacitySearch:
                 return Point(rate, name)
         return None
 
-    def note(self, point: Point, outcomes: Sequence[Outcome]) -> Verdict:
+    def note(self, point: Point, outcomes: Sequence[Outcome], seen: Verdict | None = None) -> Verdict:
+        """Return the verdict: the one `seen` by the point's watch, else that of all outcomes."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         verdicts = {}
         for name, search in self._searches.items():
             num_met = sum(OBJECTIVES[name](self._slo, outcome) for outcome in outcomes)
-            verdicts[name] = verdict_of(num_met, len(outcomes))
+            verdicts[name] = (seen if name == point.objective else None) or verdict_of(num_met, len(outcomes))
             if name == point.objective or verdicts[name] is not Verdict.UNDECIDED:
                 search.note(point.rate, verdicts[name])
         return verdicts.get(point.objective, Verdict.UNDECIDED)
@@ -172,6 +173,7 @@ class Watch:
         self._is_met = OBJECTIVES[objective]
         self._least_s = least_s
         self._next_look = FIRST_LOOK
+        self.verdict: Verdict | None = None  # once it is clear
 
     def is_enough(self, outcomes: Sequence[Outcome], now: float) -> bool:
         if now < self._least_s or len(outcomes) < self._next_look:
@@ -181,7 +183,9 @@ class Watch:
             return False
         self._next_look = 2 * len(judged)
         num_met = sum(self._is_met(self._slo, outcome) for outcome in judged)
-        return verdict_of(num_met, len(judged)) is not Verdict.UNDECIDED
+        verdict = verdict_of(num_met, len(judged))
+        self.verdict = None if verdict is Verdict.UNDECIDED else verdict
+        return self.verdict is not None
 
     def _is_settled(self, outcome: Outcome, now: float) -> bool:
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)

@@ -99,7 +99,8 @@ class Experiment:
         longest_s = max(result.stage.longest_s or 0.0, FEWEST_REQUESTS / point.rate)
         run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * number)
         watch = Watch(result.stage.slo, point.objective, result.stage.seconds)
-        return search.note(point, self._runner.run(self._run(run, result, live, watch)))
+        outcomes = self._runner.run(self._run(run, result, live, watch))
+        return search.note(point, outcomes, watch.verdict)
 
     def _begin(self, stage: Stage) -> StageResult:
         setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}

@@ -171,6 +171,7 @@ def test_ratios_of_brackets() -> None:
     assert not is_bound
     assert Capacity(0.0, 1.0).over(Capacity(4.0, 4.0))[0].mean == 0.0
     assert math.isnan(Capacity(4.0, 5.0).over(Capacity(400.0, math.inf))[0].mean)
+    assert math.isnan(Capacity(0.0, 0.5).over(Capacity(0.0, 1.0))[0].mean)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Capacity(NamedTuple):
         """Return the ratio, from worst to best ends, and whether it is a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high
-        if math.isinf(other.high):
+        if math.isinf(other.high) or not (self.low or other.low):
             return UNKNOWN, False
         low = self.low / other.high
         high = math.nan if is_bound else self.high / other.low

@@ -62,12 +62,12 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
         bars = [of_targets[target] for of_targets in found.values() if target in of_targets]
         for number, one in enumerate(bars):
             at, (low, high) = row + ((len(bars) - 1) / 2 - number) * width, one["bracket"]
-            high = high if math.isfinite(high) else one["per_s"]
+            sign, high = ("", high) if math.isfinite(high) else ("≥ ", one["per_s"])
             look: dict[str, Any] = {"fill": False, "ec": colour[target]} if number else {"color": colour[target]}
             axes.barh(at, one["per_s"], width * 0.9, **look)
             axes.plot([low, high], [at, at], color=INK, linewidth=0.9, marker="|", markersize=5)
             ratio = f"   {'≥ ' * one['ratio_is_lower_bound']}{one['ratio'][0]:.1f}x" if one["ratio"] else ""
-            text = f"{one['per_s']:.3g}{ratio}"
+            text = f"{sign}{one['per_s']:.3g}{ratio}"
             axes.annotate(text, (high, at), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(order)), order)
     axes.margins(x=0.14)

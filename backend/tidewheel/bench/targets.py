@@ -1,15 +1,4 @@
-"""Targets and their syntax.
-
-continuous, static, dynamic, predictive, hybrid   Tidewheel with that strategy, served by this command
-baseline_dynamic, baseline_static                 transformers `generate` behind Triton's batcher, likewise
-transformers, llm                                 a peer process; llm: Tidewheel, for offline loads
-vllm=PYTHON, openvino=PYTHON                      a peer in that python's environment
-grpc://HOST:PORT/MODEL                            a Triton model, streamed or unary
-http://HOST:PORT/v2/models/MODEL/generate_stream  or …/infer
-http://HOST:PORT/v1/completions?model=NAME        OpenAI-compatible; or …/v1/chat/completions
-
-`NAME=SPEC` names a target; `SPEC,KEY=VALUE,…` adds settings of engine or peer, or `metrics=URL`.
-"""
+"""Targets: `[NAME=]SPEC[,SETTING=VALUE…]`, as in the help of `tidewheel bench`."""
 
 from __future__ import annotations
 
@@ -54,10 +43,6 @@ class Target:
     @property
     def is_peer(self) -> bool:
         return self.kind in PEERS
-
-    @property
-    def metrics_url(self) -> str | None:
-        return self.settings.get("metrics")
 
     @property
     def model(self) -> str:

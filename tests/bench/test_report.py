@@ -14,12 +14,12 @@ import pytest
 from support.bench.runs import ENVIRONMENT, measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.capacity import Capacity
-from tidewheel.bench.columns import LATENCIES, RATES, SERVER, SHORT, capacity_table, class_table, table
+from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, SHORT, capacity_table, class_table, table
 from tidewheel.bench.html_page import render, write_files
 from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.pictures import capacity_picture, pictures
 from tidewheel.bench.results import SAMPLE_COLUMNS, Recorder, RunResult, StageResult
-from tidewheel.bench.stage import Run, Stage
+from tidewheel.bench.run_plan import Run, Stage
 from tidewheel.bench.suites import capacity_findings
 from tidewheel.bench.terminal import result_tables
 

@@ -15,8 +15,8 @@ from tidewheel.bench.deploy import Deployment, Place, deployed
 from tidewheel.bench.driver import Driver, Limits, Progress, Transport
 from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.results import Recorder, RunResult, StageResult
+from tidewheel.bench.run_plan import Run, Stage, in_turns
 from tidewheel.bench.scrape import Sampler
-from tidewheel.bench.stage import Run, Stage, in_turns
 from tidewheel.bench.summary import span
 from tidewheel.bench.targets import Target
 from tidewheel.bench.terminal import Live, run_line
@@ -25,7 +25,7 @@ from tidewheel.bench.transports.peer import Peer
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
 WARM_UP_LIMIT_S = 300.0
-IDS_SHIFT = 97  # for the next point of a search
+IDS_SHIFT = 97  # from point to point of a search
 
 Turn = tuple[StageResult, Run]
 
@@ -97,7 +97,7 @@ class Experiment:
         load = Load("poisson", point.rate)
         result.add_load(load)
         longest_s = max(result.stage.longest_s or 0.0, FEWEST_REQUESTS / point.rate)
-        run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * number)
+        run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * (number + 1))
         watch = Watch(result.stage.slo, point.objective, result.stage.seconds)
         outcomes = self._runner.run(self._run(run, result, live, watch))
         return search.note(point, outcomes, watch.verdict)

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.bench.columns import LATENCIES, RATES, SERVER, capacity_table, class_table, table
+from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, table
 from tidewheel.bench.results import Recorder, StageResult
 from tidewheel.bench.text_tables import Table, number
 

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER
 from tidewheel.bench.charts import COLOURS, GREYS, INK, MARKERS, Picture, legend_below, logarithmic, panels, style
-from tidewheel.bench.columns import COLUMNS
+from tidewheel.bench.figure_columns import COLUMNS
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.targets import Target
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.outcome import Outcome
-from tidewheel.bench.stage import Run, Stage
+from tidewheel.bench.run_plan import Run, Stage
 from tidewheel.bench.summary import summarise_repeats, summarise_run
 
 _SAMPLE: Mapping[str, Callable[[Outcome], object]] = {

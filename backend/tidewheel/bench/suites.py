@@ -14,7 +14,7 @@ from tidewheel.bench.estimates import UNKNOWN, Estimate, quantile, ratio_interva
 from tidewheel.bench.experiment import Experiment
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.stage import Stage
+from tidewheel.bench.run_plan import Stage
 from tidewheel.bench.summary import rates
 from tidewheel.bench.targets import Target
 from tidewheel.bench.workloads import WORKLOADS, Uniform

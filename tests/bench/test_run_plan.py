@@ -11,7 +11,7 @@ import pytest
 from support.bench.runs import stage
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.outcome import Conversation
-from tidewheel.bench.stage import Run, in_turns
+from tidewheel.bench.run_plan import Run, in_turns
 from tidewheel.bench.workloads import FIRST_ID, parse_workload
 
 TARGETS = ("continuous", "static", "baseline_dynamic")

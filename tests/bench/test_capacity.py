@@ -48,7 +48,7 @@ def step(capacity: float) -> Callable[[float], Verdict]:
 
 
 def sampled(attainment: Attainment, seed: int, most: int = 320) -> Callable[[float], Verdict]:
-    """Judge requests that are in time by chance, looking at 10, 20, 40, … of them as a point does."""
+    """Judge requests that are in time by chance, looking at 20, 40, … of them as a point does."""
     rng = random.Random(seed)
 
     def verdict(rate: float) -> Verdict:
@@ -171,6 +171,7 @@ def test_ratios_of_brackets() -> None:
     assert not is_bound
     assert Capacity(0.0, 1.0).over(Capacity(4.0, 4.0))[0].mean == 0.0
     assert math.isnan(Capacity(4.0, 5.0).over(Capacity(400.0, math.inf))[0].mean)
+    assert math.isnan(Capacity(0.0, 0.5).over(Capacity(0.0, 1.0))[0].mean)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +237,20 @@ def test_a_point_that_is_not_clear_is_looked_at_again_when_its_count_has_doubled
 
 
 def test_a_hopeless_point_is_clear_after_a_few_requests() -> None:
-    late = [outcome(ttft=9.0) for _ in range(10)]
-    assert not Watch(SLO, STREAM, 1.0).is_enough(late[:9], 20.0)
-    assert Watch(SLO, STREAM, 1.0).is_enough(late, 20.0)
-    assert not Watch(SLO, STREAM, 1.0).is_enough([outcome()] * 10, 20.0)
+    late = [outcome(ttft=9.0) for _ in range(20)]
+    watch = Watch(SLO, STREAM, 1.0)
+    assert not watch.is_enough(late[:19], 20.0)
+    assert watch.is_enough(late, 20.0)
+    assert watch.verdict is Verdict.MISSED
+    assert not Watch(SLO, STREAM, 1.0).is_enough([outcome()] * 20, 20.0)
+
+
+def test_what_a_watch_has_seen_stands_when_the_requests_under_way_turn_out_otherwise() -> None:
+    outcomes = [outcome(ttft=9.0) for _ in range(6)] + [outcome() for _ in range(40)]
+    for seen, expected in ((None, Verdict.UNDECIDED), (Verdict.MISSED, Verdict.MISSED)):
+        one = CapacitySearch(SLO, start=8.0)
+        assert one.note(Point(8.0, WHOLE_ANSWER), outcomes, seen) is expected
+        assert (one.capacities()[WHOLE_ANSWER].high == 8.0) == (seen is not None)
 
 
 def test_requests_under_way_are_judged_once_they_are_too_late_and_not_out_of_turn() -> None:

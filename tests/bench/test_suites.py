@@ -16,7 +16,7 @@ from tidewheel.bench.arrivals import Load
 from tidewheel.bench.capacity import CapacitySearch
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.stage import Run, Stage
+from tidewheel.bench.run_plan import Run, Stage
 from tidewheel.bench.suites import Suite, efficiency_ratios, lone_tpot, offline_ratios
 from tidewheel.bench.targets import Target
 

@@ -21,7 +21,7 @@ GOAL = 0.9  # share of requests that must meet the objective
 RESOLUTION = 1.1  # a bracket of ends within this ratio is done
 HIGHEST_RATE = 400.0  # requests/s; about what one client sends
 LOWEST_SHARE = 1 / 16  # of the rate that a search starts at
-FIRST_LOOK = 10  # requests
+FIRST_LOOK = 20  # requests
 FEWEST_REQUESTS = 60  # of a point that is not clear: 59 good ones of 60 are
 
 Objective = Callable[[Slo, Outcome], bool]
@@ -43,7 +43,7 @@ def verdict_of(num_met: int, count: int) -> Verdict:
 
 
 class Capacity(NamedTuple):
-    """Bracket in requests/s: the highest rate that met the objective, and the lowest that missed it."""
+    """Bracket: the highest rate that met the objective, and the lowest that missed it."""
 
     low: float  # 0: none met it
     high: float  # inf: none missed it
@@ -70,10 +70,10 @@ class Capacity(NamedTuple):
         return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
 
     def over(self, other: Capacity) -> tuple[Estimate, bool]:
-        """Return the ratio, between the worst and best ends of both, and whether it is a lower bound."""
+        """Return the ratio, from worst to best ends, and whether it is a lower bound."""
         is_bound = not other.low or math.isinf(self.high)
         theirs = other.per_s or other.high
-        if math.isinf(other.high):
+        if math.isinf(other.high) or not (self.low or other.low):
             return UNKNOWN, False
         low = self.low / other.high
         high = math.nan if is_bound else self.high / other.low
@@ -85,7 +85,7 @@ class Capacity(NamedTuple):
 
 @dataclass(slots=True)
 class Search:
-    """Search that measures `next_rate` and is told by `note`, until there is none."""
+    """Search for one capacity."""
 
     start: float
     highest: float = HIGHEST_RATE
@@ -108,7 +108,6 @@ class Search:
         return rate if rate >= self.start * LOWEST_SHARE else None
 
     def _between(self) -> float | None:
-        """Split the wider gap at an end, not those between undecided rates."""
         rates = [self._met, *self._undecided, self._missed]
         ends = [(low, high) for low, high in (rates[:2], rates[-2:]) if math.isfinite(high)]
         low, high = max(ends, key=lambda pair: pair[1] / pair[0], default=(1.0, 1.0))
@@ -136,7 +135,7 @@ class Point(NamedTuple):
 
 
 class CapacitySearch:
-    """Searches of a target by each objective, on shared points; only streams have the second."""
+    """Searches of a target by each objective, on shared points."""
 
     def __init__(self, slo: Slo, start: float) -> None:
         self._slo = slo
@@ -148,14 +147,14 @@ class CapacitySearch:
                 return Point(rate, name)
         return None
 
-    def note(self, point: Point, outcomes: Sequence[Outcome]) -> Verdict:
-        """Return the verdict by the point's own objective."""
+    def note(self, point: Point, outcomes: Sequence[Outcome], seen: Verdict | None = None) -> Verdict:
+        """Return the verdict: the one `seen` by the point's watch, else that of all outcomes."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
         verdicts = {}
         for name, search in self._searches.items():
             num_met = sum(OBJECTIVES[name](self._slo, outcome) for outcome in outcomes)
-            verdicts[name] = verdict_of(num_met, len(outcomes))
+            verdicts[name] = (seen if name == point.objective else None) or verdict_of(num_met, len(outcomes))
             if name == point.objective or verdicts[name] is not Verdict.UNDECIDED:
                 search.note(point.rate, verdicts[name])
         return verdicts.get(point.objective, Verdict.UNDECIDED)
@@ -167,16 +166,16 @@ class CapacitySearch:
 
 
 class Watch:
-    """Decider of when a point is clear: looks after `least_s`, then at each doubling of the count."""
+    """Decider of when a point is clear: looks after `least_s`, then when the count has doubled."""
 
     def __init__(self, slo: Slo, objective: str, least_s: float) -> None:
         self._slo = slo
         self._is_met = OBJECTIVES[objective]
         self._least_s = least_s
         self._next_look = FIRST_LOOK
+        self.verdict: Verdict | None = None  # once it is clear
 
     def is_enough(self, outcomes: Sequence[Outcome], now: float) -> bool:
-        """Return whether the outcomes give a verdict `now`, in seconds from the start."""
         if now < self._least_s or len(outcomes) < self._next_look:
             return False
         judged = list(takewhile(lambda outcome: self._is_settled(outcome, now), outcomes))
@@ -184,9 +183,10 @@ class Watch:
             return False
         self._next_look = 2 * len(judged)
         num_met = sum(self._is_met(self._slo, outcome) for outcome in judged)
-        return verdict_of(num_met, len(judged)) is not Verdict.UNDECIDED
+        verdict = verdict_of(num_met, len(judged))
+        self.verdict = None if verdict is Verdict.UNDECIDED else verdict
+        return self.verdict is not None
 
     def _is_settled(self, outcome: Outcome, now: float) -> bool:
-        """Return whether it has ended, or is too late for either objective."""
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
         return outcome.ended is not None or now - outcome.sent > limit

@@ -54,7 +54,7 @@ def style(axes: Axes, title: str, note: str = "") -> None:
 
 
 def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """Scale an axis after plotting; label 1, 2 and 5 of each decade, or only 1 over a wide range."""
+    """Scale an axis after plotting; label 1, 2 and 5 of each decade, or only 1 of many."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()

@@ -1,4 +1,4 @@
-"""Driver of one target: sends a load and collects outcomes."""
+"""Sending of a load to one target."""
 
 from __future__ import annotations
 
@@ -43,15 +43,13 @@ class Limits:
 
 
 class Driver:
-    """One run. Turns of a conversation follow each other; conversations are independent."""
-
     def __init__(self, transport: Transport, limits: Limits, progress: Progress) -> None:
         self._transport = transport
         self._limits = limits
         self._progress = progress
 
     async def open_loop(self, load: Iterable[Conversation]) -> None:
-        """Start each conversation at its own time, whether earlier ones are answered or not."""
+        """Start each conversation at its time, whatever is answered."""
         self._progress.start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for conversation in load:

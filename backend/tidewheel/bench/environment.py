@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from tidewheel.bench.peer_engines import installed_versions
 
 SOURCE = Path(__file__).parents[3]
 PACKAGES = ("torch", "transformers", "triton", "tritonclient", "nvidia-pytriton", "numpy")
@@ -21,7 +22,7 @@ def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
         "command": command_line("tidewheel", sys.argv[1:]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "gpu": gpu(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), **_versions(packages)},
+        "versions": {"python": platform.python_version(), **installed_versions(*packages)},
     }
 
 
@@ -42,7 +43,6 @@ def processor() -> str:
 
 
 def gpu() -> str | None:
-    """Return name, memory and driver version; None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return _output(command) or None
 
@@ -59,13 +59,3 @@ def _output(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

@@ -39,7 +39,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def t_interval(samples: Sequence[float]) -> Estimate:
-    """Return the mean and Student's 95 % interval; NaN samples are skipped."""
+    """Return Student's 95 % interval; NaN samples are skipped."""
     seen = [value for value in samples if not math.isnan(value)]
     if not seen:
         return UNKNOWN
@@ -53,10 +53,7 @@ def t_interval(samples: Sequence[float]) -> Estimate:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the geometric mean ratio of pairs, with Student's 95 % interval of the logarithms.
-
-    Drift moves both of a pair, so it is sharper than a ratio of means. Pairs with 0 or NaN are skipped.
-    """
+    """Return the geometric mean ratio of pairs; drift moves both of one. Pairs with 0 or NaN are skipped."""
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True) if a > 0 and b > 0]
     centre, low, high = t_interval(logs)
     return Estimate(math.exp(centre), math.exp(low), math.exp(high))
@@ -68,7 +65,6 @@ def bootstrap_quantiles(values: Sequence[float], quantiles: Sequence[float], *, 
         return [UNKNOWN] * len(quantiles)
     sample, rng = np.sort(np.asarray(values, dtype=np.float64)), np.random.default_rng(seed)
     ranks = [max(0, math.ceil(q * len(sample)) - 1) for q in quantiles]
-    # Sorted indices pick sorted values.
     drawn = np.sort(rng.integers(0, len(sample), (_RESAMPLES, len(sample))), axis=1)[:, ranks]
     low, high = np.quantile(sample[drawn], (0.025, 0.975), axis=0)
     return [Estimate(float(sample[r]), float(a), float(b)) for r, a, b in zip(ranks, low, high, strict=True)]

@@ -15,8 +15,8 @@ from tidewheel.bench.deploy import Deployment, Place, deployed
 from tidewheel.bench.driver import Driver, Limits, Progress, Transport
 from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.results import Recorder, RunResult, StageResult
+from tidewheel.bench.run_plan import Run, Stage, in_turns
 from tidewheel.bench.scrape import Sampler
-from tidewheel.bench.stage import Run, Stage, in_turns
 from tidewheel.bench.summary import span
 from tidewheel.bench.targets import Target
 from tidewheel.bench.terminal import Live, run_line
@@ -25,16 +25,13 @@ from tidewheel.bench.transports.peer import Peer
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
 WARM_UP_LIMIT_S = 300.0
-IDS_SHIFT = 97  # for the next point of a search
+IDS_SHIFT = 97  # from point to point of a search
 
 Turn = tuple[StageResult, Run]
 
 
 class Experiment:
-    """Stages on one deployment.
-
-    All `targets` stay up, even in stages that measure a few; with `one_at_a_time`, only the measured one is up.
-    """
+    """Stages on one deployment. All `targets` stay up; with `one_at_a_time`, only the measured one."""
 
     def __init__(
         self,
@@ -62,11 +59,11 @@ class Experiment:
         self._runner.close()
 
     def measure(self, stage: Stage) -> StageResult:
-        """Measure a stage; raise `BenchError` if a target is missing. Finished runs stay recorded."""
+        """Raise `BenchError` if a target is missing. Finished runs stay recorded."""
         return self.measure_in_turns([stage])[0]
 
     def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
-        """Measure stages of equal targets in turns, so machine drift hits all alike."""
+        """Measure stages of equal targets in turns: drift hits all alike."""
         first = stages[0]
         results = [self._begin(stage) for stage in stages]
         turns = [(results[index], run) for index, run in in_turns(stages)]
@@ -78,10 +75,7 @@ class Experiment:
         return results
 
     def find_capacities(self, stage: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
-        """Measure the points that `searches`, by target name, ask for, in turns of targets.
-
-        With `one_at_a_time`, each target has its share of the budget.
-        """
+        """Measure the points that `searches`, by target name, ask for, in turns of targets."""
         result = self._begin(replace(stage, loads=(), repeats=1))
         groups = [[target] for target in stage.targets] if self._one_at_a_time else [list(stage.targets)]
         with Live(stage.title, None) as live:
@@ -103,9 +97,10 @@ class Experiment:
         load = Load("poisson", point.rate)
         result.add_load(load)
         longest_s = max(result.stage.longest_s or 0.0, FEWEST_REQUESTS / point.rate)
-        run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * number)
+        run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * (number + 1))
         watch = Watch(result.stage.slo, point.objective, result.stage.seconds)
-        return search.note(point, self._runner.run(self._run(run, result, live, watch)))
+        outcomes = self._runner.run(self._run(run, result, live, watch))
+        return search.note(point, outcomes, watch.verdict)
 
     def _begin(self, stage: Stage) -> StageResult:
         setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
@@ -149,7 +144,7 @@ class Experiment:
         self._places = {}
 
     async def _warm(self, target: Target, stage: Stage) -> None:
-        """Send a few uncounted requests; raise `BenchError` if none is answered."""
+        """Send uncounted requests; raise `BenchError` if none is answered."""
         if not self._warm_up:
             return
         progress = Progress()

@@ -1,4 +1,4 @@
-"""Self-contained HTML page of results, and the other files of a measurement."""
+"""Self-contained HTML page and other files of results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.bench.columns import LATENCIES, RATES, SERVER, capacity_table, class_table, table
+from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, table
 from tidewheel.bench.results import Recorder, StageResult
 from tidewheel.bench.text_tables import Table, number
 
@@ -52,7 +52,7 @@ _HOW = (
 
 
 def write_files(recorder: Recorder, record: Path | None) -> str:
-    """Write all results, and say where; `record` adds a JSON copy, with the pictures beside it."""
+    """Write all results, and say where; `record` adds JSON and pictures."""
     note, drawn = "", {}
     try:
         drawn = _draw(recorder)
@@ -69,7 +69,6 @@ def write_files(recorder: Recorder, record: Path | None) -> str:
 
 
 def _draw(recorder: Recorder) -> dict[str, list[Picture]]:
-    """Return pictures by stage name."""
     from tidewheel.bench.pictures import capacity_picture, pictures
 
     drawn = {result.stage.name: pictures(result) for result in recorder.stages}

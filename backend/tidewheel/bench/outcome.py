@@ -16,7 +16,7 @@ _TAG = re.compile(r"\[(TW-[A-Z-]+)")
 
 
 class RequestFailed(Exception):
-    """Failed request. `code` groups errors in reports; `message` is the server's."""
+    """Failed request, with the server's message."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ class Outcome:
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     def inter_token_latencies(self) -> list[float]:
-        """Return gaps between tokens; tokens that arrive together split theirs."""
+        """Return gaps between tokens; ones that arrive together split theirs."""
         gaps: list[float] = []
         for (before, _), (now, count) in zip(self.chunks, self.chunks[1:], strict=False):
             gaps += [(now - before) / count] * count
@@ -101,7 +101,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective, in seconds."""
+    """Objective, in seconds."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
@@ -124,11 +124,11 @@ class Slo:
 
 
 def error_code(code: str, message: str) -> str:
-    """Return Tidewheel's tag if there is one: it says more than a status."""
+    """Return Tidewheel's tag, if any."""
     match = _TAG.search(message)
     return match[1] if match else code
 
 
 def words(input_ids: Sequence[int]) -> str:
-    """Return a word per id, some tokens each, for targets without ids."""
+    """Return a word per id, for targets without ids."""
     return " ".join(f"t{token_id}" for token_id in input_ids)

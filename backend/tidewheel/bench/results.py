@@ -11,7 +11,7 @@ from typing import Any
 
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.outcome import Outcome
-from tidewheel.bench.stage import Run, Stage
+from tidewheel.bench.run_plan import Run, Stage
 from tidewheel.bench.summary import summarise_repeats, summarise_run
 
 _SAMPLE: Mapping[str, Callable[[Outcome], object]] = {
@@ -59,12 +59,12 @@ class StageResult:
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
 
     def add_load(self, load: Load) -> None:
-        """Add a load that a search asks for; loads are in the order of their rates."""
+        """Add a load, in the order of rates."""
         loads = sorted({*self.stage.loads, load}, key=lambda one: one.value)
         self.stage = replace(self.stage, loads=tuple(loads))
 
     def repeats(self, target: str, load: int) -> list[RunResult]:
-        """Return complete repeats, or interrupted ones if there are no others."""
+        """Return complete repeats, else interrupted ones."""
         of = [r for r in self.runs if r.run.target.name == target and r.run.load == self.stage.loads[load]]
         return [r for r in of if not r.interrupted] or of
 
@@ -72,7 +72,7 @@ class StageResult:
         return [result.outcomes for result in self.repeats(target, load)]
 
     def figures(self, target: str, load: int) -> dict[str, Any]:
-        """Return the figures; empty if not measured."""
+        """Return figures; empty if not measured."""
         key = (target, load, len(self.runs))
         if key not in self._figures:
             self._figures[key] = self._summarise(target, load)
@@ -115,7 +115,6 @@ class Recorder:
         return result
 
     def add(self, result: StageResult, run: RunResult) -> None:
-        """Add a run and write its line, which survives Ctrl-C."""
         result.runs.append(run)
         with self._lines.open("a") as file:
             file.write(json.dumps(_clean({"stage": result.stage.name, **run.record(result.stage)})) + "\n")

@@ -52,10 +52,7 @@ def _is_of(labels: str, model: str) -> bool:
 
 
 def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Return exported figures of a run of `seconds`.
-
-    The first sample precedes the run, the last follows it.
-    """
+    """Return figures of a run between the first sample and the last."""
     if len(samples) < 2:
         return {}
     first, last = samples[0], samples[-1]
@@ -84,10 +81,7 @@ def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
-    """Use Triton's counters, which cover models that answer before `execute` returns.
-
-    They give no time of execution: a batch's duration counts once per request.
-    """
+    """Use Triton's counters; they give no time of execution, as a batch's counts once per request."""
     executions, count = grown.get("nv_inference_exec_count"), grown.get("nv_inference_count")
     if not executions or not count:
         return {}
@@ -136,7 +130,7 @@ class Sampler:
             await self._scrape()
 
     async def _scrape_the_end(self) -> None:
-        """Take a last sample once it has steps, which a busy machine publishes late."""
+        """Take a last sample once it has steps, published late under load."""
         before = list(self.samples)
         for _ in range(MAX_FLUSHES):
             await asyncio.sleep(FLUSH_S)
@@ -147,7 +141,6 @@ class Sampler:
                 return
 
     async def _scrape(self) -> None:
-        """Take a sample, or none if the server does not answer."""
         assert self._session is not None and self._url is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._session.get(self._url) as answer:

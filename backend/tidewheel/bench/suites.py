@@ -1,4 +1,4 @@
-"""Suites of stages, later ones set by earlier results, and what is concluded from them."""
+"""Suites of stages, and what is concluded from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidewheel.bench.estimates import UNKNOWN, Estimate, quantile, ratio_interva
 from tidewheel.bench.experiment import Experiment
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.stage import Stage
+from tidewheel.bench.run_plan import Stage
 from tidewheel.bench.summary import rates
 from tidewheel.bench.targets import Target
 from tidewheel.bench.workloads import WORKLOADS, Uniform
@@ -22,8 +22,7 @@ from tidewheel.simulate.lengths import Lengths
 
 ALONE_REQUESTS = 20
 AT_ONCE_REQUESTS = 32
-# Multiples of a lone request. Ten times its wait, at some 20 ms, still feels prompt; five times its pace still
-# streams.
+# Multiples of a lone request: ten times 20 ms still feels prompt, five times its pace still streams.
 TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
 LONGEST = 4.0  # time of an undecided point over that of the shortest
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -49,8 +48,6 @@ Speeds = dict[str, list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Suites; stages inherit from `base`."""
-
     experiment: Experiment
     recorder: Recorder
     base: Stage
@@ -59,10 +56,7 @@ class Suite:
         self.experiment.measure(self.base)
 
     def compare(self, reference: Target, ours: str, slo: Slo | None = None, budget_s: float = math.inf) -> None:
-        """Find capacities under `slo`, or under multiples of what the reference takes for a lone request.
-
-        No point starts when `budget_s` seconds of the search are over.
-        """
+        """Find capacities under `slo`, or multiples of the reference's lone request, in `budget_s` or so."""
         lone_ttft, lone_tpot = self._alone(reference)
         slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
         self.recorder.extra |= {
@@ -92,7 +86,7 @@ class Suite:
             self.recorder.extra |= capacity_findings(found, ours, reference.name)
 
     def _alone(self, reference: Target) -> tuple[float, float]:
-        """Return the reference's TTFT and TPOT without load; raise `BenchError` if it answers nothing."""
+        """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
         stage = replace(
             self.base,
             name="alone",
@@ -139,7 +133,6 @@ class Suite:
         self.recorder.extra |= offline_ratios(result, ours)
 
     def efficiency(self, ours: str) -> None:
-        """Compare each engine with itself: mixed lengths with equal ones, a shared prompt with separate ones."""
         base = self.base.workload
         stages = [
             replace(
@@ -162,10 +155,7 @@ class Suite:
 
 
 def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
-    """Return the median time per output token of lone requests; raise `BenchError` without answers.
-
-    Answers in one piece are taken to need `ttft` seconds for a first token.
-    """
+    """Return the median TPOT, answers in one piece taken to need `ttft` first; raise `BenchError`."""
     times = [
         o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
         for o in outcomes
@@ -177,7 +167,7 @@ def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
 
 
 def capacity_findings(found: Mapping[str, Mapping[str, Capacity]], ours: str, reference: str) -> dict[str, Any]:
-    """Return capacities by objective and target, and the ratio of `ours` to the reference by the whole answer."""
+    """Return capacities by objective and target, and the ratio by the whole answer."""
     findings: dict[str, Any] = {"capacities": {}}
     for target, capacities in found.items():
         for objective, capacity in capacities.items():
@@ -216,7 +206,7 @@ def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
 
 
 def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]:
-    """Return each engine's speed against its own, and the ratios of `ours` to the others."""
+    """Return each engine's ratios to itself, and those of `ours` over the others'."""
     findings: dict[str, Any] = {}
     for name, (tested, plain) in EFFICIENCIES.items():
         by_target = {target: _paired(values, speeds[plain][target]) for target, values in speeds[tested].items()}

@@ -25,17 +25,12 @@ Figures = dict[str, float]
 
 
 def span(outcomes: Sequence[Outcome]) -> float:
-    """Return seconds from first sending to last end."""
     ends = [o.sent + o.ended for o in outcomes if o.ended is not None]
     return max(ends) - min(o.sent for o in outcomes) if ends else 0.0
 
 
 def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Figures:
-    """Return figures per second, from first sending to last end.
-
-    Goodput counts full answers within the objective. An open loop divides it by `offered_s`, the time of sending, or
-    until its last turn: each request had its chance, however long the queue drains.
-    """
+    """Return figures per second; goodput of an open loop per second of sending: `offered_s`, or to the last turn."""
     seconds = span(outcomes)
     if not seconds:
         return dict.fromkeys(RATES, math.nan)
@@ -65,7 +60,7 @@ def summarise_run(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None
 
 
 def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s: float | None) -> dict[str, Any]:
-    """Give rates as means with Student's t, latencies as pooled quantiles with percentile bootstrap."""
+    """Give rates as means of repeats, latencies as pooled quantiles."""
     per_repeat = [rates(outcomes, slo, offered_s) for outcomes in repeats if outcomes]
     pooled = [o for outcomes in repeats for o in outcomes]
     latencies = _latencies(pooled)
@@ -99,7 +94,7 @@ def _latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def fairness(outcomes: Sequence[Outcome]) -> float:
-    """Return Jain's index over tenants' served shares, or, without tenants, over requests' tokens/s."""
+    """Return Jain's index over tenants' served shares; without tenants, over requests' tokens/s."""
     wanted: dict[str, float] = defaultdict(float)
     got: dict[str, float] = defaultdict(float)
     for outcome in outcomes:

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Iterator
 
 from tqdm import tqdm
 
-from tidewheel.bench.columns import SHORT, capacity_table, table
 from tidewheel.bench.driver import Progress
 from tidewheel.bench.estimates import quantile
+from tidewheel.bench.figure_columns import SHORT, capacity_table, table
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder
 from tidewheel.bench.summary import rates
@@ -42,7 +42,6 @@ class Live:
 
     @contextlib.asynccontextmanager
     async def following(self, label: str, progress: Progress) -> AsyncIterator[None]:
-        """Show the progress of a run until it ends."""
         task = asyncio.create_task(self._follow(label, progress))
         try:
             yield

@@ -18,19 +18,16 @@ _CHUNK = 1 << 16  # bytes
 
 
 class WorkerFailed(Exception):
-    """Worker that did not start, reported an error, ended, or took too long."""
+    """Worker that failed, ended, or took too long."""
 
 
 class WorkerProcess:
-    """Process until `stop`, which ends its children too; standard error goes to `log`.
-
-    Ctrl-C does not reach it. One thread may send while another receives.
-    """
+    """Process until `stop`, out of reach of Ctrl-C, with children. One thread may send while another receives."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start; `environment` adds to this one's. Raise `WorkerFailed`."""
+        """Start, standard error in `log`, `environment` added to this one's; raise `WorkerFailed`."""
         self._name = name
         self._log = log
         self._received = b""
@@ -63,7 +60,7 @@ class WorkerProcess:
             raise self._ended() from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """Return the next answer; raise `WorkerFailed` at the end, for `{"error": …}`, or after the limit."""
+        """Return the next answer; raise `WorkerFailed`, for `{"error": …}` too."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._received:
             chunk = self._read(None if end is None else max(0.0, end - time.monotonic()))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tidewheel.cli.usage import UsageError
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tidewheel.bench.deploy import Deployment
-    from tidewheel.bench.stage import Stage
+    from tidewheel.bench.run_plan import Stage
     from tidewheel.bench.suites import Suite
     from tidewheel.bench.targets import Target
     from tidewheel.bench.workloads import Workload
@@ -98,7 +97,7 @@ def _offline_part(args: argparse.Namespace, peers: list[str]) -> Part:
 def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     from tidewheel.bench.arrivals import parse_loads
     from tidewheel.bench.outcome import Slo
-    from tidewheel.bench.stage import Stage
+    from tidewheel.bench.run_plan import Stage
 
     text, targets, workload, loads = SUITES[suite or args.suite]
     online_peers = [peer for peer in args.peer if args.suite != "compare" or not _ELSEWHERE.search(peer)]
@@ -131,9 +130,10 @@ def _targets(texts: list[str]) -> tuple[Target, ...]:
 
 
 def _workload(args: argparse.Namespace, name: str, folder: Path) -> Workload:
+    from tidewheel.bench.deploy import model_config
     from tidewheel.bench.workloads import parse_workload
 
-    model = _model_config(folder)
+    model = model_config(folder)
     context = int(model.get("max_position_embeddings", _MOST_TOKENS))
     return parse_workload(
         name,
@@ -142,14 +142,6 @@ def _workload(args: argparse.Namespace, name: str, folder: Path) -> Workload:
         vocab=args.vocab or int(model.get("vocab_size", _FALLBACK_VOCAB)),
         max_tokens=args.max_tokens or min(context, _MOST_TOKENS),
     )
-
-
-def _model_config(folder: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config
 
 
 def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str) -> Deployment:

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.environment import without_folders
 from tidewheel.bench.outcome import Conversation, Offered, Slo
 from tidewheel.bench.targets import Target
 from tidewheel.bench.workloads import Workload
@@ -13,8 +12,6 @@ from tidewheel.bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Equal requests to every target at every load, `repeats` times."""
-
     name: str
     title: str
     targets: tuple[Target, ...]
@@ -22,7 +19,7 @@ class Stage:
     workload: Workload
     seconds: float  # of sending, in an open loop
     repeats: int
-    longest_s: float | None = None  # of sending at a point of a search, or until it has enough requests
+    longest_s: float | None = None  # of a search's point
     max_requests: int | None = None
     slo: Slo = Slo()  # noqa: RUF009 - immutable
     seed: int = 0
@@ -31,7 +28,7 @@ class Stage:
     is_preliminary: bool = False  # only sets up later stages
 
     def runs(self) -> Iterator[Run]:
-        """Yield runs in turns of targets, starting with a different one each time."""
+        """Yield runs in turns of targets, another one first each time."""
         for repeat in range(self.repeats):
             for index, load in enumerate(self.loads):
                 first = (repeat + index) % len(self.targets)
@@ -39,7 +36,7 @@ class Stage:
                     yield Run(target, load, repeat, seed=self.seed + 1000 * repeat + index)
 
     def conversations(self, run: Run) -> Iterator[Conversation]:
-        """Yield a run's requests: equal for all targets, new for each load and repeat."""
+        """Yield requests: equal for all targets, new for each load and repeat."""
         source = self.workload.conversations(run.seed)
         if run.load.kind == "closed":
             return source
@@ -57,30 +54,22 @@ class Stage:
         return self.load_names[self.loads.index(load)] if self.load_names else str(load)
 
     def offered_s(self, load: Load) -> float | None:
-        """Return the seconds of sending of an open loop, else None."""
+        """Return seconds of sending; None for a closed loop."""
         return self.seconds if load.rate is not None else None
 
     def summary(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "title": self.title,
-            "targets": [
-                {
-                    "name": t.name,
-                    "kind": t.kind,
-                    "settings": {key: without_folders(value) for key, value in t.settings.items()},
-                    "url": t.url,
-                }
-                for t in self.targets
-            ],
-            "loads": [{"kind": load.kind, "value": load.value, "burstiness": load.burstiness} for load in self.loads],
+            "targets": [target.summary() for target in self.targets],
+            "loads": [asdict(load) for load in self.loads],
             "load_names": self.load_names,
             "workload": self.workload.summary(),
             "seconds": self.seconds,
             "longest_s": self.longest_s,
             "max_requests": self.max_requests,
             "repeats": self.repeats,
-            "slo": {"ttft_s": self.slo.ttft_s, "tpot_s": self.slo.tpot_s},
+            "slo": asdict(self.slo),
             "seed": self.seed,
             "timeout_s": self.timeout_s,
         }
@@ -100,11 +89,11 @@ class Run:
     repeat: int
     seed: int
     longest_s: float | None = None  # of sending, if a watch may end it
-    ids_shift: int = 0  # makes prompts new to a prefix cache, lengths and times as before
+    ids_shift: int = 0  # for prompts new to a prefix cache
 
 
 def in_turns(stages: Sequence[Stage]) -> list[tuple[int, Run]]:
-    """Return (stage index, run): one repeat of every stage, then the next."""
+    """Return (stage index, run), repeat by repeat."""
     runs = [(index, run) for index, stage in enumerate(stages) for run in stage.runs()]
     return sorted(runs, key=lambda numbered: numbered[1].repeat)  # stable
 

@@ -99,7 +99,6 @@ SHORT = tuple(
 
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:
-    """Return a row per load and target."""
     rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in _measured(result)]
     return Table(_header(columns), rows)
 

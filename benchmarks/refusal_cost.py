@@ -135,7 +135,7 @@ def cost(case: str, setting: Setting, once: Callable[[], tuple[float, str]], pat
 
 
 def newcomer(case: str, setting: Setting, patience: Patience, **fields: Any) -> Cost:
-    """Add a request with these fields to a full waiting set."""
+    """Add such a request to a full waiting set."""
     scene = Scene(setting)
     scene.fill(setting.waiting)
 

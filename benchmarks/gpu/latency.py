@@ -77,7 +77,6 @@ def _decodes(stage: Stage, model: str, engine: TimedLLM) -> None:
 
 
 def _seconds_needed(stage: Stage, model: str, batch: int, context: int) -> float:
-    """Return the seconds at twice the limits."""
     shape = SHAPES[model]
     steps = NUM_STEPS * decode_seconds(shape, batch, context, stage.ceilings)
     return 2.0 * (prefill_seconds(shape, [context] * batch, stage.ceilings) + steps)

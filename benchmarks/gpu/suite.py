@@ -229,7 +229,7 @@ def memory_in_use() -> int | None:
 
 
 def wait_for_free_memory() -> None:
-    """Wait for engine processes, which outlive their server by seconds."""
+    """Wait for engine processes, which outlive their server."""
     end = time.monotonic() + FREE_WAIT_S
     while time.monotonic() < end:
         used = memory_in_use()

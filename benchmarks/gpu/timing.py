@@ -96,7 +96,7 @@ class Timer:
 
 
 def _wake(device: torch.device) -> None:
-    """Work about 100 ms, as idle devices have low clocks."""
+    """Work about 100 ms: idle devices have low clocks."""
     matrix = torch.zeros(WAKING, WAKING, dtype=torch.bfloat16, device=device)
     for _ in range(WAKING_CALLS):
         torch.mm(matrix, matrix)

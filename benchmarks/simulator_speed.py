@@ -3,7 +3,8 @@
     python benchmarks/simulator_speed.py --output-mean 64 256 --save
 
 Lengths are lognormal, prompts of 128 tokens on average. Poisson arrivals go to the least loaded replica of an 8B
-model on an H200, by its data sheet."""
+model on an H200, by its data sheet.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from serving import Address, metric, served
 from study import Study, show
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.estimates import quantile
-from tidewheel.bench.outcome import Outcome
+from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.record.events import Added, Scheduled
 from tidewheel.simulate.replay import Recording, measured_steps
 
@@ -99,8 +100,8 @@ def throughput(outcomes: Sequence[Outcome], seconds: float) -> float:
     return sum(begin <= end < seconds for end in ends) / (seconds - begin)
 
 
-def goodput(outcomes: Sequence[Outcome], seconds: float, ttft_s: float, tpot_s: float) -> float:
-    return throughput([o for o in outcomes if o.is_good(ttft_s, tpot_s)], seconds)
+def goodput(outcomes: Sequence[Outcome], seconds: float, slo: Slo) -> float:
+    return throughput([o for o in outcomes if slo.is_met(o)], seconds)
 
 
 def by_class(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def is_idle_soon(address: Address) -> bool:
 
 def measure(address: Address, recording: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(arguments.seed)
-    ttft_s, tpot_s = arguments.ttft, arguments.tpot
+    slo = Slo(arguments.ttft, arguments.tpot)
     run(address.grpc, address.model, offer([0.0, 0.1, 0.2], [(1.0, {})], INPUTS, OUTPUTS, rng))  # warm-up
     capacity = measure_capacity(address, arguments.sweep_seconds, rng)
     print(f"capacity {capacity:.2f} requests/s")
@@ -156,18 +157,18 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
     sweep = {}
     for load in SWEEP:
         outcomes = send(address, load * capacity, arguments.sweep_seconds, rng, class_mix(load))
-        sweep[str(load)] = goodput(outcomes, arguments.sweep_seconds, ttft_s, tpot_s)
+        sweep[str(load)] = goodput(outcomes, arguments.sweep_seconds, slo)
         print(f"load {load:4.2f}: goodput {sweep[str(load)]:.2f} requests/s")
     num_steps, begin = len(step_seconds(recording)), time.monotonic()
     outcomes = send(address, 2.0 * capacity, arguments.seconds, rng, class_mix(2.0))
     steps = step_seconds(recording)[num_steps:]
     table = by_class(outcomes)
-    overload = goodput(outcomes, arguments.seconds, ttft_s, tpot_s)
+    overload = goodput(outcomes, arguments.seconds, slo)
     critical = table["CRITICAL"]["ttft_s"]["p99"]
     step_p99 = quantile(steps, 0.99)
     is_idle = is_idle_soon(address)
     return {
-        "slo": {"ttft_s": ttft_s, "tpot_s": tpot_s},
+        "slo": asdict(slo),
         "capacity_requests_per_s": capacity,
         "peak_goodput": max(*sweep.values(), overload),
         "goodput_by_load": sweep,

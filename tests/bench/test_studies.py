@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from engine_runs import steady_rate
+from overload import goodput
 from study import in_turns
+from support.bench.runs import outcome
+from tidewheel.bench.outcome import Slo
 from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.traces import synthesise
@@ -34,3 +37,8 @@ def test_ramp_up_and_drain_are_no_part_of_the_rate() -> None:
     outcomes.last_token[:] = np.random.default_rng(1).permutation([*full, *drain])
     assert steady_rate(outcomes, np.full(count, 3.0)) == pytest.approx(3.0 / 0.5)
     assert 3.0 * count / outcomes.span < 0.5 * steady_rate(outcomes, np.full(count, 3.0))
+
+
+def test_goodput_counts_what_ends_within_the_objective_after_the_start() -> None:
+    outcomes = [outcome(sent=sent, ttft=ttft, tokens=2) for sent, ttft in ((0.0, 0.1), (5.0, 0.1), (6.0, 2.0))]
+    assert goodput(outcomes, 10.0, Slo(ttft_s=1.0, tpot_s=1.0)) == pytest.approx(1 / 8.0)

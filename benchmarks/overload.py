@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from offered_load import offer, run
 from serving import Address, metric, served
-from study import Study, show
+from study import Study
 from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.outcome import Outcome, Slo
@@ -209,7 +209,9 @@ def print_summary(result: dict[str, Any]) -> None:
         f"{overload['low_waits']['overtaken_after_ageing']} times; idle afterwards: {overload['idle_afterwards']}"
     )
     print(f"refusals within 50 ms: {overload['refusals_within_50_ms']:.1%}; unanswered: {overload['unanswered']}")
-    show({"class": name, **row} for name, row in overload["classes"].items())
+    for name, row in overload["classes"].items():
+        ttft = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in row["ttft_s"].items())
+        print(f"  {name:8} {row['finished']} of {row['offered']}, TTFT {ttft} ms, {row['refused_or_shed']}")
 
 
 def main() -> None:

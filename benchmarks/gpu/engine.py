@@ -41,8 +41,7 @@ def report(
     num_output = sum(output for _, output in lengths)
     most = num_output / workload_seconds(SHAPES[model], lengths, MAX_NUM_SEQS, stage.ceilings)
     facts = {"workload": workload, "model": model, "num_output_tokens": num_output, **details}
-    case = f"{model}, {workload}"
-    unit = "output tokens/s"
+    case, unit = f"{model}, {workload}", "output tokens/s"
     stage.result(throughput("engine throughput", case, seconds, num_output, unit, most, who=who, details=facts))
 
 

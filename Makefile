@@ -58,7 +58,7 @@ docs: venv
 	$(BIN)/python -m tidewheel.cli.reference docs
 
 # Lines of Python in each part.
-MEASURE := backend/tidewheel/bench backend/tidewheel/simulate backend/tidewheel/baseline
+MEASURE := $(addprefix backend/tidewheel/,bench simulate workload baseline)
 count = @printf '%-10s %6d\n' $(1) $$(git ls-files $(2) | grep '\.py$$' | xargs cat | wc -l)
 lines:
 	$(call count,serve,backend $(MEASURE:%=':!%'))

@@ -27,7 +27,7 @@ from serving import served
 from tidewheel import LLM, SamplingParams
 from tidewheel_client import Client
 from transformers_peers import GenerateBatch, StaticBatches
-from workload import Lengths, WorkItem, mixed_lengths
+from workload import WorkItem, mixed_lengths
 
 Run = Callable[[list[WorkItem]], list[list[int]]]
 
@@ -116,7 +116,7 @@ def main() -> None:
     environment = record.environment("torch", "transformers", "tritonclient", "numpy")
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
-    work = mixed_lengths(arguments.requests, Lengths(16, 128), Lengths(16, 128))
+    work = mixed_lengths(arguments.requests, (16, 128), (16, 128))
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = make_model(Path(scratch) / arguments.shape, SHAPES[arguments.shape], dtype)
         targets = [

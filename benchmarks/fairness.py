@@ -19,8 +19,8 @@ import record
 from offered_load import offer, run
 from overload import INPUTS, OUTPUTS, PORTS, SETTINGS, measure_capacity
 from serving import served
-from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.values import Outcome
+from tidewheel.workload.arrival_times import poisson_until
 
 SMALL_LOAD = 0.6  # of the capacity
 TIMES_AS_MUCH = 10
@@ -44,7 +44,7 @@ def measure(folder: Path, policy: str, seconds: float, seed: int) -> dict[str, A
         capacity = measure_capacity(address, 20.0, rng)
         rate = SMALL_LOAD * capacity * (1 + TIMES_AS_MUCH)
         mix = [(1.0, {"tenant": "small"}), (float(TIMES_AS_MUCH), {"tenant": "big"})]
-        load = offer(poisson_arrivals(rate, seconds, rng), mix, INPUTS, OUTPUTS, rng)
+        load = offer(poisson_until(seconds, rate, rng), mix, INPUTS, OUTPUTS, rng)
         outcomes = run(address.grpc, address.model, load)
     tokens = {tenant: served_tokens(outcomes, tenant, seconds) for tenant in ("small", "big")}
     offered = Counter(o.offered.parameters["tenant"] for o in outcomes)

@@ -26,12 +26,13 @@ from tidewheel.engine.build import build_scheduler
 from tidewheel.fleet.router import make_router
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.simulate.cost_model import H200_8B
-from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replica import Replica
 from tidewheel.simulate.simulated_engine import simulated_info
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
+from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Trace, synthesise
 
 BLOCK_SIZE = 16
 MAX_PREEMPTIONS, MAX_TOKENS_RATIO = 0.10, 1.05  # goals: per request, and computed over needed

@@ -10,7 +10,6 @@ from typing import Any
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.bench.values import Offered, Outcome
-from workload import Lengths
 
 TIMEOUT_S = 300.0  # far beyond need
 
@@ -18,17 +17,18 @@ TIMEOUT_S = 300.0  # far beyond need
 def offer(
     times: Iterable[float],
     mix: Sequence[tuple[float, dict[str, Any]]],
-    inputs: Lengths,
-    outputs: Lengths,
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
     rng: random.Random,
     vocab: int = 10_000,
 ) -> list[Offered]:
+    """Return requests of random ids; `inputs` and `outputs` are the shortest and longest length."""
     weights = [share for share, _ in mix]
     return [
         Offered(
             at,
-            [rng.randrange(4, vocab) for _ in range(inputs.draw(rng))],
-            outputs.draw(rng),
+            [rng.randrange(4, vocab) for _ in range(rng.randint(*inputs))],
+            rng.randint(*outputs),
             rng.choices(mix, weights)[0][1],
         )
         for at in times

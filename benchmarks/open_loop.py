@@ -23,8 +23,8 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.columns import Int64Array
 from tidewheel.simulate.contents import Contents
 from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.traces import Trace
 from tidewheel.stats import EngineStats
+from tidewheel.workload.traces import Trace
 
 GREEDY = SamplingParams(temperature=0.0)
 STOP_ID = 2

@@ -24,15 +24,13 @@ from typing import Any, NamedTuple
 import record
 from offered_load import offer, run
 from serving import Address, metric, served
-from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.stats import quantile
 from tidewheel.bench.values import Offered, Outcome
 from tidewheel.record.events import Added, Scheduled
 from tidewheel.simulate.replay import Recording, measured_steps
-from workload import Lengths
+from tidewheel.workload.arrival_times import poisson_until
 
-INPUTS = Lengths(16, 112)
-OUTPUTS = Lengths(8, 56)
+INPUTS, OUTPUTS = (16, 112), (8, 56)  # shortest and longest, in tokens
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
@@ -86,7 +84,7 @@ def class_mix(load: float) -> list[tuple[float, dict[str, Any]]]:
 
 
 def measure_capacity(address: Address, seconds: float, rng: random.Random) -> float:
-    times = poisson_arrivals(40.0, seconds, rng)
+    times = poisson_until(seconds, 40.0, rng)
     outcomes = run(address.grpc, address.model, offer(times, [(1.0, {})], INPUTS, OUTPUTS, rng))
     return throughput([o for o in outcomes if o.finish_reason == "length"], seconds)
 
@@ -147,12 +145,12 @@ def is_idle_soon(address: Address) -> bool:
 
 
 def at_load(address: Address, capacity: float, load: float, seconds: float, rng: random.Random) -> list[Outcome]:
-    times = poisson_arrivals(load * capacity, seconds, rng)
+    times = poisson_until(seconds, load * capacity, rng)
     return run(address.grpc, address.model, offer(times, class_mix(load), INPUTS, OUTPUTS, rng))
 
 
 def critical_alone(address: Address, capacity: float, seconds: float, rng: random.Random) -> list[Outcome]:
-    times = poisson_arrivals(CRITICAL_SHARE * capacity, seconds, rng)
+    times = poisson_until(seconds, CRITICAL_SHARE * capacity, rng)
     work: list[Offered] = offer(times, [(1.0, {"priority": 1})], INPUTS, OUTPUTS, rng)
     return run(address.grpc, address.model, work)
 

@@ -24,13 +24,13 @@ from random_model import SHAPES, make_model
 from simulator_accuracy import SETTINGS, cost_model
 from tidewheel.engine.build import build_scheduler
 from tidewheel.fleet.router import make_router
-from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replay import Recording, measured_steps
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.traces import NOBODY, Trace, poisson_arrivals
+from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Trace
 
 POLICIES = ("fifo", "sjf")
 GOAL = 0.30
@@ -50,17 +50,12 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
         for _, prompt, output in KINDS
     ]
     (short_prompts, short_outputs), (long_prompts, long_outputs) = drawn
-    return Trace(
-        arrivals=np.zeros(count) if rate is None else poisson_arrivals(count, rate, rng),
-        prompt_tokens=np.where(is_long, long_prompts, short_prompts),
-        output_tokens=np.where(is_long, long_outputs, short_outputs),
-        priorities=np.full(count, int(Priority.NORMAL), dtype=np.int32),
-        tenants=is_long.astype(np.int32),
+    return Trace.of(
+        np.zeros(count) if rate is None else poisson_arrivals(count, rate, rng),
+        np.where(is_long, long_prompts, short_prompts),
+        np.where(is_long, long_outputs, short_outputs),
+        tenants=is_long,
         tenant_names=tuple(name for name, *_ in KINDS),
-        sessions=np.full(count, NOBODY, dtype=np.int32),
-        prefix_groups=np.full(count, NOBODY, dtype=np.int32),
-        prefix_tokens=np.zeros(count, dtype=np.int32),
-        deadlines=np.full(count, np.inf),
     )
 
 

@@ -27,13 +27,14 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.fleet.router import make_router
 from tidewheel.simulate.calibration import MeasuredStep, fit
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.recorded_runs import kv_bytes_per_token
 from tidewheel.simulate.replay import Recording, measured_steps
 from tidewheel.simulate.report import Report, summarise
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.traces import FloatArray, Trace, bursty_arrivals, poisson_arrivals, synthesise
+from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Trace, synthesise
 
 LIMIT = 0.15
 SETTINGS: dict[str, object] = {

@@ -22,10 +22,11 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.plots import Knee, plot_knee
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.traces import poisson_arrivals, synthesise
+from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import synthesise
 
 KNEE_LOADS = (0.7, 0.8, 0.9, 0.95)
 STEP_S = 0.010

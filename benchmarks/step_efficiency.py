@@ -103,9 +103,9 @@ def scheduling(engine: Stepwise, number: int) -> dict[str, float]:
 
 
 def mixed(seed: int) -> list[Item]:
-    from workload import Lengths, mixed_lengths
+    from workload import mixed_lengths
 
-    drawn = mixed_lengths(64, Lengths(16, 128), Lengths(16, 128), seed=seed, vocab=VOCABULARY)
+    drawn = mixed_lengths(64, (16, 128), (16, 128), seed=seed, vocab=VOCABULARY)
     return [(item.input_ids, item.num_output_tokens) for item in drawn]
 
 

@@ -12,20 +12,15 @@ class WorkItem:
     num_output_tokens: int
 
 
-@dataclass(frozen=True)
-class Lengths:
-    low: int
-    high: int
-
-    def draw(self, rng: random.Random) -> int:
-        return rng.randint(self.low, self.high)
-
-
 def mixed_lengths(
-    count: int, inputs: Lengths, outputs: Lengths, seed: int = 0, vocab: int = 10_000
+    count: int, inputs: tuple[int, int], outputs: tuple[int, int], seed: int = 0, vocab: int = 10_000
 ) -> list[WorkItem]:
-    """Return requests of random ids, no two prompts alike, so no prefix cache helps."""
+    """Return requests of random ids; `inputs` and `outputs` are the shortest and longest length.
+
+    No two prompts are alike, so no prefix cache helps.
+    """
     rng = random.Random(seed)
     return [
-        WorkItem([rng.randrange(4, vocab) for _ in range(inputs.draw(rng))], outputs.draw(rng)) for _ in range(count)
+        WorkItem([rng.randrange(4, vocab) for _ in range(rng.randint(*inputs))], rng.randint(*outputs))
+        for _ in range(count)
     ]

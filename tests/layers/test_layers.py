@@ -46,12 +46,15 @@ LAYERS = {
     "tidewheel.server": 6,
     "tidewheel.bench": 7,
     "tidewheel.simulate": 7,
+    "tidewheel.workload": 7,
     "tidewheel.cli": 8,
     "tidewheel_client": 0,
 }
 # What stands in a layer by itself and may not be reached from some that lie above it.
 FORBIDDEN = [
     ("tidewheel.simulate", "tidewheel_kernels"),
+    ("tidewheel.workload", "tidewheel.bench"),
+    ("tidewheel.workload", "tidewheel.simulate"),
     ("tidewheel_kernels", "tidewheel"),
     ("tidewheel_client", "tidewheel"),
     ("tidewheel_client", "tidewheel_kernels"),
@@ -64,6 +67,7 @@ WITHOUT_TORCH = [
     "tidewheel.kvcache.manager",
     "tidewheel.bench.suites",
     "tidewheel.bench.plots",
+    "tidewheel.workload.trace_files",
     "tidewheel_client",
 ]
 

@@ -14,7 +14,7 @@ from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import FINISHED, REFUSED
 from tidewheel.simulate.queueing import mg1_mean_in_system, mm1_mean_in_system
-from tidewheel.simulate.traces import NOBODY, Prefixes, Trace
+from tidewheel.workload.traces import NOBODY, Prefixes, Trace
 
 CASES = [
     {},

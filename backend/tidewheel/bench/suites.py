@@ -22,8 +22,8 @@ from tidewheel.bench.results import Recorder, StageResult
 from tidewheel.bench.stats import Estimate, quantile
 from tidewheel.bench.targets import Target
 from tidewheel.bench.values import Slo
-from tidewheel.bench.workloads import WORKLOADS, Uniform
-from tidewheel.simulate.lengths import Lengths
+from tidewheel.bench.workloads import WORKLOADS
+from tidewheel.workload.lengths import Lengths, Range
 
 CAPACITY_USERS = 64
 RAMP = (1, 2, 4, 8, 16, 32, 64)  # in flight
@@ -43,7 +43,7 @@ EFFICIENCY = {
         WORKLOADS["fixed"], inputs=Lengths("constant", 72, 1.0, 72), outputs=Lengths("constant", 72, 1.0, 72)
     ),
     "a shared prompt": WORKLOADS["shared-prefix"],
-    "prompts of their own": replace(WORKLOADS["mixed"], inputs=Uniform(272, 384)),
+    "prompts of their own": replace(WORKLOADS["mixed"], inputs=Range(272, 384)),
 }
 
 

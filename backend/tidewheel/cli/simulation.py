@@ -20,21 +20,13 @@ from tidewheel.fleet.router import make_router
 from tidewheel.request import Priority
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
-from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.report import Report, summarise
 from tidewheel.simulate.simulated_engine import simulated_info
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.trace_files import read_trace
-from tidewheel.simulate.traces import (
-    FloatArray,
-    Prefixes,
-    Tenants,
-    Trace,
-    bursty_arrivals,
-    poisson_arrivals,
-    switching_arrivals,
-    synthesise,
-)
+from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.trace_files import read_trace
+from tidewheel.workload.traces import Prefixes, Tenants, Trace, synthesise
 
 ARRIVALS = {"poisson": poisson_arrivals, "bursty": bursty_arrivals, "switching": switching_arrivals}
 DEFAULT_LOAD = 0.8

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidewheel.simulate.lengths import Int32Array
-from tidewheel.simulate.traces import NOBODY, Trace
+from tidewheel.workload.lengths import Int32Array
+from tidewheel.workload.traces import NOBODY, Trace
 
 STOP_TOKEN = 0
 _POOL_SIZE = 1 << 22

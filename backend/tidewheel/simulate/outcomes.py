@@ -5,7 +5,8 @@ import numpy.typing as npt
 
 from tidewheel.errors import InternalError
 from tidewheel.request import FinishReason, Request
-from tidewheel.simulate.traces import FloatArray, Trace
+from tidewheel.workload.arrival_times import FloatArray
+from tidewheel.workload.traces import Trace
 
 UNKNOWN, FINISHED, REFUSED, DEADLINE, FAILED = range(5)
 _ENDS = {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tidewheel.request import Priority
 from tidewheel.simulate.outcomes import DEADLINE, FAILED, FINISHED, REFUSED, Outcomes
 from tidewheel.simulate.replica import Replica
-from tidewheel.simulate.traces import FloatArray
+from tidewheel.workload.arrival_times import FloatArray
 
 Report = dict[str, Any]  # JSON values
 QUANTILES = (50, 90, 99)

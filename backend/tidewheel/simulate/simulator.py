@@ -17,7 +17,7 @@ from tidewheel.simulate.contents import STOP_TOKEN, Contents
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replica import Replica
-from tidewheel.simulate.traces import NOBODY, Trace
+from tidewheel.workload.traces import NOBODY, Trace
 
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
 

@@ -18,6 +18,17 @@ _DEFAULT_SHAPE = {"lognormal": 1.0, "pareto": 2.5}
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """Lengths from `low` to `high`, inclusive."""
+
+    low: int
+    high: int
+
+    def draw(self, count: int, rng: np.random.Generator) -> Int32Array:
+        return rng.integers(self.low, self.high + 1, count, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
 class Lengths:
     """Distribution of whole numbers from 1 to `maximum`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,16 +12,10 @@ import pytest
 from support.simulate.simulation import lengths, make_trace
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
-from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.trace_files import read_trace, write_trace
-from tidewheel.simulate.traces import (
-    FloatArray,
-    Prefixes,
-    Tenants,
-    bursty_arrivals,
-    poisson_arrivals,
-    switching_arrivals,
-)
+from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.trace_files import read_trace
+from tidewheel.workload.traces import Prefixes, Tenants
 
 
 @pytest.mark.parametrize(
@@ -84,18 +79,33 @@ def test_one_seed_one_trace() -> None:
     assert (first.arrivals != other.arrivals).any()
 
 
-def test_files_bring_back_what_was_written(tmp_path: Path) -> None:
-    tenants = Tenants(("acme", "zed"), (3.0, 1.0), (Priority.HIGH, Priority.LOW))
-    trace = make_trace(tenants=tenants, prefixes=Prefixes(3, 8))
-    write_trace(trace, tmp_path / "trace.jsonl")
+def test_a_file_with_all_fields_is_read(tmp_path: Path) -> None:
+    trace = make_trace(
+        tenants=Tenants(("acme", "zed"), (3.0, 1.0), (Priority.HIGH, Priority.LOW)), prefixes=Prefixes(3, 8)
+    )
+    rows = [
+        {
+            "arrival": float(trace.arrivals[i]),
+            "prompt_tokens": int(trace.prompt_tokens[i]),
+            "output_tokens": int(trace.output_tokens[i]),
+            "priority": int(trace.priorities[i]),
+            "tenant": trace.tenant_names[trace.tenants[i]],
+            "session": f"session {i % 7}",
+            "prefix_group": trace.prefix_names[trace.prefix_groups[i]],
+            "prefix_tokens": int(trace.prefix_tokens[i]),
+            **({"deadline_s": 0.5 * i} if i % 2 else {}),
+        }
+        for i in range(len(trace))
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     again = read_trace(tmp_path / "trace.jsonl")
     assert np.allclose(again.arrivals, trace.arrivals - trace.arrivals[0])
     for name in ("prompt_tokens", "output_tokens", "priorities", "prefix_tokens"):
         assert (getattr(again, name) == getattr(trace, name)).all()
-    assert [again.tenant_names[i] for i in again.tenants] == [trace.tenant_names[i] for i in trace.tenants]
-    assert [again.prefix_names[i] for i in again.prefix_groups] == [
-        trace.prefix_names[i] for i in trace.prefix_groups
-    ]
+    assert [again.tenant_names[i] for i in again.tenants] == [row["tenant"] for row in rows]
+    assert [again.session_names[i] for i in again.sessions] == [row["session"] for row in rows]
+    assert [again.prefix_names[i] for i in again.prefix_groups] == [row["prefix_group"] for row in rows]
+    assert again.deadlines.tolist() == [row.get("deadline_s", np.inf) for row in rows]
 
 
 def test_a_csv_with_a_header_is_read(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.bench.trace_files import read_any_trace
 from tidewheel.errors import ConfigError
+from tidewheel.workload.trace_files import read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
@@ -21,7 +21,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_azure(tmp_path: Path) -> None:
     text = AZURE + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.4799600,110,27\n"
-    trace = read_any_trace(written(tmp_path, text))
+    trace = read_trace(written(tmp_path, text))
     assert trace.arrivals.tolist() == pytest.approx([0.0, 0.5])
     assert trace.prompt_tokens.tolist() == [4808, 110]
     assert trace.output_tokens.tolist() == [10, 27]
@@ -29,19 +29,19 @@ def test_azure(tmp_path: Path) -> None:
 
 def test_azure_of_2024_has_a_time_zone(tmp_path: Path) -> None:
     text = AZURE + "2024-05-10 00:00:00.009930+00:00,2162,5\n2024-05-10 00:00:01.009930+00:00,2399,6\n"
-    assert read_any_trace(written(tmp_path, text)).arrivals.tolist() == pytest.approx([0.0, 1.0])
+    assert read_trace(written(tmp_path, text)).arrivals.tolist() == pytest.approx([0.0, 1.0])
 
 
 def test_burstgpt_without_its_failed_requests(tmp_path: Path) -> None:
     text = BURSTGPT + "45,ChatGPT,391,244,635,Conversation log\n5,ChatGPT,472,18,490,Conversation log\n"
     text += "50,GPT-4,100,0,100,API log\n"
-    trace = read_any_trace(written(tmp_path, text))
+    trace = read_trace(written(tmp_path, text))
     assert trace.arrivals.tolist() == [0.0, 40.0]
     assert trace.prompt_tokens.tolist() == [472, 391]
 
 
 def test_the_projects_own_format_is_told_apart(tmp_path: Path) -> None:
-    trace = read_any_trace(written(tmp_path, "arrival,prompt_tokens,output_tokens\n3,4,5\n"))
+    trace = read_trace(written(tmp_path, "arrival,prompt_tokens,output_tokens\n3,4,5\n"))
     assert trace.prompt_tokens.tolist() == [4]
 
 
@@ -59,7 +59,7 @@ def test_the_projects_own_format_is_told_apart(tmp_path: Path) -> None:
 )
 def test_a_malformed_line_is_named(tmp_path: Path, text: str, line: int, reason: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        read_any_trace(written(tmp_path, text))
+        read_trace(written(tmp_path, text))
     assert f"line {line}" in str(refusal.value)
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -68,16 +68,16 @@ def test_a_malformed_line_is_named(tmp_path: Path, text: str, line: int, reason:
 @pytest.mark.parametrize("text", [AZURE, BURSTGPT, BURSTGPT + "1,M,2,0,2,L\n"])
 def test_an_empty_trace_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="no requests"):
-        read_any_trace(written(tmp_path, text))
+        read_trace(written(tmp_path, text))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the trace"):
-        read_any_trace(tmp_path / "none.csv")
+        read_trace(tmp_path / "none.csv")
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_bytes(AZURE.encode() + b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read the trace"):
-        read_any_trace(path)
+        read_trace(path)

@@ -1,0 +1,71 @@
+"""Shared look of all charts. Importing it needs matplotlib; nothing needs a display."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Literal, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+# Okabe and Ito's colours first, for any colour vision; greys are for baselines.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#882255", "#44AA99", "#F0C000")
+GREYS = ("#555555", "#999999")
+INK, GRID = "#222222", "#DDDDDD"
+MARKERS = "osD^vPX<>"
+_MOST_DECADES = 2.3
+
+
+class Picture(NamedTuple):
+    name: str  # file name without its ending
+    caption: str
+    figure: Figure
+
+    def svg(self) -> bytes:
+        return self._saved("svg", {"Date": None})
+
+    def png(self) -> bytes:
+        return self._saved("png", {})
+
+    def _saved(self, kind: str, metadata: dict[str, None]) -> bytes:
+        buffer = io.BytesIO()
+        self.figure.savefig(buffer, format=kind, dpi=160, facecolor="white", metadata=metadata)
+        return buffer.getvalue()
+
+
+def panels(
+    columns: int = 1, rows: int = 1, *, width: float = 12.0, height: float = 4.4, sharex: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure, sized in inches, and its axes row by row."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
+
+
+def style(axes: Axes, title: str, note: str = "") -> None:
+    """Set a title with a small note below it, and the look of axes and grid."""
+    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=18 if note else 6, fontweight="bold")
+    axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=9, color="#666666")
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#888888")
+    axes.tick_params(colors=INK, labelsize=9)
+
+
+def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
+    """Scale an axis by logarithm, after plotting; label 1, 2 and 5 of each decade, or only 1 over a wide range."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axis.get_view_interval()
+    is_wide = low > 0 and math.log10(high / low) > _MOST_DECADES
+    axis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """Put the legend of `axes` under the whole figure."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)

@@ -22,14 +22,11 @@ import numpy as np
 
 import record
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import build_scheduler
-from tidewheel.fleet.router import make_router
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.simulate.cost_model import H200_8B
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replica import Replica
-from tidewheel.simulate.simulated_engine import simulated_info
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.scenario import simulated_info, simulator_of
 from tidewheel.workload.arrival_times import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace, synthesise
@@ -52,7 +49,7 @@ class Load:
 
     def trace(self, seed: int) -> Trace:
         rng = np.random.default_rng(seed)
-        return synthesise(self.requests, poisson_arrivals(self.requests, self.rate, rng), *self.lengths(), rng)
+        return synthesise(poisson_arrivals(self.requests, self.rate, rng), *self.lengths(), rng)
 
     @property
     def num_blocks(self) -> int:
@@ -82,14 +79,7 @@ def simulate(load: Load, policy: str, growth: str, trace: Trace) -> tuple[Outcom
         scheduling_policy=policy, admit_by_growth=growth == "on",
     )  # fmt: skip
     info = simulated_info(config, H200_8B, max_model_len=trace.max_num_tokens)
-    simulator = Simulator(
-        trace,
-        lambda _: build_scheduler(config, info),
-        H200_8B,
-        ReplicaSettings(num_rows=info.max_num_seqs, max_model_len=info.max_model_len),
-        num_replicas=1,
-        router=make_router("round-robin", 1),
-    )
+    simulator = simulator_of(config, info, trace, H200_8B)
     return simulator.run(), simulator.replicas[0]
 
 

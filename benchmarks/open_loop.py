@@ -21,10 +21,9 @@ from tidewheel.errors import TidewheelError
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.columns import Int64Array
-from tidewheel.simulate.contents import Contents
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.stats import EngineStats
-from tidewheel.workload.traces import Trace
+from tidewheel.workload.traces import Contents, Trace
 
 GREEDY = SamplingParams(temperature=0.0)
 STOP_ID = 2

@@ -26,8 +26,9 @@ from offered_load import offer, run
 from serving import Address, metric, served
 from tidewheel.bench.stats import quantile
 from tidewheel.bench.values import Offered, Outcome
-from tidewheel.record.events import Added, Scheduled
-from tidewheel.simulate.replay import Recording, measured_steps
+from tidewheel.record.recorded_events import Added, Scheduled
+from tidewheel.simulate.calibration import measured_steps
+from tidewheel.simulate.replay import Recording
 from tidewheel.workload.arrival_times import poisson_until
 
 INPUTS, OUTPUTS = (16, 112), (8, 56)  # shortest and longest, in tokens

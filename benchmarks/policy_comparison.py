@@ -21,12 +21,13 @@ import numpy as np
 import record
 from open_loop import Engine, loaded, run_engine
 from random_model import SHAPES, make_model
-from simulator_accuracy import SETTINGS, cost_model
+from simulator_accuracy import SETTINGS
 from tidewheel.engine.build import build_scheduler
 from tidewheel.fleet.router import make_router
+from tidewheel.simulate.calibration import facts_of, fit, measured_steps
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.replay import Recording, measured_steps
+from tidewheel.simulate.outcomes import Outcomes, throughput
+from tidewheel.simulate.replay import Recording
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.workload.arrival_times import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
@@ -61,9 +62,7 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
 
 def capacity(engine: Engine, *, cpu_clock: bool) -> float:
     outcomes, _ = run_engine(engine, make_trace(96, None, 99), cpu_clock=cpu_clock)
-    ends = np.sort(outcomes.last_token)
-    first, last = len(ends) // 5, len(ends) * 7 // 10
-    return float((last - first) / (ends[last] - ends[first]))
+    return throughput(outcomes)
 
 
 def simulate(engine: Engine, trace: Trace, cost: CostModel, policy: str) -> tuple[Outcomes, float]:
@@ -104,7 +103,7 @@ def measure(engine: Engine, arguments: argparse.Namespace, folder: Path) -> dict
         outcomes, stats = run_engine(engine, trace, config, cpu_clock=arguments.cpu_clock)
         real[policy] = {**figures(outcomes), "prediction_error_tokens": stats.prediction_error}
     (path,) = folder.iterdir()
-    cost = cost_model(engine.info, measured_steps(Recording(path).events()))
+    cost = fit(measured_steps(Recording(path).events()), "cpu", **facts_of(engine.info))
     simulated: dict[str, dict[str, float]] = {}
     for policy in POLICIES:
         outcomes, error = simulate(engine, trace, cost, policy)

@@ -22,16 +22,11 @@ import numpy as np
 import record
 from open_loop import Engine, loaded, run_engine
 from random_model import SHAPES, make_model
-from tidewheel.engine.build import build_scheduler
-from tidewheel.engine.messages import EngineInfo
-from tidewheel.fleet.router import make_router
-from tidewheel.simulate.calibration import MeasuredStep, fit
+from tidewheel.simulate.calibration import MeasuredStep, facts_of, fit, measured_steps
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.recorded_runs import kv_bytes_per_token
-from tidewheel.simulate.replay import Recording, measured_steps
-from tidewheel.simulate.report import Report, summarise
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.replay import Recording
+from tidewheel.simulate.scenario import simulator_of
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace, synthesise
@@ -71,7 +66,7 @@ def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Tr
     rate = load.share * tokens_per_s / (output.mean + prompt.mean / PROMPT_WEIGHT)
     count = max(30, round(rate * seconds))
     rng = np.random.default_rng(seed)
-    return synthesise(count, load.arrivals(count, rate, rng), prompt, output, rng)
+    return synthesise(load.arrivals(count, rate, rng), prompt, output, rng)
 
 
 PROMPT_WEIGHT = 4.0  # prompt tokens worth one output token; only sets rates
@@ -81,7 +76,7 @@ def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
     """Return weighted tokens per second of requests that come at once."""
     rng = np.random.default_rng(99)
     constant = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
-    outcomes, _ = run_engine(engine, synthesise(requests, np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
+    outcomes, _ = run_engine(engine, synthesise(np.zeros(requests), *constant, rng), cpu_clock=cpu_clock)
     weighted = outcomes.output_tokens.sum() + outcomes.trace.prompt_tokens.sum() / PROMPT_WEIGHT
     return float(weighted) / outcomes.span
 
@@ -93,29 +88,8 @@ def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: 
     return measured_steps(Recording(path).events())
 
 
-def predict(engine: Engine, trace: Trace, cost: CostModel) -> tuple[Outcomes, Report]:
-    info = engine.info
-    simulator = Simulator(
-        trace,
-        lambda _: build_scheduler(engine.config, info),
-        cost,
-        ReplicaSettings(num_rows=info.max_num_seqs, max_model_len=info.max_model_len, enable_prefix_caching=False),
-        num_replicas=1,
-        router=make_router("round-robin", 1),
-    )
-    return simulator.run(), summarise(simulator.outcomes, simulator.replicas)
-
-
-def cost_model(info: EngineInfo, steps: list[MeasuredStep]) -> CostModel:
-    return fit(
-        steps,
-        name="cpu",
-        device=info.device,
-        weights_bytes=info.weights_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(info),
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-    )
+def predict(engine: Engine, trace: Trace, cost: CostModel) -> Outcomes:
+    return simulator_of(engine.config, engine.info, trace, cost).run()
 
 
 def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, Any]:
@@ -148,8 +122,8 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
         trace = make_trace(unknown, tokens_per_s, seconds, 100 + seed)
         real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock).outcomes))
         print(f"ran {known.name} and {unknown.name}", flush=True)
-    cost = cost_model(engine.info, steps)
-    loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)[0]) for load, outcomes in real]
+    cost = fit(steps, "cpu", **facts_of(engine.info))
+    loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)) for load, outcomes in real]
     return {"cost_model": dataclasses.asdict(cost), "weighted_tokens_per_s": tokens_per_s, "loads": loads}
 
 

@@ -15,14 +15,14 @@ import numpy as np
 
 import record
 from tidewheel.cli.simulate import add_arguments
-from tidewheel.cli.simulation import Plan, Result, simulate_all
-from tidewheel.cli.simulation_output import write_plots
+from tidewheel.cli.simulation import scenario_of, write_charts
 from tidewheel.fleet.router import make_router
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.plots import Knee, plot_knee
+from tidewheel.simulate.scenario import Result
+from tidewheel.simulate.simulation_charts import Knee, knee_chart
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
 from tidewheel.workload.arrival_times import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
@@ -45,7 +45,7 @@ def policies(requests: int) -> list[Result]:
             "--set", "max_num_seqs=64",
         ]
     )  # fmt: skip
-    return list(simulate_all(Plan.from_options(arguments)))
+    return list(scenario_of(arguments).results())
 
 
 def single_server(load: float, output: str, requests: int) -> tuple[float, float, float]:
@@ -53,7 +53,7 @@ def single_server(load: float, output: str, requests: int) -> tuple[float, float
     rng = np.random.default_rng(11)
     lengths = Lengths.parse(output, name="output")
     arrivals = poisson_arrivals(requests, load / (lengths.mean * STEP_S), rng)
-    trace = synthesise(requests, arrivals, Lengths.parse("constant:1", name="prompt"), lengths, rng)
+    trace = synthesise(arrivals, Lengths.parse("constant:1", name="prompt"), lengths, rng)
     service = trace.output_tokens * STEP_S
     settings = SchedulerConfig(
         max_num_seqs=1, max_num_batched_tokens=64, max_model_len=4096, max_waiting_requests=10**9,
@@ -90,10 +90,10 @@ def main() -> None:
     results, queues = policies(8000 // scale), knees(40_000 // scale)
     record.RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for path in write_plots(results, Path(scratch)):
+        for path in write_charts(results, Path(scratch)):
             shutil.copy(path, record.RESULTS / f"simulator_{path.name}")
-    plot_knee(queues, record.RESULTS / "simulator_knee.png")
-    rows: list[dict[str, Any]] = [{"policy": r.policy, "load": r.load, **r.report} for r in results]
+    (record.RESULTS / "simulator_knee.png").write_bytes(knee_chart(queues).png())
+    rows: list[dict[str, Any]] = [{"policy": r.policy, "load": r.load, **r.figures} for r in results]
     print(record.save("simulator_plots", {**environment, "policies": rows, "queues": [q._asdict() for q in queues]}))
 
 

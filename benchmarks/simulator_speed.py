@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import record
 from tidewheel.cli.simulate import add_arguments
-from tidewheel.cli.simulation import Plan, build_simulator, find_capacity
+from tidewheel.cli.simulation import scenario_of
 from tidewheel.simulate.outcomes import FINISHED
 
 
@@ -50,10 +50,10 @@ def options(arguments: argparse.Namespace, output_mean: float) -> list[str]:
 def measure(arguments: argparse.Namespace, output_mean: float) -> Run:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    plan = Plan.from_options(parser.parse_args(options(arguments, output_mean)))
-    (policy,) = plan.policies
-    rate = arguments.load * find_capacity(plan, policy) * plan.num_replicas
-    simulator = build_simulator(plan, policy, plan.trace(rate))
+    scenario = scenario_of(parser.parse_args(options(arguments, output_mean)))
+    (policy,) = scenario.policies
+    rate = arguments.load * scenario.capacity(policy) * scenario.num_replicas
+    simulator = scenario.simulator(policy, scenario.trace(rate))
     gc.collect()
     gc.freeze()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -62,8 +62,8 @@ def measure(arguments: argparse.Namespace, output_mean: float) -> Run:
     steps = sum(replica.num_steps for replica in simulator.replicas)
     tokens = sum(replica.num_tokens for replica in simulator.replicas)
     return Run(
-        requests=plan.num_requests,
-        replicas=plan.num_replicas,
+        requests=scenario.num_requests,
+        replicas=scenario.num_replicas,
         output_mean=output_mean,
         wall_s=round(wall, 1),
         cpu_s=round(cpu, 1),
@@ -71,8 +71,8 @@ def measure(arguments: argparse.Namespace, output_mean: float) -> Run:
         rows_per_step=round(float(outcomes.output_tokens.sum()) / steps, 1),
         tokens=tokens,
         us_per_step=round(1e6 * cpu / steps, 1),
-        us_per_request=round(1e6 * cpu / plan.num_requests, 1),
-        requests_per_s=round(plan.num_requests / wall),
+        us_per_request=round(1e6 * cpu / scenario.num_requests, 1),
+        requests_per_s=round(scenario.num_requests / wall),
         simulated_s=round(outcomes.span, 1),
         finished=int((outcomes.ends == FINISHED).sum()),
         ttft_p99_s=round(sorted(outcomes.ttft[outcomes.finished])[int(0.99 * outcomes.finished.sum())], 4),

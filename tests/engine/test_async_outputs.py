@@ -24,8 +24,7 @@ from tidewheel.engine.messages import PROTOCOL, AddRequest, Cancel, Deltas, Hell
 from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import EngineServer
 from tidewheel.llm import GenerationResult
-from tidewheel.simulate.recorded_runs import scheduler_of
-from tidewheel.simulate.replay import Recording, replay
+from tidewheel.simulate.replay import Recording, replay, scheduler_of
 
 # --- a real model -------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from tidewheel.cli.main import main
 from tidewheel.config import EngineConfig
 from tidewheel.engine.recording import check_folder
 from tidewheel.errors import ConfigError
-from tidewheel.simulate.recorded_runs import calibrated, scheduler_of
-from tidewheel.simulate.replay import Recording, replay
+from tidewheel.simulate.calibration import calibrated
+from tidewheel.simulate.replay import Recording, replay, scheduler_of
 
 
 @pytest.fixture(scope="module")

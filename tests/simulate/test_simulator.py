@@ -12,8 +12,7 @@ from support.simulate.simulation import COST, make_trace, simulate, simulator
 from tidewheel.errors import InternalError
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import FINISHED, REFUSED
-from tidewheel.simulate.queueing import mg1_mean_in_system, mm1_mean_in_system
+from tidewheel.simulate.outcomes import FINISHED, REFUSED, mean_in_system
 from tidewheel.workload.traces import NOBODY, Prefixes, Trace
 
 CASES = [
@@ -135,18 +134,18 @@ def test_one_row_and_geometric_lengths_are_nearly_an_mm1_queue(load: float) -> N
     3,000 requests of a fixed seed come within 10 % of Pollaczek and Khinchine's formula, and 20 % of M/M/1."""
     server = single_server(load, "geometric:8", 8, 3_000)
     assert server.load == pytest.approx(load, rel=0.05)
-    assert server.mean_in_system == pytest.approx(mg1_mean_in_system(server.load, 1 - 1 / 8), rel=0.10)
-    assert server.mean_in_system == pytest.approx(mm1_mean_in_system(server.load), rel=0.20)
+    assert server.mean_in_system == pytest.approx(mean_in_system(server.load, 1 - 1 / 8), rel=0.10)
+    assert server.mean_in_system == pytest.approx(mean_in_system(server.load), rel=0.20)
 
 
 def test_one_row_and_constant_lengths_are_an_md1_queue() -> None:
     server = single_server(0.7, "constant:4", 4, 3_000)
-    assert server.mean_in_system == pytest.approx(mg1_mean_in_system(server.load, 0.0), rel=0.08)
+    assert server.mean_in_system == pytest.approx(mean_in_system(server.load, 0.0), rel=0.08)
 
 
 def test_heavy_tails_make_longer_queues_at_the_same_load() -> None:
     server = single_server(0.7, "lognormal:8:1.2:200", 8, 2_000)
-    assert server.mean_in_system > 1.3 * mm1_mean_in_system(server.load)
+    assert server.mean_in_system > 1.3 * mean_in_system(server.load)
 
 
 def test_a_request_that_ends_twice_is_an_error() -> None:

@@ -1,10 +1,12 @@
-"""Recorder of a scheduler's calls and decisions, for `replay`."""
+"""Recorder of a scheduler's calls and decisions, for `simulate.replay`."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from tidewheel import __version__
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.record.events import (
+from tidewheel.record.recorded_events import (
     ORDINARY_TOKEN,
     SCHEMA,
     STOP_TOKEN,
@@ -28,24 +30,50 @@ from tidewheel.record.events import (
     Scheduled,
     SessionClosed,
     encoder,
+    step_features,
 )
-from tidewheel.record.prefix_names import PrefixNames
-from tidewheel.record.step_features import step_features
 from tidewheel.request import Request
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 28
 FLUSH_BYTES = 1 << 20
+_STATE_BYTES = 16
+_LARGEST_NAME = 2**31 - 1
 
 
+class PrefixNames:
+    """Token names, each drawn from the whole prefix that the token ends.
+
+    BLAKE2b (RFC 7693) is chained from a random secret that is never written; a name shows 31 of a state's 128 bits.
+    So guesses at a prompt cannot be tested, and a token has a different name in each place.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self.root = os.urandom(_STATE_BYTES) if secret is None else secret
+
+    def extend(self, state: bytes, token_ids: Iterable[int]) -> tuple[bytes, list[int]]:
+        """Return the state after a prefix grows (`root`: empty), and the new tokens' names."""
+        names = []
+        for token_id in token_ids:
+            state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=_STATE_BYTES).digest()
+            names.append(max(int.from_bytes(state[:4], "little") & _LARGEST_NAME, ORDINARY_TOKEN + 1))
+        return state, names
+
+    def word(self, text: str) -> str:
+        """Return the name of a client's word; the empty one stays empty."""
+        if not text:
+            return ""
+        return blake2b(text.encode("utf-8", "surrogatepass"), key=self.root, digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
 class _Stream:
-    __slots__ = ("request_id", "state", "stop_token_ids")
+    """State of a request's token names."""
 
-    def __init__(self, request_id: str, state: bytes, stop_token_ids: Collection[int]) -> None:
-        self.request_id = request_id
-        self.state = state
-        self.stop_token_ids = stop_token_ids
+    request_id: str
+    state: bytes
+    stop_token_ids: Collection[int]
 
 
 class Recorder:
@@ -206,17 +234,11 @@ class Recorder:
 
 
 def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool) -> Scheduled:
-    features = step_features(batch)
     return Scheduled(
-        now=now,
-        expired=expired,
-        step_id=batch.step_id,
-        num_rows=features.num_rows,
-        num_tokens=features.num_tokens,
-        num_samples=features.num_samples,
-        num_new_rows=features.num_new_rows,
-        kv_tokens=features.kv_tokens,
-        chunk_pairs=features.chunk_pairs,
+        now,
+        expired,
+        batch.step_id,
+        *step_features(batch),
         digest=batch_digest(batch),
         new_requests=[new.request_id for new in batch.new_rows],
         freed_rows=batch.freed_rows.tolist(),

@@ -1,19 +1,22 @@
-"""Fit of the cost model to the steps of a recorded run."""
+"""Fit of a cost model to the steps of a recording."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.record.step_features import StepFeatures
+from tidewheel.record.recorded_events import AnyEvent, Applied, Failed, Scheduled, StepFeatures
 from tidewheel.simulate.cost_model import CostModel
-
-FloatArray = npt.NDArray[np.float64]
+from tidewheel.simulate.replay import Recording, engine_of
+from tidewheel.workload.arrival_times import FloatArray
 
 MIN_STEPS = 50
 KNOTS = tuple(2**exponent for exponent in range(1, 16))
@@ -26,17 +29,58 @@ class MeasuredStep(NamedTuple):
     turn_seconds: float | None  # from tokens to the next start; None: the engine was idle
 
 
-def fit(
-    steps: Sequence[MeasuredStep],
-    *,
-    name: str,
-    device: str = "",
-    weights_bytes: float = 0.0,
-    kv_bytes_per_token: float = 1.0,
-    block_size: int = 64,
-    num_blocks: int = 8192,
-) -> CostModel:
-    """Fit by least squares, with no coefficient negative.
+def calibrated(path: Path) -> CostModel:
+    """Fit a cost model to a recording."""
+    recording = Recording(path)
+    _, info = engine_of(recording.header)
+    return fit(measured_steps(recording.events()), path.stem, **facts_of(info))
+
+
+def facts_of(info: EngineInfo) -> dict[str, Any]:
+    """Return the fields of a cost model that the engine knows."""
+    return {
+        "device": info.device,
+        "weights_bytes": info.weights_bytes,
+        "kv_bytes_per_token": info.kv_cache_bytes / info.num_cache_tokens,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+    }
+
+
+def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
+    """Return the steps of a recording.
+
+    With two batches in flight, a step starts when the previous one ends. A turn is timed only if nothing was in
+    flight and the engine went on without an idle moment.
+    """
+    steps: list[MeasuredStep] = []
+    in_flight: deque[Scheduled] = deque()
+    last_end: float | None = None
+    idle = True
+    for event in events:
+        match event:
+            case Scheduled(step_id=-1):
+                idle = idle or not in_flight
+            case Scheduled():
+                if not idle and not in_flight and steps and last_end is not None:
+                    steps[-1] = steps[-1]._replace(turn_seconds=event.now - last_end)
+                idle = False
+                in_flight.append(event)
+            case Applied() if in_flight:
+                scheduled = in_flight.popleft()
+                start = scheduled.now if last_end is None else max(scheduled.now, last_end)
+                steps.append(MeasuredStep(scheduled.features, event.now - start, None))
+                last_end = event.now
+            case Failed():
+                in_flight.clear()
+                idle = True
+            case _:
+                pass
+    return steps
+
+
+def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
+    """Fit by least squares, with no coefficient negative; `facts` are further fields of the model.
 
     Raise `ConfigError` for fewer than `MIN_STEPS` steps.
     """
@@ -55,11 +99,7 @@ def fit(
     turn = _fit_turn(steps)
     return CostModel(
         name=name,
-        device=device,
-        weights_bytes=weights_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
-        block_size=block_size,
-        num_blocks=num_blocks,
         overhead_s=float(values[0]),
         knots=knots,
         seconds_per_token=tuple(slopes.tolist()),
@@ -71,6 +111,7 @@ def fit(
         turn_overhead_s=float(turn[0]),
         turn_seconds_per_row=float(turn[1]),
         fit=_quality(seconds, design @ values),
+        **facts,
     )
 
 

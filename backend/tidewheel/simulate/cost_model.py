@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from tidewheel.errors import ConfigError
-from tidewheel.record.step_features import StepFeatures
+from tidewheel.record.recorded_events import StepFeatures
 
 SCHEMA = 1
 

@@ -1,4 +1,4 @@
-"""Replay of a recording on another scheduler, decision by decision."""
+"""Recordings, and their replay on another scheduler, decision by decision."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
-from tidewheel.record.events import (
+from tidewheel.record.recorded_events import (
     ORDINARY_TOKEN,
     SCHEMA,
     STOP_TOKEN,
@@ -29,11 +33,9 @@ from tidewheel.record.events import (
     decode_line,
 )
 from tidewheel.record.recorder import describe_batch, describe_ended
-from tidewheel.record.step_features import StepFeatures
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.calibration import MeasuredStep
 
 
 class Replayed(NamedTuple):
@@ -79,6 +81,22 @@ class Recording:
             raise ConfigError(f"cannot read the recording {self._path}: {error}") from None
         except ConfigError as error:
             raise ConfigError(f"{self._path}: {error}") from None
+
+
+def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
+    """Return settings and values of the recorded engine; raise `ConfigError` if this version has others."""
+    try:
+        info = msgspec.convert(header.info, EngineInfo)
+        return EngineConfig.from_settings(header.settings | {"record": ""}), info
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(
+            f"the recording is of version {header.version}, and this one cannot read it: {error}"
+        ) from None
+
+
+def scheduler_of(header: Header) -> Scheduler:
+    """Return a scheduler like the recorded one."""
+    return build_scheduler(*engine_of(header))
 
 
 def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
@@ -212,41 +230,3 @@ def _ids(requests: Iterable[Request]) -> list[str]:
 
 def _differs(what: str, recorded: object, replayed: object) -> str:
     return "" if recorded == replayed else f"{what}: recorded {recorded!r}, replayed {replayed!r}"
-
-
-def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
-    """Return timed steps for `calibration.fit`.
-
-    With two batches in flight, a step starts when the previous one ends. A turn is timed only if nothing was in
-    flight and the engine went on without an idle moment.
-    """
-    steps: list[MeasuredStep] = []
-    in_flight: deque[Scheduled] = deque()
-    last_end: float | None = None
-    idle = True
-    for event in events:
-        match event:
-            case Scheduled(step_id=-1):
-                idle = idle or not in_flight
-            case Scheduled():
-                if not idle and not in_flight and steps and last_end is not None:
-                    steps[-1] = steps[-1]._replace(turn_seconds=event.now - last_end)
-                idle = False
-                in_flight.append(event)
-            case Applied() if in_flight:
-                scheduled = in_flight.popleft()
-                start = scheduled.now if last_end is None else max(scheduled.now, last_end)
-                steps.append(MeasuredStep(_features(scheduled), event.now - start, None))
-                last_end = event.now
-            case Failed():
-                in_flight.clear()
-                idle = True
-            case _:
-                pass
-    return steps
-
-
-def _features(event: Scheduled) -> StepFeatures:
-    return StepFeatures(
-        event.num_rows, event.num_tokens, event.num_samples, event.num_new_rows, event.kv_tokens, event.chunk_pairs
-    )

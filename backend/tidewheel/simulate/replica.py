@@ -10,10 +10,9 @@ import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import TidewheelError
-from tidewheel.record.step_features import step_features
+from tidewheel.record.recorded_events import STOP_TOKEN, step_features
 from tidewheel.request import Request
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.contents import STOP_TOKEN
 from tidewheel.simulate.cost_model import CostModel
 
 IDLE_POLL_S = 1e-3  # delay before an engine that could start nothing looks again

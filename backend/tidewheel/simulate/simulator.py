@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidewheel.fleet.router import RouteKey, Router
+from tidewheel.record.recorded_events import STOP_TOKEN
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.contents import STOP_TOKEN, Contents
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replica import Replica
-from tidewheel.workload.traces import NOBODY, Trace
+from tidewheel.workload.traces import NOBODY, Contents, Trace
 
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
 

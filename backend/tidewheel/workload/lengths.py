@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError
 
-Int32Array = npt.NDArray[np.int32]
 KINDS = ("constant", "uniform", "geometric", "lognormal", "pareto")
 SYNTAX = "KIND:MEAN[:SHAPE[:MAX]]"
 

@@ -1,7 +1,8 @@
-"""Traces of requests, and synthetic ones from a seed."""
+"""Traces of requests, synthetic ones from a seed, and token contents for them."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.batch import Int32Array
+from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
 from tidewheel.workload.arrival_times import FloatArray
-from tidewheel.workload.lengths import Int32Array, Lengths
+from tidewheel.workload.lengths import Lengths
 
 NOBODY = -1  # no session or prefix group
 
@@ -56,10 +59,19 @@ class Trace:
         """Prompt and output of the longest request."""
         return int((self.prompt_tokens + self.output_tokens).max())
 
-    def scaled(self, factor: float) -> Trace:
-        """Return the same requests, `factor` times as fast."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return Trace(**(values | {"arrivals": self.arrivals / factor}))
+    def at_rate(self, rate: float) -> Trace:
+        """Return the same requests, faster or slower; raise `ConfigError` if all arrive at one moment."""
+        if not self.rate:
+            raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
+        return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
+
+    def at_once(self, count: int) -> Trace:
+        """Return `count` requests like these, in turn, that arrive together and have no deadline."""
+        index = np.arange(count) % len(self)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
+        columns |= {"arrivals": np.zeros(count), "deadlines": np.full(count, np.inf)}
+        return dataclasses.replace(self, **columns)
 
 
 _DEFAULTS = {
@@ -88,7 +100,6 @@ class Tenants(NamedTuple):
 
 
 def synthesise(
-    count: int,
     arrivals: FloatArray,
     prompt: Lengths,
     output: Lengths,
@@ -97,7 +108,8 @@ def synthesise(
     tenants: Tenants = Tenants(),  # noqa: B008 - immutable
     prefixes: Prefixes | None = None,
 ) -> Trace:
-    shares = np.array(tenants.shares) / sum(tenants.shares)
+    """Return a trace with these arrivals, the rest drawn."""
+    count, shares = len(arrivals), np.array(tenants.shares) / sum(tenants.shares)
     tenant_index = rng.choice(len(shares), size=count, p=shares)
     prompt_tokens = prompt.draw(count, rng)
     columns: dict[str, Any] = {}
@@ -116,3 +128,38 @@ def synthesise(
         tenant_names=tenants.names,
         **columns,
     )
+
+
+_POOL_SIZE = 1 << 22
+_STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
+
+
+class Contents:
+    """Token contents of a trace's requests: views of one pool of random ids from 1, so prompts take no memory.
+
+    A request reads prompt and output from one offset; so do all turns of a session, whose prompts thus grow. Requests
+    of a prefix group begin with the same view.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        pool = np.random.default_rng(0).integers(1, 2**31 - 1, _POOL_SIZE, dtype=np.int32)
+        self.pool: Int32Array = np.concatenate((pool, pool[: trace.max_num_tokens + 1]))
+
+    def offset(self, index: int) -> int:
+        """Return the request's offset: its token at position p is ``pool[offset + p]``."""
+        session = int(self._trace.sessions[index])
+        return _offset(2 * session + 1 if session != NOBODY else 2 * index)
+
+    def prompt(self, index: int) -> Int32Array:
+        offset, end = self.offset(index), int(self._trace.prompt_tokens[index])
+        own = self.pool[offset : offset + end]
+        num_shared = int(self._trace.prefix_tokens[index])
+        if not num_shared:
+            return own
+        shared = _offset(-2 * int(self._trace.prefix_groups[index]) - 2)
+        return np.concatenate((self.pool[shared : shared + num_shared], own[num_shared:]))
+
+
+def _offset(number: int) -> int:
+    return number * _STRIDE % _POOL_SIZE

@@ -34,7 +34,7 @@ def make_trace(
     **extra: Any,
 ) -> Trace:
     rng = np.random.default_rng(seed)
-    return synthesise(count, poisson_arrivals(count, rate, rng), lengths(prompt), lengths(output), rng, **extra)
+    return synthesise(poisson_arrivals(count, rate, rng), lengths(prompt), lengths(output), rng, **extra)
 
 
 def make_scheduler(

@@ -1,20 +1,33 @@
 """Events of a recording: one JSON array a line, the event's name first.
 
-A recording holds no text and no real token. Decisions depend on tokens in two ways only: which requests share a
-prefix, and which token ends a request. So each token becomes a number drawn from the whole prefix that it ends
-(`names.PrefixNames`), or 0 if it stops a request. Session, salt and tenant names are drawn likewise, except tenants
-that the settings name.
+A recording holds no text and no token id. Decisions depend only on which requests share a prefix, and on which token
+ends a request. So a token becomes a hash of the prefix it ends (`recorder.PrefixNames`), or 0 if it stops a request.
+Session, salt and tenant names become hashes too, except tenants that the settings name.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
+from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import ConfigError
 
 SCHEMA = 1
 STOP_TOKEN = 0
 ORDINARY_TOKEN = 1  # undelivered, or any other token without prefix caching
+
+
+class StepFeatures(NamedTuple):
+    """Contents of a step that decide how long it takes."""
+
+    num_rows: int
+    num_tokens: int
+    num_samples: int
+    num_new_rows: int
+    kv_tokens: int  # cached tokens attention reads, over all rows
+    chunk_pairs: int  # (query, key) pairs of chunks over one token
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -77,7 +90,7 @@ class Scheduled(Event, frozen=True, tag="schedule"):
     now: float
     expired: bool  # `expire` ran just before, at `now`, and ended no request
     step_id: int = -1  # -1: nothing was scheduled
-    num_rows: int = 0
+    num_rows: int = 0  # from here, `StepFeatures`
     num_tokens: int = 0
     num_samples: int = 0
     num_new_rows: int = 0
@@ -86,6 +99,12 @@ class Scheduled(Event, frozen=True, tag="schedule"):
     digest: str = ""
     new_requests: list[str] = []
     freed_rows: list[int] = []
+
+    @property
+    def features(self) -> StepFeatures:
+        return StepFeatures(
+            self.num_rows, self.num_tokens, self.num_samples, self.num_new_rows, self.kv_tokens, self.chunk_pairs
+        )
 
 
 class Applied(Event, frozen=True, tag="apply"):
@@ -101,6 +120,19 @@ class Full(Event, frozen=True, tag="full"):
 
 
 AnyEvent = Header | Added | Cancelled | Expired | Failed | SessionClosed | Scheduled | Applied | Full
+
+
+def step_features(batch: ScheduledBatch) -> StepFeatures:
+    num_decodes, num_rows = batch.num_decodes, len(batch.rows)
+    kv_tokens = int(batch.start_positions.sum()) + batch.num_tokens
+    num_samples, chunk_pairs = num_decodes, 0
+    if num_decodes < num_rows:
+        num_samples += int(batch.samples[num_decodes:].sum())
+        starts = batch.start_positions[num_decodes:].tolist()
+        counts = batch.num_scheduled_tokens[num_decodes:].tolist()
+        chunk_pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
+    return StepFeatures(num_rows, batch.num_tokens, num_samples, len(batch.new_rows), kv_tokens, chunk_pairs)
+
 
 encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engine.core_harness import Event, CoreHarness, arrivals
+from support.engine.core_harness import CoreHarness, Event, arrivals
 from support.engine.late_runner import LateRunner
 from support.scheduler.scheduling import make_request
 from tidewheel.errors import EngineDead, InternalError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,31 +145,38 @@ def test_a_front_end_refuses_without_asking_the_engine(tmp_path: Path) -> None:
         harness.close()
 
 
-def test_what_the_engine_did_not_take_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the request was answered just before its place was counted."""
-    harness, real, real_forget = FrontendHarness(tmp_path), Door.claim, Door.forget
-    sinks, forgotten = queue.Queue[RecordingSink](), queue.Queue[int]()
+class SlowDoor(RefusingDoor):
+    """Counts a request only after it was answered, and notes the requests that are forgotten."""
 
-    def claim_for_the_dead(door: Door, message: AddRequest) -> None:
-        harness.deliver(message.key, finish_reason="error", error=error_info())
-        sinks.get(timeout=30).wait_end()
-        real(door, message)
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks: queue.Queue[RecordingSink] = queue.Queue()
+        self.forgotten: queue.Queue[int] = queue.Queue()
+        self.before_claim: Callable[[int], None] | None = None
 
-    def forget(door: Door, key: int) -> None:
-        real_forget(door, key)
-        forgotten.put(key)
+    def claim(self, message: AddRequest) -> None:
+        if self.before_claim is not None:
+            self.before_claim(message.key)
+            self.sinks.get(timeout=TIMEOUT_S).wait_end()
+        super().claim(message)
 
-    def refuse(message: AddRequest) -> None:
-        raise EngineDead("the engine is gone")
+    def forget(self, key: int) -> None:
+        super().forget(key)
+        self.forgotten.put(key)
 
+
+def test_what_the_engine_did_not_take_leaves_its_place(tmp_path: Path) -> None:
+    """Holds even if the request was answered just before its place was counted."""
+    door = SlowDoor()
+    harness = FrontendHarness(tmp_path, door=door)
     try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Door, "claim", claim_for_the_dead)
-            patch.setattr(Door, "forget", forget)
-            patch.setattr(harness.engine, "add", refuse)
-            sinks.put(harness.submit_at_now())
-            assert forgotten.get(timeout=30) == forgotten.get(timeout=30)  # answered, then not sent
-        assert not harness.frontend._door._unheard
+        harness.engine.refusal = EngineDead("the engine is gone")
+        door.before_claim = lambda key: harness.deliver(key, finish_reason="error", error=error_info())
+        door.sinks.put(harness.submit_at_now())
+        # Forgotten when it is answered, and when it is not sent.
+        assert door.forgotten.get(timeout=TIMEOUT_S) == door.forgotten.get(timeout=TIMEOUT_S)
+        assert not door._unheard
+        harness.engine.refusal = door.before_claim = None
         assert harness.submit().key in harness.engine.added
     finally:
         harness.close()

@@ -263,7 +263,9 @@ def test_stop_strings_are_prepared_once_for_all_sequences(harness: FrontendHarne
 
 
 @pytest.mark.parametrize("n", [1, 16])
-def test_a_request_that_the_engine_refuses_costs_no_output(harness: FrontendHarness, built: Counter[str], n: int) -> None:
+def test_a_request_that_the_engine_refuses_costs_no_output(
+    harness: FrontendHarness, built: Counter[str], n: int
+) -> None:
     key, sink = harness.submit(stream=True, parameters={**LARGEST, "n": n})
     harness.deliver(key, [], "error", error=error_info("TW-BUSY", "full"), index=WHOLE_REQUEST)
     sink.wait_end()

@@ -23,7 +23,9 @@ def tokens_of(driver: SchedulerDriver, tenant: str) -> int:
 
 def share_of_one(weights: dict[str, TenantLimits], policy: str) -> float:
     """Part of the output that tenant `one` gets while `ten` has sent ten times as many requests before it."""
-    driver = SchedulerDriver(policy=policy, max_num_seqs=4, num_blocks=256, tenants=weights, max_waiting_requests=1000)
+    driver = SchedulerDriver(
+        policy=policy, max_num_seqs=4, num_blocks=256, tenants=weights, max_waiting_requests=1000
+    )
     for number in range(200):
         driver.add(make_request(f"t{number}", prompt=[number % 9] * 4, max_tokens=8, tenant="ten"))
     for number in range(20):
@@ -90,7 +92,9 @@ def test_a_long_prompt_takes_no_more_than_its_chunk_and_leaves_the_rest_to_other
 
 
 def test_the_token_budget_follows_the_target() -> None:
-    driver = SchedulerDriver(num_blocks=512, max_num_batched_tokens=64, max_num_seqs=8, target_tpot_s=0.1, max_model_len=600)
+    driver = SchedulerDriver(
+        num_blocks=512, max_num_batched_tokens=64, max_num_seqs=8, target_tpot_s=0.1, max_model_len=600
+    )
     driver.add(make_request("decode", prompt=1, max_tokens=60))
     driver.add(make_request("prompt", prompt=[3] * 500, max_tokens=1))
     batches = []

@@ -177,7 +177,9 @@ def test_the_breaker_counts_errors_of_ours_only() -> None:
 
 
 def crowd_of(*tenants: str, **changes: object) -> SchedulerDriver:
-    driver = SchedulerDriver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=len(tenants), **changes)
+    driver = SchedulerDriver(
+        policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=len(tenants), **changes
+    )
     for number, tenant in enumerate(tenants):
         driver.add(make_request(f"r{number}", tenant=tenant, arrival_time=float(number)))
     return driver

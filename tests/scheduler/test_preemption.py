@@ -132,7 +132,9 @@ def test_an_admission_leaves_the_watermark_free_unless_nothing_runs() -> None:
 
 
 def test_many_long_streams_in_a_small_pool_all_end() -> None:
-    driver = SchedulerDriver(num_blocks=32, block_size=1, max_num_seqs=16, max_num_batched_tokens=32, max_waiting_requests=64)
+    driver = SchedulerDriver(
+        num_blocks=32, block_size=1, max_num_seqs=16, max_num_batched_tokens=32, max_waiting_requests=64
+    )
     for number in range(64):
         driver.add(make_request(f"r{number}", prompt=[number % 7] * 3, max_tokens=20, arrival_time=float(number)))
     driver.run()

@@ -397,7 +397,9 @@ def check_enters_now(driver: SchedulerDriver, critical: Request, num_preemptions
 
 @pytest.mark.parametrize("prompt_tokens", [20, 25, 30, 34])
 def test_with_two_steps_in_flight_a_critical_enters_after_one_round_of_victims(prompt_tokens: int) -> None:
-    driver = SchedulerDriver(num_blocks=16, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, max_inflight_steps=2)
+    driver = SchedulerDriver(
+        num_blocks=16, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, max_inflight_steps=2
+    )
     for n in range(8):
         driver.add(make_request(f"low{n}", [n] * 5, max_tokens=40, priority=LOW, arrival_time=float(n)))
     critical = make_request("critical", [39] * prompt_tokens, max_tokens=2, priority=CRITICAL, arrival_time=20.0)
@@ -408,7 +410,9 @@ def test_with_two_steps_in_flight_a_critical_enters_after_one_round_of_victims(p
 
 def test_with_two_steps_in_flight_rows_that_share_blocks_leave_in_one_round() -> None:
     """Eight LOW rows hold thirteen blocks, five of them in common; a CRITICAL needs twelve."""
-    driver = SchedulerDriver(num_blocks=13, block_size=8, max_num_seqs=16, max_num_batched_tokens=128, max_inflight_steps=2)
+    driver = SchedulerDriver(
+        num_blocks=13, block_size=8, max_num_seqs=16, max_num_batched_tokens=128, max_inflight_steps=2
+    )
     for n in range(8):
         driver.add(make_request(f"low{n}", [*range(40), 30 + n], max_tokens=7, priority=LOW, arrival_time=float(n)))
         if not n:

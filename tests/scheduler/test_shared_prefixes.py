@@ -51,7 +51,9 @@ def test_requests_that_come_together_compute_their_common_prefix_once(
 
 
 def test_nothing_is_put_off_without_prefix_caching() -> None:
-    driver = SchedulerDriver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False)
+    driver = SchedulerDriver(
+        num_blocks=256, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False
+    )
     requests = burst(driver, 8)
     driver.step()
     assert all(request.is_finished for request in requests)
@@ -77,7 +79,9 @@ def test_a_request_behind_a_burst_does_not_wait_for_its_prefix() -> None:
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 @pytest.mark.parametrize("mishap", ["cancelled", "failed", "preempted"])
 def test_a_burst_goes_on_without_the_request_that_computes_its_prefix(mishap: str, max_inflight_steps: int) -> None:
-    driver = SchedulerDriver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=24, max_inflight_steps=max_inflight_steps)
+    driver = SchedulerDriver(
+        num_blocks=256, max_num_seqs=16, max_num_batched_tokens=24, max_inflight_steps=max_inflight_steps
+    )
     requests = burst(driver, 8, max_tokens=3)
     driver.step()
     (first,) = [request for request in requests if request.state is RUNNING]

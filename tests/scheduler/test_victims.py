@@ -89,7 +89,9 @@ def fill_rows(driver: SchedulerDriver, *levels: Priority, max_tokens: int = 30) 
 
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 def test_a_waiting_critical_takes_the_row_of_a_lower_class(max_inflight_steps: int) -> None:
-    driver = SchedulerDriver(max_num_seqs=3, max_num_batched_tokens=64, max_inflight_steps=max_inflight_steps, num_blocks=64)
+    driver = SchedulerDriver(
+        max_num_seqs=3, max_num_batched_tokens=64, max_inflight_steps=max_inflight_steps, num_blocks=64
+    )
     requests = fill_rows(driver, NORMAL, LOW, LOW)
     critical = driver.add(make_request("critical", prompt=[9] * 4, max_tokens=2, priority=CRITICAL))
     driver.schedule()
@@ -202,7 +204,9 @@ def test_no_row_leaves_for_a_critical_while_one_ends_with_a_token_in_flight() ->
 
 
 def test_no_row_leaves_for_a_block_while_one_that_ends_gives_it_back() -> None:
-    driver = SchedulerDriver(num_blocks=3, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2)
+    driver = SchedulerDriver(
+        num_blocks=3, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2
+    )
     growing = driver.add(make_request("growing", prompt=[1] * 3, max_tokens=6))
     ending = driver.add(make_request("ending", prompt=[2] * 4, max_tokens=2, arrival_time=1.0))
     driver.run()

@@ -34,7 +34,9 @@ class Blocks:
         return self.num_only_of(request_id) + (request_id in self.growing)
 
 
-def check_need(driver: SchedulerDriver, blocks: Blocks, victims: list[Request], entered: list[Request], model: Model) -> None:
+def check_need(
+    driver: SchedulerDriver, blocks: Blocks, victims: list[Request], entered: list[Request], model: Model
+) -> None:
     """For a driver with one step in flight: rows that leave for a CRITICAL let it enter in the same step, and none of
     them could have stayed; a CRITICAL waits only where all lower classes together would not be enough."""
     if len(victims) == 1 and not any(r.num_reused_blocks for r in entered):

@@ -1,7 +1,7 @@
 """Random life of a scheduler: arrivals, groups, deadlines, cancels, steps, faults, in tiny pools and waiting sets.
 
-Output, sharing and the batch protocol are checked by `SchedulerDriver` and `FakeRunner`; here are the rules and the promises
-that concern more than one request. Classes, victims and order are compared with those of `scheduler_model.Model`.
+`SchedulerDriver` and `FakeRunner` check output, sharing and the batch protocol; the machine checks rules and promises
+that concern more than one request, and compares classes, victims and order with `scheduler_model.Model`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.engine.fake_engine import TIMEOUT_S, RecordingSink
-from support.frontend.front_ends import Harness
+from support.frontend.front_ends import FrontendHarness
 from tidewheel.frontend import parameters as parameters_module
 from tidewheel.frontend.live import LiveRequest
 from tidewheel.frontend.parameters import Urgency, read_urgency
@@ -170,7 +170,7 @@ class Blocked:
     """A front end whose tokenizer does not end a prompt that begins with "slow" until `go_on` lets one go."""
 
     def __init__(self, folder: Path) -> None:
-        self.harness = Harness(folder, max_prompt_bytes=4 * _LONG_PROMPT_BYTES)
+        self.harness = FrontendHarness(folder, max_prompt_bytes=4 * _LONG_PROMPT_BYTES)
         self._go_on = threading.Semaphore(0)
         self.prepared: list[str] = []
         self._in_work = threading.Semaphore(0)
@@ -204,7 +204,7 @@ def blocked(tmp_path: Path) -> Iterator[Blocked]:
     blocked = Blocked(tmp_path)
     yield blocked
     blocked.go_on(10)
-    blocked.harness.frontend.close()
+    blocked.harness.close()
 
 
 def test_a_deadline_is_answered_while_all_tokenizer_threads_are_busy(blocked: Blocked) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduler.scheduling import Driver, make_config, make_request, make_scheduler, numbered
+from support.scheduler.scheduling import SchedulerDriver, make_config, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
 from tidewheel.scheduler.admission import Admission
@@ -44,7 +44,7 @@ def test_prompt_and_output_must_fit_the_context() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(5, True), (6, False)])
 def test_what_can_never_fit_the_pool_is_refused_at_once(max_tokens: int, fits: bool) -> None:
-    driver = Driver(num_blocks=4, block_size=4)
+    driver = SchedulerDriver(num_blocks=4, block_size=4)
     request = make_request(prompt=12, max_tokens=max_tokens)  # the last token needs no slot
     if fits:
         driver.add(request)
@@ -88,7 +88,7 @@ def test_a_prompt_longer_than_may_ever_wait_is_not_told_to_come_back() -> None:
 
 
 def test_preempted_requests_do_not_count_against_newcomers() -> None:
-    driver = Driver(num_blocks=4, block_size=4, max_num_batched_tokens=64, max_waiting_requests=2)
+    driver = SchedulerDriver(num_blocks=4, block_size=4, max_num_batched_tokens=64, max_waiting_requests=2)
     for name in "ab":
         driver.add(make_request(name, prompt=[ord(name)] * 8, max_tokens=4))
     driver.step()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from support.scheduler.scheduler_model import Model
-from support.scheduler.scheduling import Driver
+from support.scheduler.scheduling import SchedulerDriver
 from tidewheel.batch import ScheduledBatch
 from tidewheel.request import Request
 
 
-def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) -> None:
+def check_budget(driver: SchedulerDriver, batch: ScheduledBatch, waiting: list[Request]) -> None:
     """Nothing is left while a prompt could take it: one that is under way, or one of those that may enter."""
     config, stats = driver.config, driver.scheduler.stats()
     if batch.num_tokens >= stats.token_budget:
@@ -29,7 +29,7 @@ def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) 
         assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks) + growth
 
 
-def check_shares(driver: Driver, batch: ScheduledBatch, model: Model, num_victims: int) -> None:
+def check_shares(driver: SchedulerDriver, batch: ScheduledBatch, model: Model, num_victims: int) -> None:
     """A prompt that is cut short gets at least as much as those behind it together; they are of its level, or of
     the level it would have without ageing, and have less than half as much to compute. Tokens of rows that left
     while the step was planned go to those behind."""
@@ -54,14 +54,14 @@ def overtakes(model: Model, request: Request, cut: Request) -> bool:
     return model.config.policy == "priority" and model.class_of(request) == model.class_of(cut)
 
 
-def most_growth_of(driver: Driver) -> int:
+def most_growth_of(driver: SchedulerDriver) -> int:
     """Tokens that running requests may still add."""
     columns = driver.scheduler._state.columns
     lefts = columns.max_num_tokens - columns.num_tokens
     return int(lefts[columns.running].clip(0).sum())
 
 
-def may_await_prefix(driver: Driver, request: Request, left: Sequence[Request] = ()) -> bool:
+def may_await_prefix(driver: SchedulerDriver, request: Request, left: Sequence[Request] = ()) -> bool:
     """Whether a running request, or one that `left` its row in this step, has a full block of the same tokens."""
     if not driver.kv.enable_prefix_caching:
         return False
@@ -80,7 +80,7 @@ def scheduled_tokens(batch: ScheduledBatch) -> dict[int, int]:
     return dict(zip(batch.rows.tolist(), batch.num_scheduled_tokens.tolist(), strict=True))
 
 
-def missing_tokens(driver: Driver) -> dict[int, int]:
+def missing_tokens(driver: SchedulerDriver) -> dict[int, int]:
     """Of running rows: tokens neither computed nor in flight; below 0: that are still to be sampled."""
     columns = driver.scheduler._state.columns
     missing = columns.num_tokens - columns.num_computed_tokens - columns.num_inflight_tokens

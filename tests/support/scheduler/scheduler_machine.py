@@ -1,7 +1,7 @@
 """Random life of a scheduler: arrivals, groups, deadlines, cancels, steps, faults, in tiny pools and waiting sets.
 
-Output, sharing and the batch protocol are checked by `Driver` and `FakeRunner`; here are the rules and the promises
-that concern more than one request. Classes, victims and order are compared with those of `scheduler_model.Model`.
+`SchedulerDriver` and `FakeRunner` check output, sharing and the batch protocol; the machine checks rules and promises
+that concern more than one request, and compares classes, victims and order with `scheduler_model.Model`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.engine.fake_runner import VOCAB_SIZE
 from support.scheduler.budget_checks import check_budget, check_shares, may_await_prefix
 from support.scheduler.need_checks import Blocks, check_need
 from support.scheduler.scheduler_model import Model, follows
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest, NumericError
 from tidewheel.request import FinishReason, Priority, Request, RequestState
@@ -70,13 +70,13 @@ SETTINGS = st.fixed_dictionaries(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    driver: Driver
+    driver: SchedulerDriver
 
     @initialize(settings=SETTINGS, pool=POOLS, seed=st.integers(0, 99))
     def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
         if not settings["enable_prefix_caching"]:
             settings["num_host_blocks"] = 0
-        self.driver = Driver(
+        self.driver = SchedulerDriver(
             num_blocks=pool[0],
             block_size=pool[1],
             max_waiting_requests=MAX_WAITING_REQUESTS,

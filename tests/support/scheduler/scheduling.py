@@ -1,4 +1,4 @@
-"""Factories for scheduler tests, and a driver that plays the engine and keeps the books."""
+"""Factories for scheduler tests, and a driver that plays the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from support.engine.fake_runner import FakeRunner, PendingTokens, naive_output
+from support.engine.fake_runner import FakeRunner, PendingTokens
+from support.engine.request_ledger import RequestLedger
 from tidewheel.batch import ScheduledBatch, StepOutputs
 from tidewheel.errors import Busy, TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
@@ -30,7 +31,7 @@ def make_request(
     cache_salt: str = "",
     **fields: Any,
 ) -> Request:
-    """A number as `prompt` is a length: tokens 0, 1, 2, …"""
+    """Make a request; a number as `prompt` is a length, of tokens 0, 1, 2, …"""
     token_ids = range(prompt) if isinstance(prompt, int) else prompt
     return Request(
         request_id,
@@ -78,20 +79,15 @@ def make_scheduler(
     return Scheduler(make_config(**changes), kv)
 
 
-class Driver:
-    """Scheduler and fake runner together. Everything that comes out is checked against what may come out:
-
-    tokens only of requests that have not ended, in order, one end each, and the end that `naive_output` says.
-    """
+class SchedulerDriver(RequestLedger):
+    """Scheduler and fake runner together, stepped by a test; what comes out goes into the ledger."""
 
     def __init__(self, *, num_blocks: int = 32, block_size: int = 4, **changes: Any) -> None:
+        super().__init__()
         self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **changes)
         for name in ("enable_prefix_caching", "num_host_blocks"):
             changes.pop(name, None)
         self.config = config = make_config(**changes)
-        self.requests: dict[str, Request] = {}  # every request that was accepted
-        self.delivered: dict[str, list[int]] = {}
-        self.ended: set[str] = set()
         self.in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
         self.expired: list[Request] = []  # of the last `expire`
         self.now = 0.0
@@ -109,7 +105,7 @@ class Driver:
         return self.scheduler._state.kv
 
     def num_computed_tokens(self, request: Request) -> int:
-        """Of a running request, as of the last batch that was applied."""
+        """Return the count of a running request after the last batch that was applied."""
         return int(self.scheduler._state.columns.num_computed_tokens[request.row])
 
     def prefilling(self) -> set[str]:
@@ -127,7 +123,7 @@ class Driver:
         return {columns.request(row).request_id for row in rows}
 
     def _salt_of(self, request_id: str) -> str:
-        """Who may share blocks: requests of one tenant under one salt."""
+        """Name the requests that may share blocks: one tenant under one salt."""
         request = self.requests[request_id]
         return f"{request.tenant}/{request.cache_salt}"
 
@@ -136,11 +132,10 @@ class Driver:
         return request
 
     def add_group(self, requests: list[Request]) -> list[Request]:
-        """Those that were evicted."""
+        """Return the evicted requests."""
         evicted = self.scheduler.add_group(requests, self.now)
         for request in requests:
-            self.requests[request.request_id] = request
-            self.delivered[request.request_id] = []
+            self.accept(request)
         for request in evicted:
             assert isinstance(request.error, Busy) and request.error.retry_after_ms
             assert request.finish_reason is FinishReason.ERROR and request.first_scheduled_time is None
@@ -155,7 +150,7 @@ class Driver:
         return expired
 
     def schedule(self) -> ScheduledBatch | None:
-        """As the engine does: who is too late ends first."""
+        """Schedule as the engine does: requests that are too late end first."""
         self.now += self.tick
         self.expire()
         batch = self.scheduler.schedule(self.now)
@@ -168,12 +163,7 @@ class Driver:
         self.now += self.tick
         sampled = pending.wait()
         outputs = self.scheduler.apply(batch, sampled, self.now)
-        assert len(set(map(id, outputs.requests))) == len(outputs.requests) == len(outputs.token_ids)
-        for request, token_id in zip(outputs.requests, outputs.token_ids, strict=True):
-            assert request.request_id not in self.ended
-            self.delivered[request.request_id].append(token_id)
-        for request in outputs.finished:
-            self.end(request)
+        self.take(outputs)
         return outputs
 
     def step(self) -> StepOutputs | None:
@@ -202,19 +192,12 @@ class Driver:
         return failed
 
     def end(self, request: Request) -> None:
-        assert request.request_id not in self.ended, "a request ended twice"
-        self.ended.add(request.request_id)
+        super().end(request)
         assert request.state is RequestState.FINISHED and request.row == -1
-        output, reason = naive_output(request)
-        delivered = self.delivered[request.request_id]
-        assert request.output_token_ids == delivered
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert (delivered, request.finish_reason) == (output, reason)
-        else:
-            assert delivered == output[: len(delivered)]
+        assert request.output_token_ids == self.delivered[request.request_id]
 
     def run(self, max_steps: int = 5000) -> None:
-        """Until everything has ended and nothing is in flight."""
+        """Step until everything has ended and nothing is in flight."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished and not self.in_flight:
                 break
@@ -223,6 +206,4 @@ class Driver:
         else:
             raise AssertionError(f"still not done after {max_steps} steps")
         self.scheduler.check_invariants()
-        assert self.ended == self.requests.keys()
-        stats = self.scheduler.stats()
-        assert stats.num_free_blocks == stats.num_blocks
+        self.check_all_over(self.scheduler.stats())

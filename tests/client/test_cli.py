@@ -15,8 +15,8 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
-from tidewheel.cli.answer import printable
 from tidewheel.cli.main import main
+from tidewheel.cli.usage import printable
 
 
 def url(triton: FakeTriton) -> list[str]:

@@ -15,13 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.models import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models import source
-from tidewheel.models.base import no_progress
-from tidewheel.models.config_file import read_config
-from tidewheel.models.decoder import Decoder
-from tidewheel.models.layers import Linear, can_pack
+from tidewheel.models import model_folder
+from tidewheel.models.causal_lm import no_progress
+from tidewheel.models.decoder import Decoder, Linear, can_pack
 from tidewheel.models.loader import load_model
-from tidewheel.models.source import resolve_folder
+from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.weights import INDEX_NAME, SINGLE_NAME, fill_random
 
 CPU = torch.device("cpu")
@@ -232,14 +230,16 @@ def test_a_download_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*args: object, **kwargs: object) -> str:
         raise OSError("network is\nunreachable")
 
-    monkeypatch.setattr(source, "snapshot_download", fail)
+    monkeypatch.setattr(model_folder, "snapshot_download", fail)
     with pytest.raises(ConfigError, match=r"'owner/name' .* network is unreachable$"):
         resolve_folder("owner/name")
 
 
 def test_a_download_fetches_data_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted: dict[str, object] = {}
-    monkeypatch.setattr(source, "snapshot_download", lambda name, **kwargs: wanted.update(kwargs) or str(tmp_path))
+    monkeypatch.setattr(
+        model_folder, "snapshot_download", lambda name, **kwargs: wanted.update(kwargs) or str(tmp_path)
+    )
     assert resolve_folder("owner/name") == tmp_path
     assert not {"*.py", "*.bin", "*.pt", "*"} & set(wanted["allow_patterns"])
 

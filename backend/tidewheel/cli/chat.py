@@ -7,8 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.answer import Answer, show
-from tidewheel.cli.usage import add_sampling_options, add_server_options, connect, sampling_params
+from tidewheel.cli.usage import Answer, add_sampling_options, add_server_options, connect, sampling_params, show
 
 if TYPE_CHECKING:
     from tidewheel_client import Client

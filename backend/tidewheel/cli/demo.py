@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.answer import show
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
+from tidewheel.cli.usage import show
 
 if TYPE_CHECKING:
-    from tidewheel.server.launch import Endpoints
+    from tidewheel.server.endpoints import Endpoints
     from tidewheel_client import Client
 
 MODEL = "demo"
@@ -24,15 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.server.ports import Ports
-    from tidewheel.server.serve import ServeOptions, serve
+    from tidewheel.server.endpoints import Endpoints
+    from tidewheel.server.serving import ServeOptions, serve
 
     session = _Session(args.max_tokens)
     options = ServeOptions(
         model_repository=args.model_repository,
         models=(MODEL,),  # loading the others takes time
         settings={},
-        ports=Ports(http=0, grpc=0, metrics=0),
+        endpoints=Endpoints(),
         drain_s=0.0,
         verbose=args.verbose,
     )
@@ -50,11 +50,10 @@ class _Session:
         self.error: Exception | None = None
 
     def run(self, endpoints: Endpoints) -> None:
-        from tidewheel.server.ports import authority
         from tidewheel_client import Client, RequestError
 
         try:
-            with Client(authority(endpoints.host, endpoints.ports.grpc), MODEL) as client:
+            with Client(endpoints.authority(endpoints.grpc), MODEL) as client:
                 for seed, prompt in enumerate(PROMPTS):
                     self._write(client, prompt, seed)
         except RequestError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
-    from tidewheel.server.serve import ServeOptions
+    from tidewheel.server.serving import ServeOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
@@ -65,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = _options(args)
-    from tidewheel.server.serve import serve
+    from tidewheel.server.serving import serve
 
     return serve(options)
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
-    from tidewheel.server.ports import Ports
-    from tidewheel.server.serve import ServeOptions
+    from tidewheel.server.endpoints import Endpoints
+    from tidewheel.server.serving import ServeOptions
 
     model_repository = args.model_repository
     if args.model is not None and model_repository is not None:
@@ -93,8 +93,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         model=args.model,
         model_name=args.model_name,
         settings=_settings(args),
-        host=args.host,
-        ports=Ports(http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
+        endpoints=Endpoints(host=args.host, http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
         drain_s=args.drain_s,
         tritonserver=args.tritonserver,
         triton_arguments=tuple(args.triton_arg),

@@ -8,13 +8,12 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import CausalLM, Progress
-from tidewheel.models.config import parse_config
-from tidewheel.models.config_file import Fields, architecture
+from tidewheel.models.architectures import NativeTraits, native_traits
+from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.registry import NativeTraits, native_traits
-from tidewheel.models.room import check_weights_fit
-from tidewheel.models.weights import STAGE, checkpoint_files, fill_random, load_weights
+from tidewheel.models.decoder_config import parse_config
+from tidewheel.models.model_folder import Fields, architecture
+from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,14 @@
-"""Safetensors files, validated before use.
+"""Safetensors files: validated, and read in chunks of bounded size.
 
 Layout: 8 bytes little endian length n, n bytes of JSON header, then data. The header maps names to dtype, shape and
-byte range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
-"""
+byte range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors)."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,3 +138,82 @@ def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
         position = entry.end
     if position != data_size:
         raise HeaderError(f"its tensors need {position} bytes of data, the file has {data_size}")
+
+
+MAX_PARTS = 512  # per read: preadv(2) takes 1,024 buffers
+
+
+class Part(NamedTuple):
+    """Run of elements of one tensor."""
+
+    begin: int  # bytes from the start of the file's data
+    end: int
+    dtype: torch.dtype  # in the file
+    destination: torch.Tensor  # flat view [n], of its own dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Contiguous bytes of a file, read at once.
+
+    Parts start at multiples of their element size from the chunk's start.
+    """
+
+    file: SafetensorsFile
+    parts: tuple[Part, ...]
+
+    @property
+    def begin(self) -> int:
+        return self.parts[0].begin
+
+    @property
+    def size(self) -> int:
+        return self.parts[-1].end - self.parts[0].begin
+
+    @property
+    def is_converted(self) -> bool:
+        return any(part.dtype != part.destination.dtype for part in self.parts)
+
+
+def plan_chunks(
+    files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
+) -> list[Chunk]:
+    """Return reads of at most `max_bytes` (a multiple of 8) that fill every destination once, in file order.
+
+    Destinations are contiguous; other tensors are not read.
+    """
+    return [
+        Chunk(file, parts) for file in files for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)
+    ]
+
+
+def _parts(file: SafetensorsFile, destinations: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[Part]:
+    for name, entry in file.in_order():
+        if name not in destinations:
+            continue
+        size = entry.dtype.itemsize
+        pieces = torch.split(destinations[name].view(-1), max_bytes // size)
+        begin = entry.begin
+        for piece in pieces:
+            end = begin + piece.numel() * size
+            if end > begin:
+                yield Part(begin, end, entry.dtype, piece)
+            begin = end
+
+
+def _grouped(parts: Iterable[Part], max_bytes: int) -> Iterator[tuple[Part, ...]]:
+    group: list[Part] = []
+    for part in parts:
+        if group and not _joins(group, part, max_bytes):
+            yield tuple(group)
+            group = []
+        group.append(part)
+    if group:
+        yield tuple(group)
+
+
+def _joins(group: list[Part], part: Part, max_bytes: int) -> bool:
+    first = group[0].begin
+    is_aligned = (part.begin - first) % part.dtype.itemsize == 0
+    fits = part.end - first <= max_bytes and len(group) < MAX_PARTS
+    return part.begin == group[-1].end and is_aligned and fits

@@ -15,15 +15,15 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.base import Progress
-from tidewheel.runner.cuda_graphs import Captured, Graph, GraphPool
-from tidewheel.runner.forward import Bounds, Forward
-from tidewheel.runner.inputs import DeviceInputs, RowTable
+from tidewheel.models.causal_lm import Progress
+from tidewheel.runner.accelerator import Captured, Graph, GraphPool
+from tidewheel.runner.inputs import Bounds, DeviceInputs, RowTable
 from tidewheel.runner.sampler import draw_tokens
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel.runner.staging import Sender
 
 STAGE = "graphs"
+Forward = Callable[[DeviceInputs, Bounds], torch.Tensor]  # logits
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
@@ -91,8 +91,8 @@ class DecodeGraphs:
         return self._of_count[count - 1]
 
     def _captured(self, size: int) -> DecodeGraph:
-        sent = self._sender.send([self._rows.padding(size), greedy_columns(size)])
-        inputs, draw = DeviceInputs(*sent.group(0)), sent.group(1)
+        sent = self._sender.send({"inputs": self._rows.padding(size), "draw": greedy_columns(size)})
+        inputs, draw = DeviceInputs(*sent.group("inputs")), sent.group("draw")
         bounds = Bounds(max_seqlen_q=1, max_seq_len=self._max_model_len, num_decodes=size)
         forward = self._pool.capture(lambda: self._forward(inputs, bounds))
         sampling = [self._sampling(forward.output, inputs, draw, any_sampled) for any_sampled in (False, True)]
@@ -107,7 +107,7 @@ class DecodeGraphs:
         self, logits: torch.Tensor, inputs: DeviceInputs, draw: Sequence[torch.Tensor], any_sampled: bool
     ) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
-            token_ids = draw_tokens(logits, draw, any_sampled=any_sampled)
+            token_ids = draw_tokens(logits, draw, (any_sampled,) * 4)
             self._rows.store(inputs.store_indices, token_ids)
             return token_ids
 

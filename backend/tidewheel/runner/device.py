@@ -9,7 +9,7 @@ import torch
 
 from tidewheel.config import DType, EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import DTYPES
+from tidewheel.models.causal_lm import DTYPES
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config_file import one_line
+from tidewheel.models.model_folder import one_line
 from tidewheel.private_dir import run_dir
 from tidewheel_kernels import copy_blocks
 from tidewheel_kernels.backend import preference_from_environment

@@ -11,7 +11,7 @@ import torch
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import KVLayer, ModelShape
+from tidewheel.models.causal_lm import KVLayer, ModelShape
 from tidewheel_kernels import copy_blocks
 
 DEFAULT_CPU_MB = 512

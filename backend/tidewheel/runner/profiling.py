@@ -9,22 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
-from tidewheel.batch import NewRow, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import ModelShape
+from tidewheel.models.causal_lm import ModelShape
+from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import MIB, MemoryBudget, Share
-from tidewheel.sampling import SamplingParams
 
 T = TypeVar("T")
-
-# Enables every sampling stage, so the peak holds for any request.
-EVERY_STAGE = SamplingParams(
-    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
-)
 
 
 class StepMemory(NamedTuple):
@@ -44,35 +37,14 @@ class StepSize(NamedTuple):
         return -(-self.tokens_per_row // block_size)
 
 
-def largest_step(config: EngineConfig, max_model_len: int) -> StepSize:
-    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return StepSize(num_rows, max(1, min(config.max_num_batched_tokens // num_rows, max_model_len - 1)))
+def largest_step(info: RunnerInfo) -> StepSize:
+    num_rows = min(info.max_num_seqs, info.max_num_batched_tokens)
+    return StepSize(num_rows, max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1)))
 
 
-def smallest_step(max_model_len: int) -> StepSize:
+def smallest_step(info: RunnerInfo) -> StepSize:
     """Return a step that proves that a model runs."""
-    return StepSize(1, min(2, max_model_len))
-
-
-def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
-    """Share blocks among rows: only the batch's shape matters."""
-    num_rows, length = size
-    num_blocks = size.num_blocks(block_size)
-    token_ids = np.zeros(length, dtype=np.int32)
-    lengths = np.full(num_rows, length, dtype=np.int32)
-    return ScheduledBatch(
-        step_id=0,
-        rows=np.arange(num_rows, dtype=np.int32),
-        start_positions=np.zeros(num_rows, dtype=np.int32),
-        num_scheduled_tokens=lengths,
-        samples=np.ones(num_rows, dtype=np.bool_),
-        num_decodes=num_rows if length == 1 else 0,
-        num_tokens=num_rows * length,
-        new_rows=tuple(NewRow(row, "", token_ids, length, EVERY_STAGE, row, (), ()) for row in range(num_rows)),
-        block_rows=np.repeat(np.arange(num_rows, dtype=np.int32), num_blocks),
-        block_indices=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
-        block_ids=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
-    )
+    return StepSize(1, min(2, info.max_model_len))
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:

@@ -3,14 +3,89 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tidewheel.batch import Float32Array, Int32Array, NewRow, ScheduledBatch
 from tidewheel.runner.inputs import Int64Array
-from tidewheel.runner.logit_rules import LogitRules
-from tidewheel.runner.uniform import uniform
+from tidewheel.runner.staging import Groups
+from tidewheel.sampling import LogitBias
+
+UInt64Array = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_MANTISSA_BITS = 24
+
+
+def uniform(seeds: UInt64Array, positions: npt.NDArray[np.integer[Any]]) -> Float32Array:
+    """Return [n] float32 in [0, 1) for the token at `positions[i]` of a request with `seeds[i]`."""
+    counters = positions.astype(np.uint64) * _GOLDEN
+    bits = _mixed(_mixed(seeds + _GOLDEN) + counters)
+    return (bits >> np.uint64(64 - _MANTISSA_BITS)).astype(np.float32) * np.float32(2.0**-_MANTISSA_BITS)
+
+
+def _mixed(x: UInt64Array) -> UInt64Array:
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    return x ^ (x >> np.uint64(31))
+
+
+FORBIDDEN = np.float32(-np.inf)
+
+
+class BiasEntries(NamedTuple):
+    """Values to add to one row's logits."""
+
+    token_ids: Int32Array
+    values: Float32Array
+
+
+NO_BIASES = BiasEntries(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
+
+
+class WordEntries(NamedTuple):
+    """Token sequences that one row must not complete."""
+
+    lengths: Int32Array
+    token_ids: Int32Array  # all words, concatenated
+
+
+class LogitRules:
+    def __init__(self, new: NewRow) -> None:
+        self._always = NO_BIASES
+        if new.sampling.logit_bias:
+            bias = LogitBias.of(new.sampling.logit_bias)
+            self._always = BiasEntries(bias.token_ids, bias.amounts)
+        stops = np.array(new.stop_token_ids, dtype=np.int32)
+        self._at_first = BiasEntries(
+            np.concatenate((self._always.token_ids, stops)),
+            np.concatenate((self._always.values, np.full(len(stops), FORBIDDEN))),
+        )
+        self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
+        words = sorted(new.bad_words_ids, key=len)
+        self._words = WordEntries(
+            np.array([len(word) for word in words], dtype=np.int32),
+            np.array([token for word in words for token in word], dtype=np.int32),
+        )
+
+    @staticmethod
+    def needed(new: NewRow) -> bool:
+        return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
+
+    def biases(self, position: int) -> BiasEntries:
+        """Return the biases at `position`, which forbid stop tokens before `min_tokens`."""
+        return self._at_first if position < self._first_stop_position else self._always
+
+    def words(self, position: int) -> WordEntries:
+        """Return the words short enough to end at `position`."""
+        lengths, token_ids = self._words
+        count = int(np.searchsorted(lengths, position + 1, side="right"))
+        return WordEntries(lengths[:count], token_ids[: int(lengths[:count].sum())])
+
 
 NO_LOGPROBS = -1
 
@@ -27,7 +102,7 @@ class DrawColumns(NamedTuple):
     def padded(self, num_rows: int) -> DrawColumns:
         """Append greedy rows up to `num_rows`."""
         extra = num_rows - len(self.temperature)
-        if extra == 0:
+        if extra <= 0:
             return self
         pairs = zip(self, greedy_columns(extra), strict=True)
         return DrawColumns(*(np.concatenate(pair) for pair in pairs))
@@ -89,6 +164,16 @@ class SamplingPlan:
     def is_plain(self) -> bool:
         """True if logits are sampled unchanged and without log-probabilities."""
         return not self.changes_logits and not len(self.logprob_rows)
+
+    def groups(self, num_rows: int = 0) -> Groups:
+        """Return the arrays to send, the draw padded to `num_rows`."""
+        return {
+            "draw": self.draw.padded(num_rows),
+            "bias": self.bias,
+            "words": self.words,
+            "penalties": self.penalties,
+            "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
+        }
 
 
 class SamplingTable:

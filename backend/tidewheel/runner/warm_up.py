@@ -16,9 +16,9 @@ import torch
 
 from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import Progress
+from tidewheel.models.causal_lm import Progress
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.profiling import EVERY_STAGE
+from tidewheel.runner.profiling import StepSize, largest_step
 from tidewheel.sampling import SamplingParams
 
 STAGE = "kernels"
@@ -43,6 +43,10 @@ class Row(NamedTuple):
 
 Settings = dict[str, Any]  # arguments of `SamplingParams`
 
+# Enables every sampling stage, so that its memory holds for any request.
+EVERY_STAGE = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
+)
 GREEDY = SamplingParams(temperature=0.0)
 GREEDILY: Settings = {"temperature": 0.0}
 DRAWN: Settings = {"temperature": 1.0}
@@ -69,17 +73,16 @@ def warm_up(runner: BatchRunner, progress: Progress) -> None:
 
 
 def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    steps = [_largest(info), *_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
-    for step_id, rows in enumerate(steps):
+    yield demanding_batch(largest_step(info), info.block_size)
+    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
+    for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
-    yield from _moved(len(steps), info)
+    yield from _moved(1 + len(steps), info)
 
 
-def _largest(info: RunnerInfo) -> list[Row]:
-    """Return the step that needs most memory."""
-    num_rows = _most_rows(info)
-    length = max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1))
-    return [Row(0, length, EVERY_STAGE)] * num_rows
+def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
+    """Return the step of this size that needs most memory."""
+    return _batch(0, [Row(0, size.tokens_per_row, EVERY_STAGE)] * size.num_rows, block_size)
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
@@ -145,7 +148,7 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Array) -> ScheduledBatch:
-    """Share blocks among rows: what they write is never read."""
+    """Return a step of these rows, which share blocks: what they write is never read."""
     num_rows = len(rows)
     lengths = [row.context + row.num_tokens for row in rows]
     num_blocks = [-(-length // block_size) for length in lengths]

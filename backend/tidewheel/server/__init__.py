@@ -1,1 +1,5 @@
-"""Supervision of a tritonserver."""
+"""Finding, starting and supervising a tritonserver."""
+
+
+class ServeError(Exception):
+    """The server cannot start, or a part died. The message says in one line what to change."""

@@ -10,12 +10,11 @@ from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
 from tidewheel.engine import control
-from tidewheel.server import processes
+from tidewheel.server import ServeError, processes
 from tidewheel.server.console import Phase
-from tidewheel.server.errors import ServeError
 from tidewheel.server.locate import STUB_NAME
+from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import LogLine, ServerLog
-from tidewheel.server.signals import StopSignals
 
 POLL_S = 0.1
 DEATH_GRACE_S = 2.5  # for the rest after a death; all is gone within 5 s

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config_file import Fields
+from tidewheel.models.model_folder import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 

@@ -8,16 +8,12 @@ from pathlib import Path
 
 from tidewheel.engine.run_dir import engine_dir
 from tidewheel.engine.status import read_status
-from tidewheel.server import backend_dir, launch, ports, repository
-from tidewheel.server.console import Console
-from tidewheel.server.errors import ServeError
-from tidewheel.server.launch import Endpoints
+from tidewheel.server import ServeError, launch, repository
+from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
+from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.locate import TritonInstall, locate
-from tidewheel.server.ports import Ports, authority
-from tidewheel.server.progress import LoadProgress
-from tidewheel.server.report import describe_endpoints, describe_models, version_warning
+from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.signals import StopSignals
 from tidewheel.server.supervisor import Supervisor
 from tidewheel.server.triton_http import DeployedModel, TritonHttp
 from tidewheel.server.workdir import WorkDir, work_dir
@@ -34,8 +30,7 @@ class ServeOptions:
     model: str | None = None  # folder or Hugging Face id
     model_name: str = ""  # empty: last part of `model`
     settings: Mapping[str, str]
-    host: str = "127.0.0.1"
-    ports: Ports
+    endpoints: Endpoints
     drain_s: float = 30.0
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
@@ -77,8 +72,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
 def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:
     models = _repository(options, work)
     names = repository.entries(models)
-    endpoints = Endpoints(host=options.host, ports=ports.choose(options.host, options.ports))
-    backend_dir.assemble(install, work.backends)
+    endpoints = options.endpoints.chosen()
+    launch.assemble(install, work.backends)
     environment = launch.environment(install, work)
     command = launch.command(
         install,
@@ -123,7 +118,7 @@ def _server_log(path: Path | None) -> Iterator[ServerLog]:
 
 
 def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
-    server = TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http))
+    server = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
     progress = LoadProgress(plan.engines)
     try:
         return supervisor.wait_ready(server.is_ready, progress.update)
@@ -145,7 +140,7 @@ def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bo
 
 def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
     try:
-        return TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http)).models()
+        return TritonHttp(plan.endpoints.authority(plan.endpoints.http)).models()
     except OSError as error:
         console.note(f"warning: the server is ready and does not list its models: {error}")
         return []

@@ -27,6 +27,7 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "presence_penalty": (float, "above 0 discourages tokens that are in the answer already"),
     "frequency_penalty": (float, "the same, by how often"),
 }
+_KEPT_CONTROLS = "\n\t"
 
 
 class UsageError(Exception):
@@ -96,9 +97,6 @@ def _json_or_text(value: str) -> object:
         return json.loads(value)
     except ValueError:
         return value
-
-
-_KEPT_CONTROLS = "\n\t"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,16 @@ from typing import Any
 from tidewheel.errors import ConfigError
 from tidewheel.models.model_folder import Fields, architecture
 
+_ALIBI = "its attention adds ALiBi position biases"
+_RECURRENT = "it keeps a recurrent state instead of keys and values"
+_LATENT = "its attention keeps a latent instead of keys and values (MLA)"
+_SINKS = "its attention has sinks"
+_ENCODER_DECODER = "it is a decoder with cross-attention to an encoder"
+_BIDIRECTIONAL = "its attention is not causal"
+LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
+# Frequencies depend on the batch's longest sequence, so one request would change another.
+BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeTraits:
@@ -31,62 +41,39 @@ NATIVE: dict[str, NativeTraits] = {
     "Qwen3ForCausalLM": NativeTraits(qk_norm=True, head_dim=128, sliding_window=4096, windowed_layers="chosen"),
 }
 
-_ALIBI = "its attention adds ALiBi position biases"
-_RECURRENT = "it keeps a recurrent state instead of keys and values"
-_LATENT = "its attention keeps a latent instead of keys and values (MLA)"
-_SINKS = "its attention has sinks"
-_ENCODER_DECODER = "it is a decoder with cross-attention to an encoder"
-_BIDIRECTIONAL = "its attention is not causal"
-
-REFUSED: dict[str, str] = {
-    "BloomForCausalLM": _ALIBI,
-    "MptForCausalLM": _ALIBI,
-    "MambaForCausalLM": _RECURRENT,
-    "Mamba2ForCausalLM": _RECURRENT,
-    "FalconMambaForCausalLM": _RECURRENT,
-    "FalconH1ForCausalLM": _RECURRENT,
-    "RwkvForCausalLM": _RECURRENT,
-    "xLSTMForCausalLM": _RECURRENT,
-    "RecurrentGemmaForCausalLM": _RECURRENT,
-    "JambaForCausalLM": _RECURRENT,
-    "BambaForCausalLM": _RECURRENT,
-    "ZambaForCausalLM": _RECURRENT,
-    "Zamba2ForCausalLM": _RECURRENT,
-    "NemotronHForCausalLM": _RECURRENT,
-    "Qwen3NextForCausalLM": _RECURRENT,
-    "Lfm2ForCausalLM": _RECURRENT,
-    "DeepseekV2ForCausalLM": _LATENT,
-    "DeepseekV3ForCausalLM": _LATENT,
-    "GptOssForCausalLM": _SINKS,
-    "T5ForConditionalGeneration": _ENCODER_DECODER,
-    "BartForConditionalGeneration": _ENCODER_DECODER,
-    "BartForCausalLM": _ENCODER_DECODER,
-    "WhisperForConditionalGeneration": _ENCODER_DECODER,
-    "BertLMHeadModel": _BIDIRECTIONAL,
-    "RobertaForCausalLM": _BIDIRECTIONAL,
-}
+REFUSED: dict[str, tuple[str, ...]] = {  # by cause
+    _ALIBI: ("BloomForCausalLM", "MptForCausalLM"),
+    _RECURRENT: (
+        "MambaForCausalLM", "Mamba2ForCausalLM", "FalconMambaForCausalLM", "FalconH1ForCausalLM", "RwkvForCausalLM",
+        "xLSTMForCausalLM", "RecurrentGemmaForCausalLM", "JambaForCausalLM", "BambaForCausalLM", "ZambaForCausalLM",
+        "Zamba2ForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Lfm2ForCausalLM",
+    ),
+    _LATENT: ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    _SINKS: ("GptOssForCausalLM",),
+    _ENCODER_DECODER: (
+        "T5ForConditionalGeneration", "BartForConditionalGeneration", "BartForCausalLM",
+        "WhisperForConditionalGeneration",
+    ),
+    _BIDIRECTIONAL: ("BertLMHeadModel", "RobertaForCausalLM"),
+}  # fmt: skip
 
 
 def native_traits(fields: Fields) -> NativeTraits | None:
     """Return native traits, or None for transformers. Raise `ConfigError` for a refused model."""
     name = architecture(fields)
-    if name in REFUSED:
-        raise ConfigError(f"{fields.where}: {name} is not offered: {REFUSED[name]}")
+    for cause, names in REFUSED.items():
+        if name in names:
+            raise ConfigError(f"{fields.where}: {name} is not offered: {cause}")
     for key in ("vision_config", "audio_config"):
         if fields.values.get(key):
             raise ConfigError(f"{fields.where}: {name} is multimodal ({key}); only text models are served")
     return NATIVE.get(name)
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention", "attention")
-# Frequencies depend on the batch's longest sequence, so one request would change another.
-BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-
 def check_class(cls: Any, name: str) -> None:
     """Raise `ConfigError` for a class that cannot run as one packed sequence."""
     if getattr(cls, "_is_stateful", False):
-        raise ConfigError(f"{name} is not offered: it keeps a recurrent state instead of keys and values")
+        raise ConfigError(f"{name} is not offered: {_RECURRENT}")
     if "logits_to_keep" not in inspect.signature(cls.forward).parameters:
         raise ConfigError(f"{name} is not offered: it computes the logits of every token (no logits_to_keep)")
 
@@ -99,11 +86,11 @@ def check_config(config: Any, name: str) -> None:
 
 def _problems(config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        yield "it is a decoder with cross-attention to an encoder"
+        yield _ENCODER_DECODER
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
-        yield "its attention adds ALiBi position biases"
+        yield _ALIBI
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        yield "its attention is not causal"
+        yield _BIDIRECTIONAL
     if getattr(config, "attention_chunk_size", None):
         yield f"its attention works in chunks (attention_chunk_size {config.attention_chunk_size})"
     for kind in getattr(config, "layer_types", None) or ():
@@ -119,14 +106,3 @@ def _rope_types(config: Any) -> Iterator[str]:
     if isinstance(parameters, dict):
         for section in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
             yield str(section.get("rope_type", "default"))
-
-
-def expected_window(config: Any, layer: int) -> int | None:
-    """Return a layer's sliding window: 0 for none, None if `config` does not say."""
-    window = getattr(config, "sliding_window", None) or 0
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return window if kinds[layer] == "sliding_attention" else 0
-    if hasattr(config, "use_sliding_window"):
-        return window if config.use_sliding_window else None
-    return window

@@ -1,10 +1,11 @@
 """Native decoder: Llama, Mistral, Qwen2 and Qwen3 are one program with different flags.
 
-Its layers are plain classes, without a module tree on the hot path."""
+Its layers are plain classes, without a module tree on the hot path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,17 +22,11 @@ FINELY_PADDED_ROWS = 64
 
 
 class Linear:
-    """``x @ weight.T + bias``.
+    """``x @ weight.T + bias``. On a CPU, oneDNN's blocked layout is up to three times as fast for few rows."""
 
-    On a CPU `pack` stores oneDNN's blocked layout: up to three times as fast as plain GEMM for a decode step's few
-    rows.
-    """
-
-    def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
         self._packed: torch.Tensor | None = None
 
     def pack(self) -> None:
@@ -49,22 +44,11 @@ class Linear:
         packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return packed[:num_rows]
 
-    def destinations(self, names: Sequence[str], sizes: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Map names of parts of a fused weight, and bias, to views."""
-        parts = {
-            f"{name}.weight": part for name, part in zip(names, torch.split(self.weight, list(sizes)), strict=True)
-        }
-        if self.bias is not None:
-            biases = torch.split(self.bias, list(sizes))
-            parts |= {f"{name}.bias": part for name, part in zip(names, biases, strict=True)}
-        return parts
-
 
 def padded_rows(num_rows: int) -> int:
     """Round up: by at most one row for a decode step, by a quarter for more.
 
-    oneDNN keeps half a megabyte for each of up to a thousand row counts, so unrounded counts would take hundreds of
-    megabytes. Time grows with the rows.
+    oneDNN keeps half a megabyte for each of up to a thousand row counts. Time grows with the rows.
     """
     steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
     step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
@@ -72,36 +56,36 @@ def padded_rows(num_rows: int) -> int:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether torch and CPU have oneDNN's packed linear layer for `dtype`."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class GatedMLP:
-    """``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
+class Weights:
+    """Uninitialised tensors by their names in a Hugging Face checkpoint; parts of a fused matrix are views."""
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
-        self._intermediate_size = intermediate_size
-        self._hidden_size = hidden_size
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.linears: list[Linear] = []
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        self.by_name[f"{name}.weight"] = tensor = self._empty(*shape)
+        return tensor
 
-    def pack(self) -> None:
-        self.gate_up.pack()
-        self.down.pack()
+    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
+        """Return one layer of all `parts`: name after the prefix → output features."""
+        weights = self._empty(sum(parts.values()), in_features)
+        biases = self._empty(sum(parts.values())) if bias else None
+        for kind, fused in (("weight", weights), ("bias", biases)):
+            if fused is not None:
+                views = torch.split(fused, list(parts.values()))
+                self.by_name |= {f"{prefix}{name}.{kind}": view for name, view in zip(parts, views, strict=True)}
+        self.linears.append(Linear(weights, biases))
+        return self.linears[-1]
 
-    def destinations(self, prefix: str) -> dict[str, torch.Tensor]:
-        gate_up = (f"{prefix}gate_proj", f"{prefix}up_proj")
-        return {
-            **self.gate_up.destinations(gate_up, (self._intermediate_size,) * 2),
-            **self.down.destinations((f"{prefix}down_proj",), (self._hidden_size,)),
-        }
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
 class Step(NamedTuple):
@@ -113,20 +97,18 @@ class Step(NamedTuple):
 
 
 class Attention:
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str) -> None:
         self._num_q_heads, self._num_kv_heads = config.num_q_heads, config.num_kv_heads
         self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
         self._scale = config.head_dim**-0.5
         self._sliding_window = config.sliding_windows[layer]
-        self._hidden_size = config.hidden_size
-        num_heads = config.num_q_heads + 2 * config.num_kv_heads
-        width = config.num_q_heads * config.head_dim
-        self.qkv = Linear(
-            config.hidden_size, num_heads * config.head_dim, bias=config.qkv_bias, dtype=dtype, device=device
-        )
-        self.output = Linear(width, config.hidden_size, bias=config.output_bias, dtype=dtype, device=device)
-        self.q_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
-        self.k_norm = torch.empty(config.head_dim, dtype=dtype, device=device) if config.qk_norm else None
+        hidden, q_width = config.hidden_size, config.num_q_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        projections = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+        self.qkv = weights.linear(prefix, hidden, projections, bias=config.qkv_bias)
+        self.output = weights.linear(prefix, q_width, {"o_proj": hidden}, bias=config.output_bias)
+        self.q_norm = weights.tensor(f"{prefix}q_norm", config.head_dim) if config.qk_norm else None
+        self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
 
     def __call__(self, x: torch.Tensor, step: Step, kv: KVLayer) -> torch.Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
@@ -138,32 +120,27 @@ class Attention:
         out = paged_attention(q, *kv, step.meta, scale=self._scale, sliding_window=self._sliding_window)
         return self.output(out.view(x.shape[0], -1))
 
-    def pack(self) -> None:
-        self.qkv.pack()
-        self.output.pack()
 
-    def destinations(self, prefix: str) -> dict[str, torch.Tensor]:
-        kv_width = self._num_kv_heads * self._head_dim
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm}
-        return {
-            **self.qkv.destinations(
-                (f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj"),
-                (self._num_q_heads * self._head_dim, kv_width, kv_width),
-            ),
-            **self.output.destinations((f"{prefix}o_proj",), (self._hidden_size,)),
-            **{f"{prefix}{name}.weight": norm for name, norm in norms.items() if norm is not None},
-        }
+class GatedMLP:
+    """``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = weights.linear(prefix, hidden, {"gate_proj": width, "up_proj": width}, bias=bias)
+        self.down = weights.linear(prefix, width, {"down_proj": hidden}, bias=bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
+        prefix = f"model.layers.{layer}."
         self._eps = config.rms_norm_eps
-        self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(config, layer, dtype=dtype, device=device)
-        self.mlp_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
-        )
+        self.input_norm = weights.tensor(f"{prefix}input_layernorm", config.hidden_size)
+        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.")
+        self.mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm", config.hidden_size)
+        self.mlp = GatedMLP(config, weights, f"{prefix}mlp.")
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv: KVLayer
@@ -172,18 +149,6 @@ class DecoderLayer:
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         normed, residual = add_norm(self.attention(normed, step, kv), residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual
-
-    def pack(self) -> None:
-        self.attention.pack()
-        self.mlp.pack()
-
-    def destinations(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {
-            f"{prefix}input_layernorm.weight": self.input_norm,
-            **self.attention.destinations(f"{prefix}self_attn."),
-            f"{prefix}post_attention_layernorm.weight": self.mlp_norm,
-            **self.mlp.destinations(f"{prefix}mlp."),
-        }
 
 
 def add_norm(
@@ -195,20 +160,25 @@ def add_norm(
 
 
 class Decoder:
-    """Native `CausalLM`: fill all `destinations()`, then call `pack`."""
+    """Native `CausalLM`: fill all `destinations`, then call `pack`."""
 
     is_capturable = True
 
     def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        weights = Weights(dtype, device)
         self.config = config
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, i, dtype=dtype, device=device) for i in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self.embedding = weights.tensor("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_layers)]
+        self.norm = weights.tensor("model.norm", config.hidden_size)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.embedding
+            self.lm_head = Linear(self.embedding)
+            weights.linears.append(self.lm_head)
+        else:
+            self.lm_head = weights.linear("", config.hidden_size, {"lm_head": config.vocab_size})
         self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
-        self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations().values())
+        self.destinations = weights.by_name
+        self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
+        self._linears = weights.linears
 
     @property
     def shape(self) -> ModelShape:
@@ -218,23 +188,15 @@ class Decoder:
             config.intermediate_size,
         )  # fmt: skip
 
-    def destinations(self) -> dict[str, torch.Tensor]:
-        """Map names of a Hugging Face checkpoint to tensors; parts of a fused matrix are views."""
-        parts = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        for i, layer in enumerate(self.layers):
-            parts |= layer.destinations(f"model.layers.{i}.")
-        if not self.config.tie_word_embeddings:
-            parts |= self.lm_head.destinations(("lm_head",), (self.config.vocab_size,))
-        return parts
-
     def ignores(self, name: str) -> bool:
-        """True for tables of old exports and the copy of a tied matrix."""
+        """Return whether this is a table of an old export, or the copy of a tied matrix."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
     def pack(self) -> None:
-        for layer in self.layers:
+        """Lay weights out for computation; forget `destinations`, whose memory is freed matrix by matrix."""
+        self.destinations.clear()
+        for layer in self._linears:
             layer.pack()
-        self.lm_head.pack()
 
     def forward(
         self,

@@ -88,7 +88,6 @@ def _check_heads(fields: Fields, config: ModelConfig) -> None:
 
 
 def _sliding_windows(fields: Fields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
-    """Return each layer's window in tokens, 0 for full attention."""
     full = (0,) * num_layers
     if traits.windowed_layers == "none":
         return full

@@ -27,7 +27,7 @@ class LoadedModel(NamedTuple):
 def load_model(
     folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> LoadedModel:
-    """Check `config.json` and file headers before reading. Raise `ConfigError` with one line."""
+    """Raise `ConfigError` with one line."""
     name = architecture(fields)
     traits = native_traits(fields)
     progress(STAGE, 0.0)
@@ -75,9 +75,9 @@ def _load_native(
     except RuntimeError as error:  # torch's CPU allocator has no error class of its own; CUDA's is a subclass
         raise ConfigError(f"{folder}: the weights do not fit into the memory of {device} as {dtype}") from error
     if config.load_format == "dummy":
-        fill_random(decoder.destinations(), config.seed, progress)
+        fill_random(decoder.destinations, config.seed, progress)
     else:
-        load_weights(files, decoder.destinations(), progress, ignored=decoder.ignores)
+        load_weights(files, decoder.destinations, progress, ignored=decoder.ignores)
     decoder.pack()
     return LoadedModel(decoder, shape.architecture, max_model_len)
 

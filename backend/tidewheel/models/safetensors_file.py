@@ -1,7 +1,8 @@
 """Safetensors files: validated, and read in chunks of bounded size.
 
 Layout: 8 bytes little endian length n, n bytes of JSON header, then data. The header maps names to dtype, shape and
-byte range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors)."""
+byte range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
+"""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+MAX_PARTS = 512  # per read: preadv(2) takes 1,024 buffers
 
 
 class HeaderError(ValueError):
@@ -45,8 +47,6 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """Names, shapes and places of tensors in a validated file."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -70,8 +70,7 @@ class SafetensorsFile:
         return sum(math.prod(entry.shape) for entry in self.entries.values())
 
     def in_order(self) -> list[tuple[str, TensorEntry]]:
-        """Return names and entries in file order."""
-        return sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end))
+        return _in_order(self.entries)
 
 
 def _header_size(prefix: bytes, file_size: int) -> int:
@@ -86,7 +85,7 @@ def _header_size(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
-    """Return entries by name. `data_size` counts the bytes after the header. Raise `HeaderError`."""
+    """Return entries by name; `data_size` counts the bytes after the header."""
     try:
         value = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -128,10 +127,13 @@ def _sizes(name: str, key: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _in_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+    return sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
+
+
 def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
-    """Require ranges that touch each other and fill the data, without overlap."""
     position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, entry in _in_order(entries):
         if entry.begin != position:
             problem = "overlaps what is before it" if entry.begin < position else "leaves a hole before it"
             raise HeaderError(f"the data of {name!r} {problem}")
@@ -140,12 +142,7 @@ def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
         raise HeaderError(f"its tensors need {position} bytes of data, the file has {data_size}")
 
 
-MAX_PARTS = 512  # per read: preadv(2) takes 1,024 buffers
-
-
 class Part(NamedTuple):
-    """Run of elements of one tensor."""
-
     begin: int  # bytes from the start of the file's data
     end: int
     dtype: torch.dtype  # in the file
@@ -154,10 +151,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Contiguous bytes of a file, read at once.
-
-    Parts start at multiples of their element size from the chunk's start.
-    """
+    """Contiguous bytes of a file; parts start at multiples of their element size from its start."""
 
     file: SafetensorsFile
     parts: tuple[Part, ...]
@@ -178,10 +172,7 @@ class Chunk:
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[Chunk]:
-    """Return reads of at most `max_bytes` (a multiple of 8) that fill every destination once, in file order.
-
-    Destinations are contiguous; other tensors are not read.
-    """
+    """Return reads of at most `max_bytes` (a multiple of 8), in file order, that fill each contiguous destination."""
     return [
         Chunk(file, parts) for file in files for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)
     ]

@@ -1,4 +1,8 @@
-"""x"""
+"""transformers' attention interface, pointed at the paged cache, and the proof that this computes the same.
+
+The library passes the layer but not the step, and many models drop keyword arguments. So a model's layers share a
+slot with the running step's attention.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,24 @@ import torch
 from transformers import AttentionInterface
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.architectures import expected_window
 from tidewheel.models.causal_lm import KVLayer
 from tidewheel.models.model_folder import one_line
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"  # name in transformers of `attention_forward`
 _SLOT = "tidewheel_attention"  # attribute of every module after `install`
+NO_INTERFACE = "its attention does not go through transformers' interface"
+NUM_TOKENS = 16
+# Limit of the RMS difference of logits, relative to their RMS.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Bookkeeping arguments; any other one that is set changes the attention.
+HARMLESS = frozenset({
+    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
+})  # fmt: skip
 
 
 class AttentionCall(NamedTuple):
-    """Attention call of one layer."""
-
     module: torch.nn.Module
     query: torch.Tensor  # [1, num_q_heads, T, head_dim], rotated
     key: torch.Tensor  # [1, num_kv_heads, T, head_dim], rotated
@@ -31,7 +41,7 @@ class AttentionCall(NamedTuple):
     sliding_window: int  # 0: off
     soft_cap: float  # 0: off
     mask: object
-    others: dict[str, object]  # keyword arguments that paged attention does not use
+    others: dict[str, object]  # other keyword arguments
 
     @property
     def layer(self) -> int:
@@ -48,14 +58,13 @@ class AttentionHook(Protocol):
 
 
 class AttentionSlot:
-    """Attention of a model's running step. One thread only."""
+    """Attention of a model's running step, on one thread."""
 
     def __init__(self) -> None:
         self._hook: AttentionHook | None = None
 
     @contextmanager
     def holding(self, hook: AttentionHook) -> Iterator[None]:
-        """Use `hook` in all layers within the context."""
         self._hook = hook
         try:
             yield
@@ -88,7 +97,7 @@ def attention_forward(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Called by transformers, which sets the signature."""
+    """Attend; transformers calls this and sets the signature."""
     slot: AttentionSlot = getattr(module, _SLOT)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(
@@ -117,17 +126,6 @@ class PagedAttention:
         )  # fmt: skip
 
 
-NO_INTERFACE = "its attention does not go through transformers' interface"
-NUM_TOKENS = 16
-# Limit of the RMS difference of logits, relative to their RMS.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-# Bookkeeping arguments; any other one that is set changes the attention.
-HARMLESS = frozenset({
-    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
-    "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
-})  # fmt: skip
-
-
 class Probe(PagedAttention):
     """Attention of one sequence, with a cache made at each layer's first call."""
 
@@ -139,11 +137,22 @@ class Probe(PagedAttention):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if call.layer in self.caches:
             raise ValueError(f"layer {call.layer} attends twice")
-        _check_call(call, expected_window(self._config, call.layer))
+        _check_call(call, _expected_window(self._config, call.layer))
         num_kv_heads, head_dim = call.key.shape[1], call.key.shape[3]
         shape = (1, NUM_TOKENS, num_kv_heads, head_dim)  # one block
         self.caches[call.layer] = (call.key.new_zeros(shape), call.key.new_zeros(shape))
         return super().attend(call)
+
+
+def _expected_window(config: Any, layer: int) -> int | None:
+    """Return a layer's sliding window: 0 for none, None if `config` does not say."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return window if kinds[layer] == "sliding_attention" else 0
+    if hasattr(config, "use_sliding_window"):
+        return window if config.use_sliding_window else None
+    return window
 
 
 def _one_sequence(device: torch.device) -> AttentionMetadata:
@@ -181,7 +190,10 @@ class ProbeResult(NamedTuple):
 
 
 def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> ProbeResult:
-    """Raise `ConfigError` if paged attention cannot run the model."""
+    """Run a few tokens with paged attention and with transformers' own; raise `ConfigError` if the logits differ.
+
+    This finds biases, sinks and masks that do not arrive as arguments.
+    """
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, model.config.vocab_size, (1, NUM_TOKENS), generator=generator).to(device)
     inputs = {

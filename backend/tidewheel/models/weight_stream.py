@@ -1,4 +1,7 @@
-"""y"""
+"""Threaded reading of checkpoint chunks, into host memory or through a pinned ring, in order and bounded memory.
+
+Files are read with preadv(2): if one shrinks, a read comes back short, where a mapping ends the process (SIGBUS).
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,29 @@ import torch
 from tidewheel.errors import ConfigError
 from tidewheel.models.safetensors_file import Chunk, Part
 
+MAX_READERS = 8  # outrun a PCIe 5.0 x16 link
+SLOT_BYTES = 8 << 20
+SLOTS_PER_READER = 2  # one is read while the other is copied
+
 
 class Carrier(Protocol):
-    """Chunk i may be read after chunk ``i - num_slots`` is delivered, in order."""
+    """Way of chunks to tensors. Chunk i may be read after chunk ``i - num_slots`` is delivered."""
 
     @property
     def num_slots(self) -> int: ...
 
     def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
-        """Wait for free memory and return a chunk's buffers, in order. Any thread."""
+        """Wait for free memory and return a chunk's buffers. Any thread."""
 
     def deliver(self, index: int, chunk: Chunk) -> None:
-        """Start to bring a read chunk to its destinations. One thread."""
+        """Start to bring a read chunk to its destinations. One thread, in order."""
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
 
 
 class HostCarrier:
-    """Host destinations: read directly, or through a buffer if the dtype changes."""
+    """Carrier to host memory: read directly, or through a buffer if the dtype changes."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -77,10 +84,7 @@ class Lane(Protocol):
 
 
 class RingCarrier:
-    """Device destinations, filled through `num_slots` pinned slots for any model size.
-
-    A slot is reused after the device has copied it.
-    """
+    """Carrier to a device, through slots that are reused after the device has copied them."""
 
     def __init__(self, lane: Lane, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -111,8 +115,6 @@ class RingCarrier:
 
 
 class CudaLane:
-    """CUDA stream beside the current one."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -147,12 +149,6 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
-# Eight readers outrun a PCIe 5.0 x16 link; slots are large enough that copying dominates.
-MAX_READERS = 8
-SLOT_BYTES = 8 << 20
-SLOTS_PER_READER = 2  # one is read while the other is copied
-
-
 def num_readers() -> int:
     return min(MAX_READERS, len(os.sched_getaffinity(0)))
 
@@ -165,10 +161,9 @@ def carrier_to(device: torch.device) -> Carrier:
 
 
 def stream_chunks(chunks: Sequence[Chunk], carrier: Carrier, delivered: Callable[[Chunk], None]) -> None:
-    """Read, deliver and report every chunk; return when all have arrived.
+    """Read, deliver and report every chunk; wait for all.
 
-    Raise `ConfigError`, naming the file, if it cannot be read or ends early. On any error reading stops and no thread
-    is left.
+    Raise `ConfigError`, naming the file, if it cannot be read or ends early. No thread is left.
     """
     reading: deque[tuple[int, Chunk, Future[None]]] = deque()
 
@@ -230,7 +225,6 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _from(buffers: Sequence[memoryview], skipped: int) -> list[memoryview]:
-    """Return the buffers without their first `skipped` bytes."""
     rest = []
     for buffer in buffers:
         if skipped < len(buffer):

@@ -15,10 +15,15 @@ from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunk
 from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
 
 GIB = 1 << 30
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+STAGE = "weights"
+RANDOM_STD = 0.02
+NUM_NAMED = 3  # names in an error before it only counts
 
 
 def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` with what would fit. Only GPUs are checked: host memory can grow."""
+    """Raise `ConfigError` with what would fit on a GPU; host memory can grow."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -42,15 +47,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-STAGE = "weights"
-RANDOM_STD = 0.02
-NUM_NAMED = 3  # names in an error before it only counts
-
-
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
-    """Return a checkpoint's validated files: one, or those in its index."""
     if (folder / INDEX_NAME).is_file():
         paths = _indexed_paths(folder)
     elif (folder / SINGLE_NAME).is_file():
@@ -84,10 +81,9 @@ def load_weights(
     *,
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copy every tensor to its destination, converting the dtype.
+    """Copy every tensor to its contiguous destination on one device, converting the dtype.
 
-    Destinations are contiguous, on one device, and filled once in their own shape. Raise `ConfigError` for tensors
-    without one, except `ignored` ones.
+    Raise `ConfigError` for a missing tensor, and for one without a destination unless it is `ignored`.
     """
     files = list(files)
     _check_names(files, destinations, ignored)
@@ -140,10 +136,7 @@ def named(names: Iterable[str]) -> str:
 
 
 def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
-    """Fill weights for speed tests, equal for equal names, shapes, seed and device model, in any order.
-
-    One launch per tensor, in its dtype on its device: nothing crosses the bus.
-    """
+    """Fill weights on their device, equal for equal names, shapes, seed and device model, in any order."""
     generator = torch.Generator(next(iter(destinations.values())).device)
     for count, (name, tensor) in enumerate(destinations.items(), 1):
         if name.endswith("norm.weight"):

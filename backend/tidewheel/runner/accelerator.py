@@ -1,7 +1,8 @@
 """Asynchronous device: pinned memory, events and CUDA graphs.
 
 Graphs freeze host values, control flow, and addresses of inputs and outputs. Captured functions draw no random
-numbers, so no generator is registered."""
+numbers, so no generator is registered.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +23,15 @@ class Captured(NamedTuple):
 
 
 class GraphPool(Protocol):
-    """Graphs that share working memory.
+    """Graphs whose replays may overwrite each other's results, except tensors held at their capture."""
 
-    A replay may overwrite other graphs' results, except tensors held at its capture.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory taken by captures."""
+    num_bytes: int  # device memory of all captures
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Run `function` at least once, which it must tolerate, and capture it in the same inference mode."""
+        """Run `function` at least once, then capture it in the same inference mode."""
 
     def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return unowned memory: once `tensor` is released, later captures may reuse it."""
+        """Return an alias that does not keep the memory from later captures."""
 
 
 class CudaGraphPool:
@@ -45,24 +41,16 @@ class CudaGraphPool:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = stream
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
+        self.num_bytes = 0
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Run `function`, capture it, and replay it once.
-
-        The run compiles kernels and allocates workspaces outside the graph; the replay loads the graph onto the
-        device.
-        """
+        """Run `function` to compile and allocate outside the graph, capture it, and replay it to load the graph."""
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
         captured = self._capture(function)
         self._run_on_stream(captured.graph.replay)
         free_after, _ = torch.cuda.mem_get_info(self._device)
-        self._num_bytes += max(free_before - free_after, 0)  # another program may have freed memory
+        self.num_bytes += max(free_before - free_after, 0)  # another program may have freed memory
         return captured
 
     def _run_on_stream(self, function: Callable[[], object]) -> None:
@@ -72,13 +60,10 @@ class CudaGraphPool:
         self._stream.synchronize()
 
     def _capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Capture without `torch.cuda.graph`, which also collects garbage and empties the cache.
-
-        For all graphs that takes a minute instead of half a second. `thread_local` lets other threads use the device.
-        """
+        """Capture. `torch.cuda.graph` would collect garbage too: a minute for all graphs, not half a second."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may use the device
             try:
                 output = function()
             except BaseException:
@@ -108,8 +93,6 @@ class _Address:
 
 
 class Event(Protocol):
-    """Point in the device's queue."""
-
     def record(self) -> None: ...
 
     def synchronize(self) -> None:
@@ -123,7 +106,7 @@ class Accelerator(Protocol):
     def device(self) -> torch.device: ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory for copies that do not block."""
+        """Return uninitialised host memory whose copies do not block."""
 
     def event(self) -> Event: ...
 

@@ -1,4 +1,4 @@
-"""Host tier of the KV cache: its size, its memory, and copies to and from the cache."""
+"""Host tier of the KV cache: its size, memory, and copies."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, index_on
 # torch rounds pinned memory up to a power of two: one large tensor could take twice its size.
 SLAB_BYTES = 1024 * MIB
 STAGING_BYTES = 64 * MIB
+GIB = 1 << 30
+MEMORY_INFO = Path("/proc/meminfo")
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def num_staged_blocks(block_bytes: int, num_slots: int) -> int:
-    """Return the blocks in the device's staging buffer."""
     return min(max(1, STAGING_BYTES // block_bytes), num_slots)
 
 
 class HostBlocks:
-    """Host slots, pinned on CUDA, of one block of all layers each.
+    """Slots, pinned on CUDA, of one block of all layers each.
 
-    A block's keys and values of each layer are separate in the cache and contiguous in a slot. A block is gathered
-    into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued without waiting and
-    must all use the same current stream.
+    A block is gathered into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued
+    without waiting, all on one stream.
     """
 
     def __init__(self, kv: KVTensors, num_slots: int) -> None:
@@ -69,18 +71,11 @@ class HostBlocks:
             self._blocks.index_copy_(0, index, staged)
 
     def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yield chunks that fit the staging buffer: block ids on the device, and slots."""
+        """Yield block ids on the device, and slots, in chunks that fit the staging buffer."""
         size = len(self._staging)
         for first in range(0, len(slots), size):
             index = index_on(self._staging.device, block_ids[first : first + size])
             yield index, slots[first : first + size].tolist()
-
-
-GIB = 1 << 30
-
-MEMORY_INFO = Path("/proc/meminfo")
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:

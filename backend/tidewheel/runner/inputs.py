@@ -31,7 +31,7 @@ class HostInputs(NamedTuple):
 
 
 class DeviceInputs(NamedTuple):
-    """`HostInputs` as tensors, in the same order."""
+    """Tensors of `HostInputs`, in the same order."""
 
     token_indices: torch.Tensor
     positions: torch.Tensor
@@ -44,12 +44,12 @@ class DeviceInputs(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Launch sizes: exact in an eager step, upper bounds in a graph."""
+    """Launch sizes: exact, or upper bounds in a graph."""
 
     max_seqlen_q: int
     max_seq_len: int
     num_decodes: int
-    cu_seqlens_q: HostInts | None = None  # host copies, if any
+    cu_seqlens_q: HostInts | None = None
     seq_lens: HostInts | None = None
 
     @classmethod
@@ -99,7 +99,7 @@ class RowTable:
         )
 
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
-        """Apply changes on the host; return the arrays for `apply`."""
+        """Change the host's tables; return the arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
             self._blocks[places] = batch.block_ids
@@ -163,7 +163,6 @@ class RowTable:
         return HostInputs(*(np.concatenate((column, fill[len(column) :][:extra])) for column, fill in pairs))
 
     def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
-        """Write `update`'s arrays into the device tables."""
         if not sent:
             return
         places, block_ids, token_ids = sent
@@ -176,7 +175,7 @@ class RowTable:
             first += count
 
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-        """Return block tables [n, max_blocks] int32."""
+        """Return [n, max_blocks] int32."""
         blocks = self._device_blocks
         if self._shares_memory:  # elsewhere the width is constant, as other strides recompile kernels
             blocks = blocks[:, : -(-max_seq_len // self._block_size)]

@@ -26,10 +26,12 @@ from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudge
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 
 FIRST = "start"
+logger = logging.getLogger(__name__)
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 
 
 class StageClock:
-    """Forwards and times progress. A stage ends when another begins."""
+    """Timer of the stages that it reports; one ends when another begins."""
 
     def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._report = report
@@ -45,7 +47,6 @@ class StageClock:
         self._report(stage, fraction)
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds by stage, in order."""
         self._end_stage()
         return dict(self._seconds)
 
@@ -53,11 +54,6 @@ class StageClock:
         now = self._clock()
         self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._began
         self._began = now
-
-
-logger = logging.getLogger(__name__)
-
-BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 
 
 class RunnerParts(NamedTuple):
@@ -114,7 +110,6 @@ class Cache(NamedTuple):
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[Cache, RunnerInfo]:
-    """Allocate the cache by settings or free memory; return it with updated info."""
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
@@ -134,7 +129,6 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
 
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
-    """Return and log the final info."""
     seconds = parts.stages.seconds()
     info = dataclasses.replace(
         info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds

@@ -79,7 +79,7 @@ class ModelRunner:
 
     @classmethod
     def _measured(cls, parts: RunnerParts, accelerator: Accelerator | None, sizes: Sequence[int]) -> StepMemory:
-        """Measure a step with a minimal cache, and prove that the model runs."""
+        """Run a step with a minimal cache, which also proves that the model runs."""
         layout, device = parts.layout, parts.device
         largest = largest_step(parts.info)
 
@@ -97,10 +97,7 @@ class ModelRunner:
         return StepMemory(activation_bytes, estimated_graph_bytes(taken, len(sizes)))
 
     def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
-        """Capture decode graphs of these batch sizes; return the bytes of each, largest first.
-
-        Raise `ConfigError` if memory does not suffice.
-        """
+        """Capture decode graphs; return the bytes of each, largest first. Raise `ConfigError` if memory ends."""
         if not sizes or self._accelerator is None:
             return []
         pool = self._accelerator.graph_pool()

@@ -1,7 +1,7 @@
 """Memory of a step beside weights and cache: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache and are captured after it. To reserve their memory, the largest few are first captured
-with a small cache, which gives an estimate for all.
+Graphs point into the cache, so they are captured after it. The largest few are first tried with a small cache, to
+estimate what to reserve for all.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ T = TypeVar("T")
 
 
 class StepMemory(NamedTuple):
-    """Bytes."""
-
-    activations: int
-    graphs: int  # an estimate
+    activations: int  # bytes
+    graphs: int
 
 
 class StepSize(NamedTuple):
-    """`num_rows` requests with `tokens_per_row` tokens each."""
-
     num_rows: int
     tokens_per_row: int
 
@@ -43,25 +39,18 @@ def largest_step(info: RunnerInfo) -> StepSize:
 
 
 def smallest_step(info: RunnerInfo) -> StepSize:
-    """Return a step that proves that a model runs."""
     return StepSize(1, min(2, info.max_model_len))
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer's widest live set, logits in two formats, and penalty counts.
-
-    The live set is the residual, its norm, gate and up, and their product.
-    """
+    """Add a layer's residual, its norm, gate, up and their product, logits in two formats, and penalty counts."""
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
     logits = size.num_rows * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize + torch.int32.itemsize)
     return size.num_rows * size.tokens_per_row * per_token + logits
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
-    """Return the result of `run` and its peak of CUDA memory in bytes.
-
-    If it does not fit, raise `ConfigError` with the largest step that does, found by halving.
-    """
+    """Return the result of `run` and its peak of bytes; raise `ConfigError` with a size that fits, if it does not."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = _run_if_it_fits(run, size)
@@ -71,7 +60,7 @@ def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, devi
 
 
 def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
-    """Return None if memory does not suffice, with the step's memory freed."""
+    """Return None, with the step's memory freed, if that does not suffice."""
     try:
         return run(size)
     except torch.OutOfMemoryError:
@@ -93,10 +82,7 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 
 
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
-    """Estimate the bytes of all graphs from the largest few.
-
-    The first pays for the pool. The others take at most the maximum measured after it.
-    """
+    """Assume that the first graph pays for the pool, and others take at most the maximum measured after it."""
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 

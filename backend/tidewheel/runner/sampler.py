@@ -119,7 +119,7 @@ def _host_copy(tensor: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
 def _top_logprobs(
     output: LogprobsOutput, num_top: Int32Array, batch_indices: Int64Array, token_ids: Int32Array
 ) -> dict[int, TopLogprobs]:
-    """Return log-probabilities by batch index, without rows with negative `token_ids`."""
+    """Return log-probabilities by batch index, without rows of non-finite logits."""
     logprobs, ranks = output.logprobs.tolist(), output.ranks.tolist()
     ids, values = output.top_token_ids.tolist(), output.top_logprobs.tolist()
     return {

@@ -19,10 +19,16 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 _MANTISSA_BITS = 24
+FORBIDDEN = np.float32(-np.inf)
+NO_LOGPROBS = -1
 
 
 def uniform(seeds: UInt64Array, positions: npt.NDArray[np.integer[Any]]) -> Float32Array:
-    """Return [n] float32 in [0, 1) for the token at `positions[i]` of a request with `seeds[i]`."""
+    """Return [n] float32 in [0, 1): a pure function of (seed, position), independent of the batch.
+
+    A counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on the finaliser of
+    SplitMix64 (Steele, Lea and Flood 2014).
+    """
     counters = positions.astype(np.uint64) * _GOLDEN
     bits = _mixed(_mixed(seeds + _GOLDEN) + counters)
     return (bits >> np.uint64(64 - _MANTISSA_BITS)).astype(np.float32) * np.float32(2.0**-_MANTISSA_BITS)
@@ -34,12 +40,7 @@ def _mixed(x: UInt64Array) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-FORBIDDEN = np.float32(-np.inf)
-
-
 class BiasEntries(NamedTuple):
-    """Values to add to one row's logits."""
-
     token_ids: Int32Array
     values: Float32Array
 
@@ -48,13 +49,13 @@ NO_BIASES = BiasEntries(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float3
 
 
 class WordEntries(NamedTuple):
-    """Token sequences that one row must not complete."""
-
     lengths: Int32Array
     token_ids: Int32Array  # all words, concatenated
 
 
 class LogitRules:
+    """Logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
+
     def __init__(self, new: NewRow) -> None:
         self._always = NO_BIASES
         if new.sampling.logit_bias:
@@ -77,7 +78,6 @@ class LogitRules:
         return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
 
     def biases(self, position: int) -> BiasEntries:
-        """Return the biases at `position`, which forbid stop tokens before `min_tokens`."""
         return self._at_first if position < self._first_stop_position else self._always
 
     def words(self, position: int) -> WordEntries:
@@ -85,9 +85,6 @@ class LogitRules:
         lengths, token_ids = self._words
         count = int(np.searchsorted(lengths, position + 1, side="right"))
         return WordEntries(lengths[:count], token_ids[: int(lengths[:count].sum())])
-
-
-NO_LOGPROBS = -1
 
 
 class DrawColumns(NamedTuple):
@@ -114,7 +111,7 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class BiasColumns(NamedTuple):
-    """Columns [N]: add `values[i]` to the logit of `token_ids[i]` in sampling row `rows[i]`."""
+    """Columns [N], to add `values[i]` to the logit of `token_ids[i]` in sampling row `rows[i]`."""
 
     rows: Int32Array
     token_ids: Int32Array
@@ -177,8 +174,6 @@ class SamplingPlan:
 
 
 class SamplingTable:
-    """Parameters, written when a request takes a row."""
-
     def __init__(self, max_num_seqs: int) -> None:
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
@@ -220,7 +215,6 @@ class SamplingTable:
             self._rules[row] = LogitRules(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
-        """Plan the tokens at `positions[i]` of `rows[i]`."""
         temperature = self._temperature[rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())
@@ -289,6 +283,6 @@ def _word_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) ->
 
 
 def _repeated(counts: list[tuple[int, int]]) -> Int32Array:
-    """Repeat first numbers as often as second ones say."""
+    """Repeat the first number of each pair as often as the second says."""
     numbers, times = zip(*counts, strict=True)
     return np.repeat(np.array(numbers, dtype=np.int32), times)

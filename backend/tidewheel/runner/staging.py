@@ -1,4 +1,4 @@
-"""Small host arrays on their way to the device: one asynchronous pinned copy per step."""
+"""Arrays of a step on their way to the device, in one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Groups = Mapping[GroupName, Group | None]  # in the order of their memory
 TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
 
 ALIGNMENT = 16  # bytes; every array starts at a multiple
-NUM_SLOTS = 3  # pinned buffers, reused after their copy
+NUM_SLOTS = 3  # pinned buffers
 DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,

@@ -1,8 +1,7 @@
 """Synthetic steps that compile kernels before the first request.
 
 triton-lang compiles a kernel for each combination of constants, argument types, and whether pointers and integers are
-divisible by 16 or equal to 1. Launchers specialise on nothing that changes from step to step. The remaining variants
-follow from the number of decoding rows, context and chunk lengths, and sampling, which these steps cover.
+divisible by 16 or equal to 1. They follow from the number of decoding rows, context and chunk lengths, and sampling.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(runner: BatchRunner, progress: Progress) -> None:
-    """Run every step, before the first request only: steps write to the cache and take rows.
-
-    Raise `ConfigError` if the cache leaves too little memory.
-    """
+    """Run every step, before the first request. Raise `ConfigError` if the cache leaves too little memory."""
     batches = list(warm_up_batches(runner.info))
     try:
         for done, batch in enumerate(batches):
@@ -86,7 +82,7 @@ def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
-    """Yield decodes with one to the most key splits, for few and many rows."""
+    """Yield decodes with few and many rows and key splits."""
     num_tokens = info.num_blocks * info.block_size
     for num_rows in _sizes(_most_rows(info)):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
@@ -107,7 +103,7 @@ def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
 
 
 def _sampled() -> Iterator[list[Row]]:
-    """Yield every way to sample, from model logits and from changed ones, which are float32."""
+    """Yield every way to sample, from model logits and from changed ones."""
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [Row(0, 1, SamplingParams(**way, **changes))]
@@ -171,7 +167,7 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
 
 
 def _new_row(index: int, row: Row) -> NewRow:
-    """Omit context tokens: stale ones will do."""
+    """Return a row without its context's tokens: stale ones will do."""
     token_ids = np.zeros(row.num_tokens, dtype=np.int32)
     return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), row.bad_words_ids)
 

@@ -22,6 +22,11 @@ from tidewheel.server.triton_http import DeployedModel
 Phase = Literal["loading", "ready", "stopping"]
 _SHOWN: dict[Phase, str] = {"loading": "W", "ready": "WEF", "stopping": ""}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
+_FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
+_STEPS = 1000
+OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
+_DEFAULT_GRPC_PORT = 8001
+_PROMPT = "A tuple is"
 
 
 class Console:
@@ -50,10 +55,6 @@ class Console:
         with contextlib.suppress(OSError, ValueError):
             tqdm.write(text, file=stream)
             stream.flush()  # type: ignore[attr-defined]
-
-
-_FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
-_STEPS = 1000
 
 
 class LoadProgress:
@@ -100,11 +101,6 @@ class LoadProgress:
             self._bars[name] = bar
         bar.n = round(_STEPS * min(max(fraction, 0.0), 1.0))
         bar.set_description_str(text)
-
-
-OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
-_DEFAULT_GRPC_PORT = 8001
-_PROMPT = "A tuple is"
 
 
 def describe_models(

@@ -27,6 +27,8 @@ EXIT_MARGIN_S = 15  # after the drain limit, so that the supervisor acts before 
 # Only operators of development servers need these APIs. A key that no client knows closes them.
 _CLOSED_APIS = "shared-memory,trace,logging"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
+BACKEND = "tidewheel"
+_PACKAGES = ("tidewheel", "tidewheel_kernels")
 
 
 def command(
@@ -115,10 +117,6 @@ def _without_gpu(flags: frozenset[str]) -> list[str]:
 
 def _joined(paths: Sequence[str], rest: str | None) -> str:
     return os.pathsep.join([*paths, *([rest] if rest else [])])
-
-
-BACKEND = "tidewheel"
-_PACKAGES = ("tidewheel", "tidewheel_kernels")
 
 
 def assemble(install: TritonInstall, target: Path) -> Path:

@@ -17,6 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _libc = ctypes.CDLL(None, use_errno=True)
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Process(NamedTuple):
@@ -113,9 +114,6 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:

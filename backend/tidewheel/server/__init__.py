@@ -2,4 +2,4 @@
 
 
 class ServeError(Exception):
-    """The server cannot start, or a part died. The message says in one line what to change."""
+    """Failed start or dead part of a server, in one line that says what to change."""

@@ -20,10 +20,7 @@ class Endpoints:
     metrics: int = 0
 
     def chosen(self) -> Endpoints:
-        """Replace every port 0. Raise `ServeError` naming a port in use and its option.
-
-        All are held until the last is known, so that they differ. They are free again on return.
-        """
+        """Replace every port 0 with a free one; all differ. Raise `ServeError` for a port in use."""
         with contextlib.ExitStack() as held:
             http = self._hold(held, self.http, "http")
             grpc = self._hold(held, self.grpc, "grpc")
@@ -31,7 +28,7 @@ class Endpoints:
             return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics)
 
     def authority(self, port: int) -> str:
-        """Return the host:port at which a client on this machine reaches `port`."""
+        """Return the host:port of `port` for a client on this machine."""
         address = _ANY.get(self.host, self.host)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 

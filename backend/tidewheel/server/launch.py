@@ -22,9 +22,9 @@ from tidewheel.server.workdir import WorkDir
 SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
 SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
 MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
-EXIT_MARGIN_S = 15  # after the drain limit, so that the supervisor acts before Triton
+EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
-# Only operators of development servers need these APIs. A key that no client knows closes them.
+# A key that no client knows closes these APIs.
 _CLOSED_APIS = "shared-memory,trace,logging"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 BACKEND = "tidewheel"
@@ -67,20 +67,20 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
     env["TIDEWHEEL_RUN_DIR"] = str(work.run)
     env["LD_LIBRARY_PATH"] = _joined([str(path) for path in install.libraries], base.get("LD_LIBRARY_PATH"))
     env["PYTHONPATH"] = _joined(python_path(), base.get("PYTHONPATH"))
-    # The Python in a stub takes its prefix from the first `python3`.
+    # A stub's Python takes its prefix from the first `python3`.
     env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
     env["TIDEWHEEL_PYTHON"] = sys.executable
     env["PYTHONUNBUFFERED"] = "1"
-    # torch makes this folder on import; the default in /tmp is predictable.
+    # torch makes this folder on import, by default at a predictable place.
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work.root / "inductor"))
-    # Front ends tokenise on their own threads, and numpy there has no work to share.
+    # Front ends tokenise on their own threads.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
 
 def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str]:
-    """Return the flags in tritonserver's help. Raise `ServeError` if it does not run."""
+    """Return the flags that tritonserver offers. Raise `ServeError` if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the located program
             [str(install.binary), "--help"], env=dict(env), capture_output=True, text=True, timeout=60, check=False

@@ -49,7 +49,7 @@ def children(pid: int) -> list[Process]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Return every living process below `pid`."""
+    """Return the living processes below `pid`."""
     below: dict[int, list[Process]] = {}
     for process in snapshot():
         below.setdefault(process.parent, []).append(process)
@@ -63,7 +63,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 class Watch:
-    """Watcher of one process's end. `fileno` is a pidfd, or None if the kernel has none: then poll `has_ended`."""
+    """Watcher of a process's end. `fileno` is a pidfd; if the kernel has none, poll `has_ended`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -83,17 +83,17 @@ class Watch:
 
 
 def adopt_orphans() -> None:
-    """Adopt descendants whose parent ends, so that none escapes."""
+    """Adopt descendants whose parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """Ask for SIGTERM when the parent ends. Call it in a child before exec."""
+    """Ask, in a child before exec, for SIGTERM when the parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def reap(*, keep: int) -> None:
-    """Reap ended children except `keep`, whose owner wants its exit status."""
+    """Reap ended children except `keep`."""
     for process in children(os.getpid()):
         if process.state == "Z" and process.pid != keep:
             with contextlib.suppress(ChildProcessError):
@@ -107,7 +107,7 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Poll, and return whether the condition came true in time."""
+    """Return whether the condition came true in time."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:
@@ -117,7 +117,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
 
 
 class StopSignals:
-    """Counter of SIGINT, SIGTERM and SIGHUP while its block runs. Each makes `fileno` readable. Main thread only."""
+    """Counter of SIGINT, SIGTERM and SIGHUP, which make `fileno` readable. Main thread only."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -23,7 +23,7 @@ FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options of `serve`. Exactly one of `model_repository` and `model` is set."""
+    """Options of `serve`, with either `model_repository` or `model`."""
 
     model_repository: Path | None = None
     models: tuple[str, ...] = ()  # entries to serve; empty: all
@@ -48,10 +48,9 @@ class _Plan:
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
-    """Run until asked to stop and return the exit code. `session` runs beside the ready server, which ends with it.
+    """Run until asked to stop, or until `session`, run beside the ready server, ends; return the exit code.
 
-    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. All started processes have ended by
-    then.
+    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. No process is left.
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)

@@ -28,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
         import readline  # noqa: F401 - gives `input` line editing and a history
     params = sampling_params(args)
     with connect(args) as client:
-        client.metadata()  # fails at once without the server or the model
         print(f"{client.model} at {client.url}. {_HELP}")
         _Chat(client, args.system, params, stats=args.stats).run()
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
-from tidewheel.cli.usage import show
+from tidewheel.cli.usage import UsageError, show
 
 if TYPE_CHECKING:
     from tidewheel.server.endpoints import Endpoints
@@ -18,8 +18,16 @@ PROMPTS = ("A tuple is", "The server process", "To create a table")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-repository", type=Path, default=DEFAULT_REPOSITORY, metavar="DIR")
-    parser.add_argument("--max-tokens", type=int, default=80, metavar="N", help="per prompt (default: %(default)s)")
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        default=DEFAULT_REPOSITORY,
+        metavar="DIR",
+        help="with the entry demo (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=80, metavar="N", help="longest text in tokens (default: %(default)s)"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
@@ -27,6 +35,11 @@ def run(args: argparse.Namespace) -> int:
     from tidewheel.server.endpoints import Endpoints
     from tidewheel.server.serving import ServeOptions, serve
 
+    if not args.model_repository.is_dir():
+        raise UsageError(
+            f"no folder {str(args.model_repository)!r} here: the demo model comes with Tidewheel's source; run this "
+            "there, or name its model_repository with --model-repository"
+        )
     session = _Session(args.max_tokens)
     options = ServeOptions(
         model_repository=args.model_repository,

@@ -67,14 +67,17 @@ def sampling_params(args: argparse.Namespace) -> dict[str, object]:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """Return a client with the model chosen; raise `UsageError` or `RequestError`."""
-    from tidewheel_client import Client
+    """Return a client of a server that answers, with the model chosen; raise `UsageError` or `RequestError`."""
+    from tidewheel_client import Client, ServerUnavailable
 
     client = Client(args.url, args.model or "", timeout_s=args.timeout_s)
     try:
         client.model = args.model or _only_model(client)
-    except BaseException:
+        client.metadata()
+    except BaseException as error:
         client.close()
+        if isinstance(error, ServerUnavailable):
+            raise UsageError(f"{error}: start one with 'tidewheel serve', or name another with --url") from None
         raise
     return client
 

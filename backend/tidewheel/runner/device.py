@@ -76,7 +76,8 @@ def limit_threads(weights_bytes: int) -> None:
 
 def device_name(device: torch.device) -> str:
     if device.type == "cpu":
-        return f"cpu ({torch.get_num_threads()} threads)"
+        num_threads = torch.get_num_threads()
+        return f"cpu ({num_threads} thread{'' if num_threads == 1 else 's'})"
     return torch.cuda.get_device_name(device)
 
 

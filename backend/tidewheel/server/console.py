@@ -142,8 +142,8 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
         return [f"  {model.name}: backend {model.backend}"]
     return [
         f"  {model.name}: {info.architecture}, {info.dtype}, on {info.device}; loaded in {info.load_seconds:.1f} s",
-        f"    weights {_size(info.weights_bytes)}, activations {_size(info.activation_bytes)}, "
-        f"graphs {_size(info.graph_bytes)}",
+        f"    weights {_size(info.weights_bytes)}, activations {_size(info.activation_bytes)}"
+        + (f", graphs {_size(info.graph_bytes)}" if info.graph_bytes else ""),
         f"    KV cache {_size(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
         f"{info.num_cache_tokens:,} tokens",
         f"    fits {info.max_concurrency:.1f} requests of full length ({info.max_model_len:,} tokens) at once; "

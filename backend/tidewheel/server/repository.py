@@ -8,7 +8,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
@@ -27,7 +27,7 @@ def resolve_model(model: str) -> str:
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
         return str(folder.resolve())
     if not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (organisation/name) either")
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
     return model
 
 
@@ -80,7 +80,7 @@ def select(repository: Path, names: Iterable[str], target: Path) -> Path:
     wanted = list(dict.fromkeys(names))
     for name in wanted:
         if name not in there:
-            raise ConfigError(f"--models has {name!r}: {str(repository)!r} has {', '.join(there)}")
+            raise ConfigError(f"--models names {name!r}, but {str(repository)!r} has {', '.join(there)}")
     target.mkdir(parents=True)
     for name in wanted:
         (target / name).symlink_to((repository / name).resolve())

@@ -14,8 +14,8 @@ from gpu.stage import Stage
 from gpu.timing import Call, Timer
 from gpu.values import throughput
 from tidewheel.batch import Int32Array
-from tidewheel.models import base
-from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.models import causal_lm
+from tidewheel.runner.host_tier import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel_kernels import copy_blocks
 
@@ -26,7 +26,7 @@ ROUNDS = 10
 
 
 def layout_of(shape: ModelShape) -> CacheLayout:
-    model = base.ModelShape(
+    model = causal_lm.ModelShape(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,

@@ -18,7 +18,7 @@ from gpu.stream_client import stream_all
 from gpu.streams import THROUGH_TRITON, report_streams
 from gpu.work import TEMPERATURE
 from serving import served
-from tidewheel.server.errors import ServeError
+from tidewheel.server import ServeError
 from tidewheel.server.locate import locate
 from workload import WorkItem
 

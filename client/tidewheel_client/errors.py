@@ -144,6 +144,8 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
         return RequestTimeout("the time limit of the request has passed")
     if text.startswith("failed to connect"):
         return ServerUnavailable(f"no server answers at {url}")
+    if text.startswith(("errors resolving", "DNS resolution failed")):
+        return ServerUnavailable(f"no such host: {url}")
     cls = _BY_STATUS.get(error.code(), RequestError)
     return _from_tagged(text) or cls(text or f"the call failed with {error.code().name}")
 

@@ -62,6 +62,16 @@ def test_tagged_errors(client: Client, triton: FakeTriton, tag: str, with_status
     assert str(caught.value) == text
 
 
+def test_a_host_that_does_not_exist_is_said_shortly(client: Client, triton: FakeTriton) -> None:
+    for text in (
+        "errors resolving x:1: [field:hostname lookup error]",
+        "DNS resolution failed for x:1: C-ares status",
+    ):
+        triton.answer = refuse(grpc.StatusCode.UNAVAILABLE, text)
+        with pytest.raises(tc.ServerUnavailable, match=rf"^no such host: {client.url}$"):
+            client.generate("x")
+
+
 def test_a_tag_of_a_newer_server_keeps_its_text(client: Client, triton: FakeTriton) -> None:
     triton.answer = say_error("[TW-TOMORROW] from the future")
     with pytest.raises(tc.InternalError, match="TW-TOMORROW: from the future"):

@@ -14,11 +14,10 @@ import torch
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
-from tidewheel.models.base import ModelShape
-from tidewheel.runner import host_blocks
+from tidewheel.models.causal_lm import ModelShape
+from tidewheel.runner import host_tier
 from tidewheel.runner.block_transfers import BlockTransfers
-from tidewheel.runner.host_blocks import HostBlocks
-from tidewheel.runner.host_memory import GIB, available_host_bytes, decide_num_host_blocks
+from tidewheel.runner.host_tier import GIB, HostBlocks, available_host_bytes, decide_num_host_blocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.model_runner import ModelRunner
 
@@ -48,8 +47,8 @@ def batch(step_id: int = 0, **columns: np.ndarray) -> ScheduledBatch:
 @pytest.fixture(params=["one slab", "slabs and chunks"])
 def small_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "one slab":
-        monkeypatch.setattr(host_blocks, "SLAB_BYTES", 2 * LAYOUT.block_bytes)
-        monkeypatch.setattr(host_blocks, "STAGING_BYTES", 3 * LAYOUT.block_bytes)
+        monkeypatch.setattr(host_tier, "SLAB_BYTES", 2 * LAYOUT.block_bytes)
+        monkeypatch.setattr(host_tier, "STAGING_BYTES", 3 * LAYOUT.block_bytes)
 
 
 @pytest.mark.usefixtures("small_memory")

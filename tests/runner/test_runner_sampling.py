@@ -15,7 +15,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from support.models import tiny_models
 from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import Int32Array, SampledTokens, TopLogprobs
+from tidewheel.config import EngineConfig
+from tidewheel.models.causal_lm import no_progress
 from tidewheel.request import Request
+from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
 
@@ -182,9 +185,11 @@ def test_no_logprobs_without_being_asked(runner: ModelRunner) -> None:
     assert first_step(runner, [request("r", PROMPT, 2)]).logprobs is None
 
 
-def test_logits_that_are_not_finite_end_one_request_only(runner: ModelRunner) -> None:
+def test_logits_that_are_not_finite_end_one_request_only(config: EngineConfig, runner: ModelRunner) -> None:
     poisoned = 11
-    runner._model.embedding[poisoned] = float("nan")
+    model = load_parts(config, no_progress).model
+    model.embedding[poisoned] = float("nan")
+    runner = ModelRunner(model, Cache(runner.kv, None), runner.info, torch.device("cpu"))
     prompts = [np.array([1, 2, 3], dtype=np.int32), np.array([4, poisoned, 6], dtype=np.int32)]
     asked = dataclasses.replace(GREEDY, logprobs=1)
     sampled = first_step(runner, [request(f"{i}", prompt, 3, asked) for i, prompt in enumerate(prompts)])

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 def _exit_code(error: Exception) -> int | None:
     """Return an expected error's exit code, None for a bug; look classes up among loaded modules, importing none."""
     for module, name, code in (
-        ("tidewheel.server.errors", "ServeError", 1),
+        ("tidewheel.server", "ServeError", 1),
         ("tidewheel.errors", "ConfigError", 1),
         ("tidewheel.cli.usage", "UsageError", 2),
         ("tidewheel_client.errors", "RequestError", 2),

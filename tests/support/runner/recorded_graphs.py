@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tidewheel.runner.cuda_graphs import Captured
+from tidewheel.runner.accelerator import Captured
 
 # Results whose size or presence depends on values, and reads of values.
 READING_OPERATIONS = {

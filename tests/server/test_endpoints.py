@@ -6,12 +6,12 @@ import socket
 
 import pytest
 
-from tidewheel.server.errors import ServeError
-from tidewheel.server.ports import Ports, authority, choose, is_loopback
+from tidewheel.server import ServeError
+from tidewheel.server.endpoints import Endpoints, is_loopback
 
 
 def test_zero_takes_three_different_free_ports() -> None:
-    ports = choose("127.0.0.1", Ports(http=0, grpc=0, metrics=0))
+    ports = Endpoints().chosen()
     numbers = {ports.http, ports.grpc, ports.metrics}
     assert len(numbers) == 3
     for number in numbers:
@@ -25,25 +25,25 @@ def test_a_port_in_use_is_named_with_its_option() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ServeError, match=f"port {port} .* is in use: .*--grpc-port"):
-            choose("127.0.0.1", Ports(http=0, grpc=port, metrics=0))
+            Endpoints(grpc=port).chosen()
 
 
 def test_one_port_for_two_endpoints() -> None:
-    free = choose("127.0.0.1", Ports(http=0, grpc=0, metrics=0)).http
+    free = Endpoints().chosen().http
     with pytest.raises(ServeError, match="--metrics-port"):
-        choose("127.0.0.1", Ports(http=free, grpc=0, metrics=free))
+        Endpoints(http=free, metrics=free).chosen()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
 def test_hosts_that_are_not_here(host: str) -> None:
     with pytest.raises(ServeError, match=f"--host is '{host}'"):
-        choose(host, Ports(http=0, grpc=0, metrics=0))
+        Endpoints(host=host).chosen()
 
 
 def test_addresses() -> None:
-    assert authority("0.0.0.0", 1) == "127.0.0.1:1"
-    assert authority("::", 1) == "[::1]:1"
-    assert authority("10.0.0.1", 1) == "10.0.0.1:1"
+    assert Endpoints(host="0.0.0.0").authority(1) == "127.0.0.1:1"
+    assert Endpoints(host="::").authority(1) == "[::1]:1"
+    assert Endpoints(host="10.0.0.1").authority(1) == "10.0.0.1:1"
     assert is_loopback("127.0.0.1")
     assert is_loopback("localhost")
     assert not is_loopback("0.0.0.0")

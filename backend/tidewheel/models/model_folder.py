@@ -1,4 +1,4 @@
-"""Untrusted `config.json`: typed fields, and checks for every model."""
+"""Folder of a Hugging Face model, and its untrusted `config.json`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
 from tidewheel.errors import ConfigError
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INT = 2**31 - 1
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+# Data only: code and pickled weights are never fetched.
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Read a JSON object from a file of bounded size."""
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes: it is no configuration of a model")
@@ -30,7 +35,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def read_config(folder: Path) -> Fields:
-    """Return the fields of `config.json` after the checks for every model."""
+    """Return the checked fields of `config.json`."""
     path = folder / "config.json"
     fields = Fields(read_json(path), str(path))
     values = fields.values
@@ -50,7 +55,6 @@ class Fields:
         self.where = where
 
     def section(self, key: str) -> Fields:
-        """Return a nested object; empty if absent or null."""
         value = self.values.get(key)
         if value is None:
             return Fields({}, f"{self.where}: {key}")
@@ -68,7 +72,6 @@ class Fields:
         return None if self.values.get(key) is None else self.integer(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a positive finite number."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise self.error(key, "a positive number")
@@ -106,7 +109,6 @@ class Fields:
 
 
 def architecture(fields: Fields) -> str:
-    """Return the class that the checkpoint was made for."""
     names = fields.texts("architectures")
     if len(names) != 1:
         raise fields.error("architectures", "a list of one name")
@@ -114,11 +116,27 @@ def architecture(fields: Fields) -> str:
 
 
 def checkpoint_dtype(fields: Fields) -> str | None:
-    """Return the stated dtype of the weights, if served."""
+    """Return the weights' dtype, if stated and served."""
     name = fields.values.get("dtype") or fields.values.get("torch_dtype")
     return name if isinstance(name, str) and name in DTYPE_NAMES else None
 
 
 def one_line(error: Exception, limit: int = 400) -> str:
-    """Return a library's message on one line."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def resolve_folder(model: str) -> Path:
+    """Return the folder, or that of a Hugging Face repository, which is downloaded unless it is cached."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists() or folder.is_absolute() or model.count("/") != 1:
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
+    try:
+        return Path(snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except HFValidationError:
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {model!r} is no folder and cannot be fetched from Hugging Face: {one_line(error)}"
+        ) from None

@@ -1,30 +1,34 @@
-"""Host tier memory, and its copies to and from the KV cache."""
+"""Host tier of the KV cache: its size, memory, and copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from tidewheel.batch import Int32Array
-from tidewheel.runner.kv_tensors import MIB, KVTensors, index_on
+from tidewheel.errors import ConfigError
+from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, index_on
 
 # torch rounds pinned memory up to a power of two: one large tensor could take twice its size.
 SLAB_BYTES = 1024 * MIB
 STAGING_BYTES = 64 * MIB
+GIB = 1 << 30
+MEMORY_INFO = Path("/proc/meminfo")
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def num_staged_blocks(block_bytes: int, num_slots: int) -> int:
-    """Return the blocks in the device's staging buffer."""
     return min(max(1, STAGING_BYTES // block_bytes), num_slots)
 
 
 class HostBlocks:
-    """Host slots, pinned on CUDA, of one block of all layers each.
+    """Slots, pinned on CUDA, of one block of all layers each.
 
-    A block's keys and values of each layer are separate in the cache and contiguous in a slot. A block is gathered
-    into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued without waiting and
-    must all use the same current stream.
+    A block is gathered into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued
+    without waiting, all on one stream.
     """
 
     def __init__(self, kv: KVTensors, num_slots: int) -> None:
@@ -67,8 +71,56 @@ class HostBlocks:
             self._blocks.index_copy_(0, index, staged)
 
     def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yield chunks that fit the staging buffer: block ids on the device, and slots."""
+        """Yield block ids on the device, and slots, in chunks that fit the staging buffer."""
         size = len(self._staging)
         for first in range(0, len(slots), size):
             index = index_on(self._staging.device, block_ids[first : first + size])
             yield index, slots[first : first + size].tolist()
+
+
+def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
+    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if below one block or above available memory."""
+    if swap_space == 0.0:
+        return 0
+    num_bytes = int(swap_space * GIB)
+    if available_bytes is not None and num_bytes > available_bytes:
+        raise ConfigError(
+            f"swap_space is {swap_space:g} GiB, but {available_bytes / GIB:.1f} GiB of host memory are available: "
+            "lower it"
+        )
+    num_blocks = num_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"swap_space is {swap_space:g} GiB, which does not hold one block of {layout.block_bytes / MIB:.1f} MiB: "
+            "raise it, or set it to 0"
+        )
+    return num_blocks
+
+
+def available_host_bytes(
+    memory_info: Path = MEMORY_INFO, limit: Path = CONTAINER_LIMIT, use: Path = CONTAINER_USE
+) -> int | None:
+    """Return the bytes that machine and container allow, if known."""
+    amounts = [amount for amount in (_available(memory_info), _left(limit, use)) if amount is not None]
+    return min(amounts, default=None)
+
+
+def _available(memory_info: Path) -> int | None:
+    for line in _read(memory_info).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _left(limit: Path, use: Path) -> int | None:
+    allowed, used = _read(limit).strip(), _read(use).strip()
+    if not allowed.isdecimal() or not used.isdecimal():  # "max": no limit
+        return None
+    return max(int(allowed) - int(used), 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

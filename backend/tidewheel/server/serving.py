@@ -8,16 +8,12 @@ from pathlib import Path
 
 from tidewheel.engine.run_dir import engine_dir
 from tidewheel.engine.status import read_status
-from tidewheel.server import backend_dir, launch, ports, repository
-from tidewheel.server.console import Console
-from tidewheel.server.errors import ServeError
-from tidewheel.server.launch import Endpoints
+from tidewheel.server import ServeError, launch, repository
+from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
+from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.locate import TritonInstall, locate
-from tidewheel.server.ports import Ports, authority
-from tidewheel.server.progress import LoadProgress
-from tidewheel.server.report import describe_endpoints, describe_models, version_warning
+from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
-from tidewheel.server.signals import StopSignals
 from tidewheel.server.supervisor import Supervisor
 from tidewheel.server.triton_http import DeployedModel, TritonHttp
 from tidewheel.server.workdir import WorkDir, work_dir
@@ -27,15 +23,14 @@ FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options of `serve`. Exactly one of `model_repository` and `model` is set."""
+    """Options of `serve`, with either `model_repository` or `model`."""
 
     model_repository: Path | None = None
     models: tuple[str, ...] = ()  # entries to serve; empty: all
     model: str | None = None  # folder or Hugging Face id
     model_name: str = ""  # empty: last part of `model`
     settings: Mapping[str, str]
-    host: str = "127.0.0.1"
-    ports: Ports
+    endpoints: Endpoints
     drain_s: float = 30.0
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
@@ -53,10 +48,9 @@ class _Plan:
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
-    """Run until asked to stop and return the exit code. `session` runs beside the ready server, which ends with it.
+    """Run until asked to stop, or until `session`, run beside the ready server, ends; return the exit code.
 
-    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. All started processes have ended by
-    then.
+    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. No process is left.
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
@@ -77,8 +71,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
 def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:
     models = _repository(options, work)
     names = repository.entries(models)
-    endpoints = Endpoints(host=options.host, ports=ports.choose(options.host, options.ports))
-    backend_dir.assemble(install, work.backends)
+    endpoints = options.endpoints.chosen()
+    launch.assemble(install, work.backends)
     environment = launch.environment(install, work)
     command = launch.command(
         install,
@@ -123,7 +117,7 @@ def _server_log(path: Path | None) -> Iterator[ServerLog]:
 
 
 def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
-    server = TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http))
+    server = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
     progress = LoadProgress(plan.engines)
     try:
         return supervisor.wait_ready(server.is_ready, progress.update)
@@ -145,7 +139,7 @@ def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bo
 
 def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
     try:
-        return TritonHttp(authority(plan.endpoints.host, plan.endpoints.ports.http)).models()
+        return TritonHttp(plan.endpoints.authority(plan.endpoints.http)).models()
     except OSError as error:
         console.note(f"warning: the server is ready and does not list its models: {error}")
         return []

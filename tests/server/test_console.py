@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.server.launch import Endpoints
-from tidewheel.server.ports import Ports
-from tidewheel.server.report import describe_endpoints, describe_models, version_warning
+from tidewheel.server.console import describe_endpoints, describe_models, version_warning
+from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.triton_http import DeployedModel
 
 INFO = EngineInfo(
@@ -36,7 +35,7 @@ MODELS = [
 
 
 def endpoints(grpc: int = 8001, host: str = "127.0.0.1") -> Endpoints:
-    return Endpoints(host=host, ports=Ports(http=8000, grpc=grpc, metrics=8002))
+    return Endpoints(host=host, http=8000, grpc=grpc, metrics=8002)
 
 
 def test_what_runs_and_where() -> None:

@@ -1,4 +1,4 @@
-"""Interface between the runner and a model."""
+"""Interface of a model to the runner."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 class ModelShape(NamedTuple):
-    """Sizes for the runner's tables."""
-
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -41,7 +39,7 @@ class CausalLM(Protocol):
 
     @property
     def is_capturable(self) -> bool:
-        """True if `forward` neither waits for the device nor reads its values, as CUDA graphs require."""
+        """Return whether `forward` neither waits for the device nor reads its values."""
         ...
 
     def forward(
@@ -57,4 +55,4 @@ class CausalLM(Protocol):
 
 
 def no_progress(stage: str, fraction: float) -> None:
-    """Ignore progress."""
+    pass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config_file import Fields, architecture
-from tidewheel.models.registry import NativeTraits
-from tidewheel.models.rope import RopeConfig, parse_rope
+from tidewheel.models.architectures import NativeTraits
+from tidewheel.models.model_folder import Fields, architecture
+from tidewheel.models.rope_table import RopeConfig, parse_rope
 
 MAX_LAYERS = 1024
 MAX_HEAD_DIM = 256
@@ -88,7 +88,6 @@ def _check_heads(fields: Fields, config: ModelConfig) -> None:
 
 
 def _sliding_windows(fields: Fields, traits: NativeTraits, num_layers: int) -> tuple[int, ...]:
-    """Return each layer's window in tokens, 0 for full attention."""
     full = (0,) * num_layers
     if traits.windowed_layers == "none":
         return full

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, and the table of cosines and sines."""
+"""Rotary position embedding: its configuration, frequencies, and table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config_file import Fields
+from tidewheel.models.model_folder import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -30,7 +30,7 @@ class RopeConfig:
 
     @property
     def extended_context(self) -> int:
-        """Positions that the scaling extends to; 0 if the configuration gives them."""
+        """Positions that the scaling extends to, or 0."""
         return int(self.original_context * self.factor) if self.rope_type == "yarn" else 0
 
 
@@ -73,7 +73,7 @@ def _parse_scaling(fields: Fields, merged: Fields, rope_type: str, theta: float)
 
 
 def _yarn_attention_factor(merged: Fields, factor: float) -> float:
-    """Peng et al. 2023 (YaRN), section 3.4: 0.1 ln(s) + 1; `mscale` and `mscale_all_dim` as DeepSeek defines them."""
+    """Return 0.1 ln(s) + 1 (YaRN, Peng et al. 2023, section 3.4), or DeepSeek's quotient of two such."""
     given = merged.optional_number("attention_factor")
     if given is not None:
         return given
@@ -83,7 +83,7 @@ def _yarn_attention_factor(merged: Fields, factor: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Return [rotary_dim / 2] float32: radians per position of each pair."""
+    """Return [rotary_dim / 2] float32, in radians per position."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     plain = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
@@ -96,7 +96,7 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Slow long waves, keep short ones and blend between them: Llama 3.1's `apply_scaling`."""
+    """Slow long waves, keep short ones and blend between them, as Llama 3.1's `apply_scaling`."""
     wavelength = 2 * math.pi / plain
     low, high = rope.low_freq_factor, rope.high_freq_factor
     blend = (rope.original_context / wavelength - low) / (high - low)
@@ -105,7 +105,7 @@ def _llama3(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Ramp over dimensions between interpolated and plain frequencies: YaRN, section 3.2 ("NTK-by-parts")."""
+    """Ramp between interpolated and plain frequencies (YaRN, section 3.2, "NTK-by-parts")."""
 
     def dimension(rotations: float) -> float:
         return rotary_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))

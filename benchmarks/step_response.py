@@ -30,7 +30,7 @@ from step_models import (
     run_tpot,
     run_window,
 )
-from tidewheel.scheduler.budget import KV_HIGH, KV_LOW
+from tidewheel.scheduler.controllers import KV_HIGH, KV_LOW
 from tidewheel.scheduler.strategy import MAX_WINDOW_S, MIN_WINDOW_S, TOLERANCE
 
 if TYPE_CHECKING:

@@ -8,14 +8,13 @@ sampled token to its position in the row. So a step can be scheduled before the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from tidewheel.request import Request
-    from tidewheel.sampling import SamplingParams
+from tidewheel.request import Request
+from tidewheel.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]

@@ -173,6 +173,12 @@ class InternalError(TidewheelError):
     """
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise `InternalError` unless the condition holds, unlike `assert` also under ``python -O``."""
+    if not condition:
+        raise InternalError(f"invariant broken: {message}")
+
+
 class ConfigError(Exception):
     """A wrong setting. The message says in one line what to change."""
 

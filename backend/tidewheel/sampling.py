@@ -3,14 +3,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from tidewheel.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from tidewheel.batch import Float32Array, Int32Array
 
 # Caps checked before allocation.
 MAX_LOGPROBS = 20
@@ -30,7 +27,7 @@ class LogitBias(Mapping[int, float]):
 
     __slots__ = ("amounts", "token_ids")
 
-    def __init__(self, token_ids: Int32Array, amounts: Float32Array) -> None:
+    def __init__(self, token_ids: npt.NDArray[np.int32], amounts: npt.NDArray[np.float32]) -> None:
         """Raise `InvalidRequest` for a wrong number of entries, ids that do not ascend, and values out of range."""
         self.token_ids = token_ids  # [num_entries]
         self.amounts = amounts  # [num_entries]

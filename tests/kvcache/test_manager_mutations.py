@@ -58,8 +58,8 @@ def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
 
     def take(self: TransferQueue, step_id: int) -> Any:
         taken = real(self, step_id)
-        if step_id in self._carried:
-            self._carried[step_id].sources.clear()
+        if step_id in self._steps:
+            self._steps[step_id].sources.clear()
         return taken
 
     patch.setattr(TransferQueue, "take", take)

@@ -34,6 +34,7 @@ LAYERS = {
     "tidewheel.request": 0,
     "tidewheel.batch": 0,
     "tidewheel.stats": 0,
+    "tidewheel.event_heap": 0,
     "tidewheel.scheduler": 1,
     "tidewheel.kvcache": 1,
     "tidewheel.record": 1,

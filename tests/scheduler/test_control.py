@@ -11,7 +11,7 @@ from support.scheduler.scheduling import SchedulerDriver, make_config, make_requ
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
-from tidewheel.scheduler.budget import MIN_TOKEN_BUDGET
+from tidewheel.scheduler.controllers import MIN_TOKEN_BUDGET
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler
 from tidewheel.errors import DeadlineExceeded
+from tidewheel.event_heap import Event, EventHeap
 from tidewheel.request import FinishReason, Priority, RequestState
-from tidewheel.scheduler.events import Event, EventHeap
 from tidewheel.scheduler.scheduler import Scheduler
 
 
@@ -107,17 +107,16 @@ def test_only_what_comes_before_the_deadline_is_expired() -> None:
 
 
 def test_events_of_the_dead_are_bounded_by_the_living() -> None:
-    heap = EventHeap(lambda event: not event.request.is_finished)
+    heap = EventHeap(lambda event: not event.subject.is_finished)
     for number in range(10_000):
         request = make_request(f"r{number}")
         heap.push(1e9, request, 1)
         request.state = RequestState.FINISHED
-        assert len(heap._heap) <= 2 * 1 + 64
+        assert len(heap) <= 2 * 1 + 64
     alive = make_request("alive")
     heap.push(1.0, alive, 1)
-    assert heap.next_time == 1.0
-    assert [event.request for event in heap.pop_due(1e9)] == [alive]
-    assert len(heap._heap) == 0 and heap.next_time == float("inf")
+    assert [event.subject for event in heap.pop_due(1e9)] == [alive]
+    assert len(heap) == 0
 
 
 def test_events_pushed_while_others_are_popped_are_popped_too() -> None:

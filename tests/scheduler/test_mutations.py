@@ -55,23 +55,21 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from support.scheduler.scheduler_machine import CrowdedMachine, SchedulerMachine
 from tidewheel.errors import DeadlineExceeded, InternalError
-from tidewheel.kvcache import hits, prefix
-from tidewheel.kvcache.departures import Departures
-from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.event_heap import Event, EventHeap
+from tidewheel.kvcache import prefix
+from tidewheel.kvcache.manager import Departures, KVCacheManager
 from tidewheel.kvcache.transfers import NO_TRANSFERS, Transfers
 from tidewheel.request import Priority, Request, RequestState
-from tidewheel.scheduler import entrance, queue, reserve, service_class, victims
+from tidewheel.scheduler import admission, planner, queue, victims
 from tidewheel.scheduler import state as state_module
-from tidewheel.scheduler.admission import Admission
+from tidewheel.scheduler.admission import Admission, WaitingLimits
 from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.control import Control
-from tidewheel.scheduler.entrance import Entrance
-from tidewheel.scheduler.events import Event, EventHeap
-from tidewheel.scheduler.plan import Chunk, StepPlan
+from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.policy import POLICIES, Rank
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_plan import Chunk, StepPlan
 
 # No shrinking: that it fails is all that is asked.
 SETTINGS = settings(
@@ -103,7 +101,7 @@ def hash_before_commit(patch: pytest.MonkeyPatch) -> None:
 
 
 def hit_too_long(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hits, "max_hit_blocks", lambda num_tokens, block_size: num_tokens // block_size)
+    patch.setattr(prefix, "max_hit_blocks", lambda num_tokens, block_size: num_tokens // block_size)
 
 
 def tokens_in_flight_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -186,12 +184,14 @@ def oldest_evicted(patch: pytest.MonkeyPatch) -> None:
 
 
 def half_a_group_admitted(patch: pytest.MonkeyPatch) -> None:
-    real = Admission.find_room
-    patch.setattr(Admission, "find_room", lambda self, request, count, *rest: real(self, request, 1, *rest))
+    real = WaitingLimits.choose_evictions
+    patch.setattr(
+        WaitingLimits, "choose_evictions", lambda self, request, count, *rest: real(self, request, 1, *rest)
+    )
 
 
 def aged_to_critical(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(service_class, "lifted", lambda level: Priority(max(level - 2, 1)))
+    patch.setattr(Priority, "lifted", lambda self: Priority(max(self - 2, 1)))
 
 
 def place_kept_when_lifted(patch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def running_never_expires(patch: pytest.MonkeyPatch) -> None:
     real = EventHeap.pop_due
 
     def pop_due(self: EventHeap, now: float) -> Iterator[Event]:
-        return (event for event in real(self, now) if event.request.state is not RequestState.RUNNING)
+        return (event for event in real(self, now) if event.subject.state is not RequestState.RUNNING)
 
     patch.setattr(EventHeap, "pop_due", pop_due)
 
@@ -247,7 +247,7 @@ def nothing_given_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def strategy_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Control, "_max_joins", lambda self, *view: 999)
+    patch.setattr(StepControl, "_max_joins", lambda self, *view: 999)
 
 
 def every_deadline_refused(patch: pytest.MonkeyPatch) -> None:
@@ -255,15 +255,15 @@ def every_deadline_refused(patch: pytest.MonkeyPatch) -> None:
         if request.deadline is not None:
             raise DeadlineExceeded("too late")
 
-    patch.setattr(entrance, "check_deadline", check_deadline)
+    patch.setattr(admission, "check_deadline", check_deadline)
 
 
 def critical_takes_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reserve, "victims_for", lambda state, *rest, **more: victims.order_of_victims(state, Priority.HIGH))
+    patch.setattr(planner, "victims_for", lambda state, *rest, **more: victims.order_of_victims(state, Priority.HIGH))
 
 
 def critical_waits(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reserve, "victims_for", lambda *rest, **more: [])
+    patch.setattr(planner, "victims_for", lambda *rest, **more: [])
 
 
 def one_victim_too_many(patch: pytest.MonkeyPatch) -> None:
@@ -288,13 +288,13 @@ def found_blocks_counted_as_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def begun_group_evicted(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Request, "has_begun", property(lambda self: self.first_scheduled_time is not None))
+    patch.setattr(Request, "is_new", property(lambda self: self.first_scheduled_time is None))
 
 
 def half_a_group_evicted(patch: pytest.MonkeyPatch) -> None:
-    real = Entrance._evict
+    real = Admission._evict
 
-    def evict(self: Entrance, victim: Request, *rest: Any) -> list[Request]:
+    def evict(self: Admission, victim: Request, *rest: Any) -> list[Request]:
         kept, victim.followers = victim.followers, []
         self._state.waiting.count(victim, -len(kept))
         gone = real(self, victim, *rest)
@@ -302,12 +302,12 @@ def half_a_group_evicted(patch: pytest.MonkeyPatch) -> None:
         self._state._release_followers(victim, 0.0)
         return gone
 
-    patch.setattr(Entrance, "_evict", evict)
+    patch.setattr(Admission, "_evict", evict)
 
 
 def cached_prefix_first_for_ever(patch: pytest.MonkeyPatch) -> None:
     real = queue.next_in_line
-    patch.setattr(reserve, "next_in_line", lambda *rest, **more: real(*rest, **more | {"before": -1.0}))
+    patch.setattr(planner, "next_in_line", lambda *rest, **more: real(*rest, **more | {"before": -1.0}))
 
 
 def cached_prefix_before_class(patch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def cached_prefix_before_class(patch: pytest.MonkeyPatch) -> None:
 
 
 def computed_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hits.PrefixFinder, "drop_announced", lambda self, row, block_hashes=None: None)
+    patch.setattr(prefix.PrefixCache, "drop_announced", lambda self, row, block_hashes=None: None)
 
 
 def growth_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -237,9 +237,7 @@ def test_a_lowered_limit_costs_one_row_for_a_critical() -> None:
         num_blocks=4096, block_size=16, max_num_seqs=256, max_num_batched_tokens=1024, max_waiting_requests=256
     )
     requests = fill(driver, 116)
-    driver.scheduler._control.knobs = driver.scheduler._control.knobs._replace(
-        max_num_seqs=50
-    )  # as the governor does
+    driver.scheduler._control.max_num_seqs = 50  # as the governor does
     critical = driver.add(make_request("critical", [39, 38, 37], max_tokens=2, priority=CRITICAL))
     driver.schedule()
     assert critical.state is RUNNING
@@ -252,7 +250,7 @@ def test_criticals_under_a_lowered_limit_cost_at_most_a_row_each(number: int) ->
     driver = SchedulerDriver(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
     requests = fill(driver, 8)
     control = driver.scheduler._control
-    control.knobs = control.knobs._replace(max_num_seqs=3)
+    control.max_num_seqs = 3
     criticals = [driver.add(make_request(f"c{n}", [39, n], max_tokens=2, priority=CRITICAL)) for n in range(number)]
     driver.schedule()
     assert all(critical.state is RUNNING for critical in criticals)
@@ -475,7 +473,7 @@ def test_a_group_whose_leader_waits_for_its_return_is_not_evicted() -> None:
 def test_a_waiting_group_counts_as_many_as_it_has_sequences() -> None:
     driver = SchedulerDriver(num_blocks=64, max_waiting_requests=4, max_waiting_tokens=40)
     driver.add_group(group(3, prompt=12))
-    room = driver.scheduler.room(driver.now)
+    room = driver.scheduler.waiting_room(driver.now)
     assert (room.num_requests, room.num_tokens) == (3, 36)
     driver.add(make_request("last", 2))
     with pytest.raises(Busy, match="4 of 4 requests"):

@@ -6,7 +6,6 @@ import pytest
 
 from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.service_class import dropped, lifted
 from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
@@ -25,8 +24,8 @@ def waits(driver: SchedulerDriver, name: str, priority: Priority, **fields: obje
 
 
 def test_one_class_at_a_time_and_to_high_at_most() -> None:
-    assert [lifted(level) for level in Priority] == [CRITICAL, HIGH, HIGH, NORMAL]
-    assert [dropped(level) for level in Priority] == [HIGH, NORMAL, LOW, LOW]
+    assert [level.lifted() for level in Priority] == [CRITICAL, HIGH, HIGH, NORMAL]
+    assert [level.dropped() for level in Priority] == [HIGH, NORMAL, LOW, LOW]
 
 
 def test_low_stands_among_high_after_two_ageing_times() -> None:

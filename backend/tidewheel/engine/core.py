@@ -158,7 +158,7 @@ class EngineCore:
             self._deliver(StepOutputs([], [], None, requests))
 
     def room(self) -> WaitingRoom:
-        return self._scheduler.room(self._clock())
+        return self._scheduler.waiting_room(self._clock())
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
         self._scheduler.observe_refused(refused)

@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from tidewheel.errors import InternalError
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import InternalError, require
 
 
 class BlockPool:

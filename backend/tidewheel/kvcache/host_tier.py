@@ -4,8 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from tidewheel.errors import InternalError
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import InternalError, require
 
 
 class HostTier:

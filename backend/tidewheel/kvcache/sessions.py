@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import require
+from tidewheel.event_heap import EventHeap
 from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 SessionName = tuple[str, str]  # tenant, session_id
@@ -98,8 +98,7 @@ class SessionTable:
         self._tenants: dict[str, _TenantSessions] = {}
         self._accounts = Tally()  # sessions per account
         self._members: dict[str, Tally] = {}  # sessions per tenant, by account
-        self._expiries: list[tuple[float, int, Session]] = []  # heap, may contain removed sessions
-        self._num_put = 0
+        self._expiries = EventHeap[Session](lambda event: self.get(*event.subject.name) is event.subject)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -124,9 +123,7 @@ class SessionTable:
         """
         former = self.remove(*session.name)
         self._count_in(session)
-        self._num_put += 1
-        heapq.heappush(self._expiries, (session.expires_at, self._num_put, session))
-        self._compact_expiries()
+        self._expiries.push(session.expires_at, session, len(self._sessions))
         gone = [] if former is None else [former]
         limits = limits_of(self.limits.tenants, session.tenant)
         while limits.max_blocks is not None and self.num_blocks(session.tenant) > limits.max_blocks:
@@ -144,12 +141,7 @@ class SessionTable:
 
     def expire(self, now: float) -> list[Session]:
         """Remove and return expired sessions."""
-        gone = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, _, session = heapq.heappop(self._expiries)
-            if self._sessions.get(session.name) is session:
-                gone.append(self._drop(session))
-        return gone
+        return [self._drop(event.subject) for event in self._expiries.pop_due(now)]
 
     def oldest_resident(self) -> Session | None:
         """Return the least recently used session with blocks in the pool."""
@@ -178,7 +170,7 @@ class SessionTable:
         require(accounts.keys() == self._members.keys(), "accounts are listed wrongly")
         for account, count in accounts.items():
             require(self._accounts.count(account) == count, f"sessions of account {account!r} are miscounted")
-        waiting = {id(session) for _, _, session in self._expiries}
+        waiting = set(map(id, self._expiries))
         require(all(id(session) in waiting for session in self._sessions.values()), "a session never expires")
         require(len(self._sessions) <= self.limits.max_sessions, "there are too many sessions")
 
@@ -220,10 +212,3 @@ class SessionTable:
         if num_blocks == len(session.blocks):
             self._resident.pop(session.name, None)
             of_tenant.resident.pop(session.name, None)
-
-    def _compact_expiries(self) -> None:
-        """Drop stale entries, of which each use of a session leaves one."""
-        if len(self._expiries) > 2 * len(self._sessions) + 64:
-            live = [entry for entry in self._expiries if self._sessions.get(entry[2].name) is entry[2]]
-            heapq.heapify(live)
-            self._expiries = live

@@ -1,9 +1,26 @@
+"""Admission to the waiting set: limits, deadlines, rates and breaker, which learn from starts and ends."""
+
 from __future__ import annotations
 
-from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFull
-from tidewheel.request import Priority, Request
+import math
+from collections.abc import Mapping, Sequence
+
+from tidewheel.errors import (
+    Busy,
+    DeadlineExceeded,
+    InvalidRequest,
+    PromptTooLarge,
+    TidewheelError,
+    WaitingSetFull,
+)
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.scheduler.breaker import Breaker
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
+from tidewheel.scheduler.service_class import is_over_quota
+from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_time import ServiceEstimate
+from tidewheel.scheduler.tenancy import TenantCounts, TenantTable
 from tidewheel.stats import WaitingRoom
 
 _FIRST_RETRY_MS = 250  # before any start
@@ -13,6 +30,137 @@ _SMOOTHING = 0.1  # weight of the newest interval
 
 
 class Admission:
+    def __init__(self, config: SchedulerConfig, state: State, estimate: ServiceEstimate) -> None:
+        self._config = config
+        self._state = state
+        self._estimate = estimate
+        self._limits = WaitingLimits(config, state.kv.num_blocks, state.kv.block_size)
+        self._tenants = TenantTable(config.tenants)
+        self._tenant_counts = TenantCounts(config.tenants)
+        self.breaker = Breaker(config.breaker_error_rate, config.breaker_queue_time_s)
+        state.stats.tenants = self._tenant_counts.figures
+        state.stats.num_shed_by_class = self.breaker.num_shed
+
+    def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
+        """Queue all requests, which share prompt and limits, or raise; return the evicted ones.
+
+        The tenant's limits lower their class. `InvalidRequest` precedes `Busy`, so that no client retries the
+        impossible.
+        """
+        tenant, count = requests[0].tenant, len(requests)
+        self._tenant_counts.observe_arrival(tenant, count)
+        for request in requests:
+            request.priority = self._config.limits_of(request.tenant).granted(request.priority)
+        try:
+            return self._admit(requests, now)
+        except TidewheelError:
+            self._tenant_counts.observe_refusal(tenant, count)
+            raise
+
+    def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
+        state, request, count = self._state, requests[0], len(requests)
+        self._check_ids(requests)
+        self._limits.check(request, count)
+        over_quota = is_over_quota(state, request)
+        service_class = request.priority.dropped() if over_quota else request.priority
+        victims = self._limits.choose_evictions(request, count, service_class, state.waiting, now)
+        predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
+        self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
+        evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
+        for newcomer in requests:
+            newcomer.predicted_output_tokens = predicted
+            newcomer.service_class = service_class
+            newcomer.was_over_quota = over_quota
+            state.stats.num_downgraded_quota += over_quota and service_class is not newcomer.priority
+        state.wait(list(requests))
+        return evicted
+
+    def waiting_room(self, now: float) -> WaitingRoom:
+        return self._limits.waiting_room(self._state.waiting, now)
+
+    def observe_refused(self, refused: Mapping[str, int]) -> None:
+        for tenant, count in refused.items():
+            self._tenant_counts.observe_arrival(tenant, count)
+            self._tenant_counts.observe_refusal(tenant, count)
+
+    def observe_starts(self, requests: list[Request], now: float) -> None:
+        stats = self._state.stats
+        for request in requests:
+            seconds = max(now - request.arrival_time, 0.0)
+            index = request.priority - 1
+            stats.started_by_class[index] += 1
+            stats.max_wait_by_class[index] = max(stats.max_wait_by_class[index], seconds)
+            self._tenant_counts.observe_start(request, seconds)
+            self._limits.observe_start(now)
+            self.breaker.observe_queue_time(seconds, request.priority, now)
+
+    def observe_ends(self, requests: list[Request], now: float) -> None:
+        """Settle ended requests.
+
+        Only STOP and LENGTH teach lengths. Refusals and cancels say nothing about engine health.
+        """
+        for request in requests:
+            self._tenants.settle(request, now)
+            self._tenant_counts.observe_end(request)
+            reason = request.finish_reason
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._state.predictor.observe(
+                    request.tenant,
+                    request.num_prompt_tokens,
+                    request.num_output_tokens,
+                    request.predicted_output_tokens,
+                )
+                self.breaker.observe_end(False, now)
+            elif reason is FinishReason.ERROR and not isinstance(request.error, Busy | DeadlineExceeded):
+                self.breaker.observe_end(True, now)
+
+    def _check_ids(self, requests: Sequence[Request]) -> None:
+        seen = set()
+        for request in requests:
+            if request.request_id in self._state.requests or request.request_id in seen:
+                raise InvalidRequest(f"request id {request.request_id!r} is in use by a request that has not ended")
+            seen.add(request.request_id)
+
+    def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
+        """Raise `DeadlineExceeded` or `Busy`, or reserve `num_tokens` per request."""
+        request, count = requests[0], len(requests)
+        try:
+            check_deadline(self._state, self._estimate, request, service_class, now)
+        except DeadlineExceeded:
+            self._state.stats.num_hopeless += 1
+            raise
+        try:
+            self._tenants.check(request.tenant, count, count * num_tokens, now)
+        except Busy:
+            self._state.stats.num_rate_limited += 1
+            raise
+        self._observe_oldest(now)
+        self.breaker.check(service_class, now)
+        self._tenants.reserve(requests, num_tokens, now)
+
+    def _observe_oldest(self, now: float) -> None:
+        """Report long waits to the breaker: such requests may never start."""
+        limit = self._config.breaker_queue_time_s
+        if limit is None:
+            return
+        for service_class in Priority:
+            oldest = self._state.waiting.oldest(service_class)
+            if oldest is not None and now - oldest.arrival_time > limit:
+                self.breaker.observe_queue_time(now - oldest.arrival_time, oldest.priority, now)
+
+    def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
+        state = self._state
+        error = self._limits.eviction(victim, service_class, state.waiting, now)
+        members = [*victim.followers, victim]
+        for member in members:
+            member.error = error
+            state.end(member, FinishReason.ERROR, now)
+            state.stats.num_evicted += 1
+            state.stats.evicted_by_class[member.priority - 1] += 1
+        return members
+
+
+class WaitingLimits:
     """Limits of the waiting set, and the retry hint."""
 
     def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
@@ -22,13 +170,13 @@ class Admission:
         self._last_start: float | None = None
         self._start_interval: float | None = None  # smoothed
 
-    def check_limits(self, request: Request, count: int) -> None:
+    def check(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests can never wait together or never run."""
         self._check_lengths(request)
         self._check_count(request, count)
         self._check_pool(request)
 
-    def find_room(
+    def choose_evictions(
         self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
     ) -> list[Request]:
         """Choose the waiting requests to evict for `count` new ones, at most `MAX_DISPLACED`.
@@ -69,7 +217,7 @@ class Admission:
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 
-    def room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
+    def waiting_room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
         """Return the figures that front ends check."""
         return WaitingRoom(
             num_requests=waiting.num_new,
@@ -80,7 +228,7 @@ class Admission:
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 
-    def record_start(self, now: float) -> None:
+    def observe_start(self, now: float) -> None:
         if self._last_start is not None:
             interval = max(now - self._last_start, 0.0)
             smoothed = interval if self._start_interval is None else self._start_interval
@@ -143,3 +291,50 @@ class Admission:
             f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens, "
             f"and this prompt has {request.num_prompt_tokens}{times}"
         )
+
+
+def check_deadline(
+    state: State, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
+) -> None:
+    """Raise `DeadlineExceeded` if the deadline has passed or precedes the expected first token.
+
+    An engine without requests tries every request with time left.
+    """
+    if request.deadline is None:
+        return
+    left = request.deadline - now
+    if left <= 0.0:
+        raise DeadlineExceeded(
+            f"the deadline passed {_ms(-left)} ms before the request arrived: give it more time (deadline_ms)"
+        )
+    if not state.requests:
+        return
+    num_ahead = num_tokens_ahead(state, service_class)
+    has_free_rows = state.num_waiting < min(state.columns.num_free_rows, state.config.max_num_seqs)
+    queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
+    if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
+        return
+    num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
+    expected = queue_seconds + estimate.prefill_seconds(num_tokens, now)
+    if expected > left:
+        raise DeadlineExceeded(
+            f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
+            f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
+        )
+
+
+def num_tokens_ahead(state: State, service_class: Priority) -> int:
+    """Count prompt tokens certain to be served before a newcomer of the class.
+
+    Its own class counts only if served by arrival. Nothing is certain if tenants take turns.
+    """
+    policy, waiting = state.policy, state.waiting
+    if policy.by_tenant:
+        return 0
+    if not policy.by_class:
+        return waiting.num_new_tokens
+    return waiting.num_tokens_ahead(service_class if policy.by_arrival else service_class - 1)
+
+
+def _ms(seconds: float) -> int:
+    return round(1e3 * seconds)

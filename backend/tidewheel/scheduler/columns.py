@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import BoolArray, Int32Array
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import require
 from tidewheel.request import Request, RequestState
 from tidewheel.stats import EngineStats
 
@@ -17,14 +17,6 @@ RowArray = npt.NDArray[np.intp]  # indexes several times faster than int32
 NEVER = -np.inf
 NO_STOP = -1  # padding
 NUM_RECENT = 128  # tokens of a row before write-back
-
-
-class Gaps(NamedTuple):
-    """Rows with tokens to compute, except rows that end in flight."""
-
-    decode_rows: RowArray  # one token missing
-    decode_starts: Int32Array  # its position
-    chunk_rows: RowArray  # several missing
 
 
 class TenantIds:
@@ -213,12 +205,13 @@ class Columns:
         """Return a mask [num_rows] of rows whose tokens in flight are their last."""
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
-    def gaps(self) -> Gaps:
+    def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
+        """Return rows that miss one token, its positions, and rows that miss several; none that end in flight."""
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))
         decode_rows = (missing == 1).nonzero()[0]
-        return Gaps(decode_rows, starts.take(decode_rows), (missing > 1).nonzero()[0])
+        return decode_rows, starts.take(decode_rows), (missing > 1).nonzero()[0]
 
     def reserve(self, step_id: int, rows: RowArray, num_scheduled_tokens: Int32Array, samples: BoolArray) -> None:
         self.num_inflight_tokens[rows] += num_scheduled_tokens

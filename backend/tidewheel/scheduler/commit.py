@@ -17,8 +17,7 @@ class InFlight(NamedTuple):
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] at scheduling
     scheduled_at: float  # seconds
-    num_started_tokens: int  # prompt tokens of starting requests
-    oldest_start: float | None  # their earliest arrival; None: none
+    started: list[Request]  # in this step, for the first time
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:

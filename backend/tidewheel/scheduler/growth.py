@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.kvcache.hits import PrefixHit
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Request
 from tidewheel.scheduler.state import State
 
@@ -37,7 +37,7 @@ class Growth:
         self._curve: tuple[FloatArray, FloatArray] | None = None
         self._of_rows = np.zeros((2, len(AHEAD)))
 
-    def leaves_room(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
+    def allows(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
         """Return whether the request may enter, and count its need if so. Its followers ask for themselves.
 
         Lengths are estimated only where the longest outputs would not fit.

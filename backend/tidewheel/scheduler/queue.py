@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import require
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
@@ -56,7 +56,7 @@ class Lane(NamedTuple):
     returning: SortedQueue  # preempted, or its leader has started
 
     def queue_of(self, request: Request) -> SortedQueue:
-        return self.returning if request.has_begun else self.new
+        return self.new if request.is_new else self.returning
 
 
 class WaitingSet:
@@ -114,14 +114,14 @@ class WaitingSet:
             if self._counters is not None:
                 self._counters.activate(name)
         self._insert(self._lanes[name], request)
-        if not request.has_begun:
+        if request.is_new:
             self.count(request, 1 + len(request.followers))
 
     def remove(self, request: Request) -> None:
         name = self._lane_of(request)
         lane = self._lanes[name]
         self._take(lane, request)
-        if not request.has_begun:
+        if request.is_new:
             self.count(request, -1 - len(request.followers))
         if not lane.new and not lane.returning:
             del self._lanes[name]
@@ -145,7 +145,7 @@ class WaitingSet:
         """Move a request and its followers. Overdue ones go by arrival."""
         lane = self._lanes[self._lane_of(request)]
         self._take(lane, request)
-        num_tokens = 0 if request.has_begun else (1 + len(request.followers)) * request.num_tokens
+        num_tokens = (1 + len(request.followers)) * request.num_tokens if request.is_new else 0
         self._new_tokens[request.service_class] -= num_tokens
         self._new_tokens[service_class] += num_tokens
         request.service_class = service_class
@@ -199,12 +199,12 @@ class WaitingSet:
 
     def _insert(self, lane: Lane, request: Request) -> None:
         lane.queue_of(request).push(request.rank, request)
-        if not request.has_begun:
+        if request.is_new:
             self._ages.push(_age(request), request)
 
     def _take(self, lane: Lane, request: Request) -> None:
         lane.queue_of(request).remove(request.rank, request)
-        if not request.has_begun:
+        if request.is_new:
             self._ages.remove(_age(request), request)
 
     def _lane_of(self, request: Request) -> str:
@@ -226,8 +226,8 @@ class WaitingSet:
         new = [request for lane in self._lanes.values() for request in lane.new]
         returning = [request for lane in self._lanes.values() for request in lane.returning]
         require(all(lane.new or lane.returning for lane in self._lanes.values()), "an empty lane is left over")
-        require(not any(request.has_begun for request in new), "a request that has begun counts as new")
-        require(all(request.has_begun for request in returning), "a request returns that has not begun")
+        require(all(request.is_new for request in new), "a request that has started counts as new")
+        require(not any(request.is_new for request in returning), "a new request counts as returning")
         for queue in (self._ages, *(queue for lane in self._lanes.values() for queue in lane)):
             keys = [_age(r) if queue is self._ages else r.rank for r in queue]
             require(keys == sorted(keys), "a queue is out of order")
@@ -249,7 +249,7 @@ def next_in_line(
     With `by_tenant`, only its tenant competes. The first keeps its turn if it has begun or arrived by `before`.
     """
     first = next(waiting, None)
-    if first is None or first.has_begun or first.arrival_time <= before:
+    if first is None or not first.is_new or first.arrival_time <= before:
         return first
 
     def is_peer(request: Request) -> bool:

@@ -118,9 +118,9 @@ class Dynamic(Strategy):
         self.window.observe(latency_s)
 
     def _form(self, now: float, view: JoinView) -> int:
-        room = view.max_num_seqs - view.num_running
-        is_due = view.num_waiting >= room or now - view.oldest_arrival >= self.window.seconds
-        return min(view.num_waiting, room) if is_due else 0
+        num_places = view.max_num_seqs - view.num_running
+        is_due = view.num_waiting >= num_places or now - view.oldest_arrival >= self.window.seconds
+        return min(view.num_waiting, num_places) if is_due else 0
 
 
 class Hybrid(Dynamic):
@@ -150,16 +150,16 @@ class Predictive(Strategy):
         return max(round(self._requests / self._gap * FIRST_WINDOW_S), 1)
 
     def _form(self, now: float, view: JoinView) -> int:
-        room = view.max_num_seqs - view.num_running
-        is_due = view.num_waiting >= min(self.batch_size, room) or now - view.oldest_arrival >= MAX_WINDOW_S
-        if room < 1 or not is_due:
+        num_places = view.max_num_seqs - view.num_running
+        is_due = view.num_waiting >= min(self.batch_size, num_places) or now - view.oldest_arrival >= MAX_WINDOW_S
+        if num_places < 1 or not is_due:
             return 0
         if self._last_formed is not None:
             gap = min(max(now - self._last_formed, 1e-6), _MAX_GAP_S)
             self._requests += _SMOOTHING * (view.num_waiting - self._requests)
             self._gap += _SMOOTHING * (gap - self._gap)
         self._last_formed = now
-        return min(view.num_waiting, room)
+        return min(view.num_waiting, num_places)
 
 
 _STRATEGIES: dict[str, type[Strategy]] = {

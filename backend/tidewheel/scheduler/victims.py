@@ -4,14 +4,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tidewheel.kvcache.hits import PrefixHit
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import Columns, RowArray
-from tidewheel.scheduler.plan import StepPlan
 from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_plan import StepPlan
 
 
-def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
+def free_blocks_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     """Preempt rows until the rest of `needy` can have a block each; return rows that must wait.
 
     No row leaves for a lower class. Rows served last wait for blocks of rows in flight.
@@ -19,7 +19,7 @@ def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
     served = needy
-    num_coming = kv.num_free_blocks + state.num_returning_blocks()
+    num_coming = kv.num_free_blocks + _num_returning_blocks(state)
     while (num_missing := len(served) - num_coming) > 0:
         lowest_class = int(columns.classes[served].max())
         rows = [row for row in order_of_victims(state, lowest_class) if row != first]
@@ -33,7 +33,9 @@ def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     num_waiting = max(len(needy) - kv.num_free_blocks, 0)
     if not num_waiting:
         return []
-    return sorted(needy.tolist(), key=lambda row: (row != first, state.service_key(row)))[-num_waiting:]
+    return sorted(needy.tolist(), key=lambda row: (row != first, state.waiting.key(columns.request(row))))[
+        -num_waiting:
+    ]
 
 
 def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool) -> list[int]:
@@ -46,7 +48,7 @@ def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, 
     min_victims = int((needs_row or needs_tokens) and not columns.are_ending().any())
     num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=plan.num_blocks_kept(columns.num_running))
     if num_missing > 0 and state.has_in_flight:
-        num_missing += _num_growing_next(columns) - state.num_returning_blocks()
+        num_missing += _num_growing_next(columns) - _num_returning_blocks(state)
     if num_missing <= 0 and not min_victims:
         return []
     planned = plan.chunk_ends
@@ -143,6 +145,13 @@ def _alone(state: State, rows: Sequence[int], victims: list[int], num_missing: i
                 return [row]
             departures.take_back(row)
     return victims
+
+
+def _num_returning_blocks(state: State) -> int:
+    """Return a lower bound on blocks returning from batches in flight. O(such blocks)."""
+    departures = state.kv.departures()
+    ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
+    return state.kv.num_held_blocks + sum([departures.add(row) for row in ending])
 
 
 def _num_growing_next(columns: Columns) -> int:

@@ -19,8 +19,8 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidewheel.errors import NotFound
-from tidewheel.kvcache.hits import NO_HIT, PrefixHit
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
@@ -162,7 +162,7 @@ class KVMachine(RuleBasedStateMachine):
     def num_host_hits(self, request: Request, num_pool_hits: int) -> int:
         """Blocks that the host tier has behind those."""
         pending = dict(zip(self.kv._transfers._out_slots, self.kv._transfers._out_blocks, strict=True))
-        tails = {session.tail_key for session in self.kv._sessions._sessions.values()}
+        tails = {session.tail_key for session in self.kv.sessions.table._sessions.values()}
         slots = [slot for key, slot in self.kv._host._slots.items() if key not in tails]
         known = {(self.memory[pending[slot]] if slot in pending else self.host_memory[slot])[-1] for slot in slots}
         limit = (request.num_tokens - 1) // self.kv.block_size
@@ -171,7 +171,7 @@ class KVMachine(RuleBasedStateMachine):
     def num_session_tokens(self, request: Request, num_hit_blocks: int) -> int:
         """What the session, while it is in the pool, must bring beyond whole blocks."""
         session = self.sessions.get((request.tenant, request.session_id))
-        actual = self.kv._sessions.get(request.tenant, request.session_id)
+        actual = self.kv.sessions.table.get(request.tenant, request.session_id)
         if session is None or actual is None or not actual.blocks or session.owner != self.owner(request):
             return 0
         size = self.kv.block_size
@@ -243,7 +243,7 @@ class KVMachine(RuleBasedStateMachine):
         )
 
     def enter_request(self, request: Request, keep_free: int = 0) -> None:
-        hit = self.kv.find_prefix(request)
+        hit = self.kv.prefixes.find(request)
         assert hit.num_tokens <= request.num_tokens - 1
         assert len(hit.block_ids) == self.num_pool_hits(request)
         assert len(hit.host_keys) == self.num_host_hits(request, len(hit.block_ids))
@@ -291,7 +291,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[object, ...]:
         kv = self.kv
-        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._slots), len(kv._sessions)
+        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._slots), len(kv.sessions.table)
 
     def take(self, block_ids: list[int]) -> None:
         """They are new to their row: nobody else may hold them, and what was in them is given up."""
@@ -453,7 +453,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def expire(self) -> None:
         self.now += self.random.choice([1.0, 6.0, 60.0])
-        self.kv.expire_sessions(self.now)
+        self.kv.sessions.expire(self.now)
         self.sessions = {name: s for name, s in self.sessions.items() if s.expires_at > self.now}
         self.note_sessions()
 
@@ -461,7 +461,7 @@ class KVMachine(RuleBasedStateMachine):
         tenant, session_id = self.random.choice(TENANTS), self.random.choice(SESSIONS[1:])
         known = self.sessions.pop((tenant, session_id), None)
         try:
-            self.kv.close_session(tenant, session_id)
+            self.kv.sessions.close(tenant, session_id)
         except NotFound:
             assert known is None
         else:
@@ -470,7 +470,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def note_sessions(self) -> None:
         """Sessions that went under pressure are those whose last use is longest ago, of their tenant or of all."""
-        actual = self.kv._sessions._sessions
+        actual = self.kv.sessions.table._sessions
         assert list(actual) == [name for name in self.sessions if name in actual]
         for name in self.sessions.keys() - actual.keys():
             survivors = [other for other in list(self.sessions)[: list(self.sessions).index(name)] if other in actual]
@@ -488,7 +488,7 @@ class KVMachine(RuleBasedStateMachine):
         assert kv.num_free_blocks == self.num_free()
         assert kv.update_stats().num_sessions == len(self.sessions) <= MAX_SESSIONS
         for tenant in TENANTS:
-            assert self.max_tenant_blocks is None or kv.session_blocks(tenant) <= self.max_tenant_blocks
+            assert self.max_tenant_blocks is None or kv.sessions.table.num_blocks(tenant) <= self.max_tenant_blocks
         for row in self.rows.values():
             if row.last_step >= 0:
                 self.read(row, row.num_written)
@@ -509,7 +509,7 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.check_invariants()
         assert self.kv.num_free_blocks == self.kv.num_blocks
         assert self.kv.num_held_blocks == 0
-        self.kv.expire_sessions(self.now + 1000.0)
+        self.kv.sessions.expire(self.now + 1000.0)
         stats = self.kv.update_stats()
         assert stats.num_free_host_blocks == stats.num_host_blocks
         assert (stats.num_sessions, stats.num_session_blocks) == (0, 0)

@@ -63,7 +63,7 @@ def most_growth_of(driver: SchedulerDriver) -> int:
 
 def may_await_prefix(driver: SchedulerDriver, request: Request, left: Sequence[Request] = ()) -> bool:
     """Whether a running request, or one that `left` its row in this step, has a full block of the same tokens."""
-    if not driver.kv.enable_prefix_caching:
+    if not driver.kv.prefixes.is_enabled:
         return False
     salt, wanted = driver._salt_of(request.request_id), tokens_of(request)[:-1]
     running = [r for r in driver.requests.values() if r.row >= 0 or r in left]

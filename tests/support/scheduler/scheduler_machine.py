@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(draw.sample(range(VOCAB_SIZE), k=draw.randint(0, 3))),
             cache_salt=draw.choice(["", "", "x"]),
             tenant=draw.choice(["", "", "", "other", "quota", "slow"]),
-            session_id=draw.choice(["", "", "", "s" if self.driver.kv.enable_prefix_caching else ""]),
+            session_id=draw.choice(["", "", "", "s" if self.driver.kv.prefixes.is_enabled else ""]),
             session_ttl=20.0,
             deadline=None if time_left is None else self.driver.now + time_left,
             soft_deadline=None if soft_time_left is None else self.driver.now + soft_time_left,
@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return False
         running = [r for r in self.having(RequestState.RUNNING) if r.tenant == request.tenant]
         used = sum(len(self.driver.runner.rows[r.row].block_table) for r in running)
-        used += self.driver.kv.session_blocks(request.tenant)
+        used += self.driver.kv.sessions.table.num_blocks(request.tenant)
         return used + -(-request.num_tokens // self.driver.runner.block_size) > quota
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     continue
                 earlier = model.key(request) < model.key(rival)
                 assert earlier or model.may_overtake(request, rival, driver.now)
-        joined = [r for r in entered if r.request_id not in started and (r.leader is None or not r.leader.has_begun)]
+        joined = [r for r in entered if r.request_id not in started and (r.leader is None or r.leader.is_new)]
         self.num_joined += len(joined)
         assert config.strategy.name != "static" or self.num_joined <= config.strategy.batch_size
         assert batch.num_scheduled_tokens.max() <= (config.long_prefill_token_threshold or 99)

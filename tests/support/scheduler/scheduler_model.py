@@ -166,7 +166,7 @@ class Model:
         return (
             self.config.policy in ("priority", "fair")
             and self.class_of(request) == self.class_of(rival)
-            and not rival.has_begun
+            and rival.is_new
             and rival.arrival_time > now - self.config.ageing_s
         )
 

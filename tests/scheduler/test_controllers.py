@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.scheduler.scheduling import make_config
-from tidewheel.scheduler.budget import (
+from support.scheduler.scheduling import Driver, make_request
+from tidewheel.scheduler.controllers import (
     GOVERNOR_PERIOD_S,
     KV_HIGH,
     AppliedStep,
-    Knobs,
     SeqsGovernor,
     TpotController,
-    make_controllers,
 )
 
 TARGET_S = 0.05
@@ -217,11 +215,20 @@ def test_step_time_settles_under_its_target(overhead: float) -> None:
     assert turns([limit for limit, _, _ in seen]) <= 2
 
 
-def test_each_controller_sets_its_own_knob() -> None:
-    config = make_config(max_num_batched_tokens=64, target_tpot_s=TARGET_S, enable_seqs_governor=True)
-    knobs = Knobs(config.max_num_batched_tokens, config.max_num_seqs)
-    assert make_controllers(make_config()) == []
-    for controller in make_controllers(config):
-        controller.observe(AppliedStep(1.0, 10 * TARGET_S, 4, 16, 4, 0.95, 1.0))
-        knobs = controller.set(knobs)
-    assert knobs.token_budget < config.max_num_batched_tokens and knobs.max_num_seqs < config.max_num_seqs
+@pytest.mark.parametrize("has_tpot", [True, False])
+@pytest.mark.parametrize("has_governor", [True, False])
+def test_each_controller_sets_its_own_limit(has_tpot: bool, has_governor: bool) -> None:
+    driver = Driver(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        target_tpot_s=TARGET_S if has_tpot else None,
+        enable_seqs_governor=has_governor,
+        governor_target_latency_s=TARGET_S if has_governor else None,
+    )
+    for number in range(8):
+        driver.add(make_request(f"r{number}", max_tokens=8))
+    for _ in range(3):
+        driver.step()  # a second each, far over the target
+    stats = driver.scheduler.stats()
+    assert (stats.token_budget < 64, stats.max_num_seqs < 8) == (has_tpot, has_governor)
+    driver.run()

@@ -1,9 +1,18 @@
+"""Limits of the next step, learned from earlier steps."""
+
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from tidewheel.batch import ScheduledBatch
+from tidewheel.scheduler.commit import InFlight
 from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.queue import WaitingSet
+from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_plan import StepLimits
+from tidewheel.scheduler.step_time import PreemptionCost, ServiceEstimate, StepTime
+from tidewheel.scheduler.strategy import JoinView, make_strategy
 
 MIN_TOKEN_BUDGET = 16
 KV_HIGH = 0.90
@@ -22,6 +31,7 @@ _MEMORY_S = 30.0  # time constant of peak use per request
 _NO_USE = 1e-6  # avoids division by zero
 _MOST_LOWERED = 0.75  # of the running requests, per decision
 _SMOOTHING = 0.2  # weight of the newest step
+_BUSY_SECONDS = 1.0  # time constant of the busy fraction
 
 
 class AppliedStep(NamedTuple):
@@ -32,17 +42,6 @@ class AppliedStep(NamedTuple):
     num_running: int
     kv_usage: float  # 0 to 1
     busy: float  # step time over wall time, smoothed
-
-
-class Knobs(NamedTuple):
-    token_budget: int
-    max_num_seqs: int
-
-
-class Controller(Protocol):
-    def observe(self, step: AppliedStep) -> None: ...
-
-    def set(self, knobs: Knobs) -> Knobs: ...
 
 
 class TpotController:
@@ -73,9 +72,6 @@ class TpotController:
             return
         moved = self._exact_budget * math.exp(min(max(_GAIN * error, -_MAX_CHANGE), _MAX_CHANGE))
         self._exact_budget = min(max(moved, self._min_budget), self._max_budget)
-
-    def set(self, knobs: Knobs) -> Knobs:
-        return knobs._replace(token_budget=self.budget)
 
 
 class SeqsGovernor:
@@ -109,9 +105,6 @@ class SeqsGovernor:
             self._decided_at = step.now
             self.max_num_seqs = self._review(step, self._latency)
 
-    def set(self, knobs: Knobs) -> Knobs:
-        return knobs._replace(max_num_seqs=self.max_num_seqs)
-
     def _review(self, step: AppliedStep, latency: float) -> int:
         limit, kv_usage, running = self.max_num_seqs, step.kv_usage, max(step.num_running, 1)
         slowness = 0.0 if self.target_s is None else latency / self.target_s
@@ -121,17 +114,74 @@ class SeqsGovernor:
             fitting = KV_GOAL / usage_each if kv_usage > KV_HIGH else limit
             goal = math.floor(min(running / max(slowness, 1.0), fitting, limit))
             return max(goal, math.floor(_MOST_LOWERED * min(limit, running)), 1)
-        has_room = kv_usage < KV_LOW and slowness < _LATENCY_LOW
-        if has_room and (step.busy < BUSY_LOW or step.num_running >= limit):
+        is_relaxed = kv_usage < KV_LOW and slowness < _LATENCY_LOW
+        if is_relaxed and (step.busy < BUSY_LOW or step.num_running >= limit):
             fitting = math.floor(KV_GOAL / self._usage_each)
             return max(min(limit + max(self._most // 32, 1), self._most, fitting), limit)
         return limit
 
 
-def make_controllers(config: SchedulerConfig) -> list[Controller]:
-    controllers: list[Controller] = []
-    if config.target_tpot_s is not None:
-        controllers.append(TpotController(config.target_tpot_s, config.max_num_batched_tokens, MIN_TOKEN_BUDGET))
-    if config.enable_seqs_governor:
-        controllers.append(SeqsGovernor(config.max_num_seqs, config.governor_target_latency_s))
-    return controllers
+class StepControl:
+    """Strategy, controllers and learned costs. Each controller moves one limit."""
+
+    def __init__(self, config: SchedulerConfig, keep_free: int) -> None:
+        self._config = config
+        self._keep_free = keep_free
+        self._step_time = StepTime()
+        self.estimate = ServiceEstimate(self._step_time, config.max_num_batched_tokens)
+        self.preemption_cost = PreemptionCost(self._step_time, config.swap_seconds_per_block)
+        self.strategy = make_strategy(config.strategy)
+        self.token_budget = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self._tpot: TpotController | None = None
+        if config.target_tpot_s is not None:
+            self._tpot = TpotController(config.target_tpot_s, config.max_num_batched_tokens, MIN_TOKEN_BUDGET)
+        self._governor: SeqsGovernor | None = None
+        if config.enable_seqs_governor:
+            self._governor = SeqsGovernor(config.max_num_seqs, config.governor_target_latency_s)
+        self._last_applied: float | None = None
+        self._busy = 0.0
+
+    def limits(self, waiting: WaitingSet, num_running: int, now: float) -> StepLimits:
+        budget = max(self.token_budget, num_running + 1)  # each row decodes, one prompt progresses
+        return StepLimits(
+            min(budget, self._config.max_num_batched_tokens),
+            self._config.max_chunk_tokens,
+            self.max_num_seqs,
+            self._max_joins(waiting, num_running, now) if waiting else 0,
+            self._keep_free,
+        )
+
+    def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
+        """Learn from an applied batch. A second one in flight starts when the first ends."""
+        last = step.scheduled_at if self._last_applied is None else self._last_applied
+        seconds = max(now - max(step.scheduled_at, last), 0.0)
+        self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
+        num_started_tokens = sum([request.num_prompt_tokens for request in step.started])
+        self.estimate.observe_step(now, num_started_tokens, state.waiting.num_new)
+        if step.started:
+            oldest = min([request.arrival_time for request in step.started])
+            self.strategy.observe_batch(max(now - oldest, 0.0))
+        if self._tpot is not None or self._governor is not None:
+            self._adjust(batch, state, seconds, now - last, now)
+        self._last_applied = now
+
+    def _adjust(self, batch: ScheduledBatch, state: State, seconds: float, elapsed: float, now: float) -> None:
+        if elapsed > 0.0:
+            weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
+            self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
+        kv_usage = 1.0 - state.kv.num_free_blocks / state.kv.num_blocks
+        num_running = state.columns.num_running
+        step = AppliedStep(now, seconds, batch.num_decodes, batch.num_tokens, num_running, kv_usage, self._busy)
+        if self._tpot is not None:
+            self._tpot.observe(step)
+            self.token_budget = self._tpot.budget
+        if self._governor is not None:
+            self._governor.observe(step)
+            self.max_num_seqs = self._governor.max_num_seqs
+
+    def _max_joins(self, waiting: WaitingSet, num_running: int, now: float) -> int:
+        oldest = waiting.oldest_arrival
+        limit = max(self.max_num_seqs, num_running)  # lowering the limit ends no request
+        view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
+        return self.strategy.max_joins(now, view)

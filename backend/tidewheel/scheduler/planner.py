@@ -13,16 +13,16 @@ import numpy as np
 
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InternalError
-from tidewheel.kvcache.hits import PrefixHit
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import RowArray
 from tidewheel.scheduler.growth import Growth
-from tidewheel.scheduler.plan import StepLimits, StepPlan, new_row
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
 from tidewheel.scheduler.state import State
-from tidewheel.scheduler.victims import make_room_to_grow, victims_for
+from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
+from tidewheel.scheduler.victims import free_blocks_to_grow, victims_for
 
 MAX_DIGESTS = 1024  # digests of blocks computed per step, to compare cached prefixes
 MAX_SKIPPED = 16  # requests passed over per step because they wait for a prefix
@@ -50,7 +50,7 @@ def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Arr
     full = starts >= columns.num_slots.take(rows)
     if np.count_nonzero(full) > state.kv.num_free_blocks:
         plan.is_scarce = True
-        sitting_out = make_room_to_grow(state, rows[full], now)
+        sitting_out = free_blocks_to_grow(state, rows[full], now)
         plan.num_sitting_out = len(sitting_out)
         stays = columns.running[rows] & ~np.isin(rows, sitting_out)
         rows, starts, full = rows[stays], starts[stays], full[stays]
@@ -97,7 +97,7 @@ class _Admission:
         self._plan = plan
         self._now = now
         self._is_open = True
-        self._by_cache = state.is_cache_aware
+        self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
         self._growth: Growth | None = None  # made on demand
         self._skipped: set[str] = set()
         self._digests_left = MAX_DIGESTS
@@ -134,7 +134,7 @@ class _Admission:
             if num_digests > self._digests_left:
                 return 0
             self._digests_left -= max(num_digests, 0)
-            count = self._cached[request.request_id] = kv.num_cached_tokens(request)
+            count = self._cached[request.request_id] = kv.prefixes.estimate(request)
         return count
 
     def _try(self, request: Request) -> Entry:
@@ -151,7 +151,7 @@ class _Admission:
             return Entry.BLOCKED
         if self._make_way(request, hit):
             hit = state.find_hit(request)  # offloading may have evicted its host blocks
-        elif not self._has_room(request, hit):
+        elif not self._fits(request, hit):
             return Entry.BLOCKED
         return Entry.ENTERED if self._enter(request, hit) else Entry.BLOCKED
 
@@ -166,11 +166,11 @@ class _Admission:
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
         state, plan = self._state, self._plan
-        was_begun = request.has_begun
+        was_new = request.is_new
         blocks = state.enter(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
         if blocks is None:
             return False
-        if not was_begun:
+        if was_new:
             plan.num_joined += 1 + len(request.followers)
         if request.first_scheduled_time is None:
             _start(state, plan, request, hit.num_tokens, self._now)
@@ -179,14 +179,14 @@ class _Admission:
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, shared_level(state.policy, request))
         return True
 
-    def _has_room(self, request: Request, hit: PrefixHit) -> bool:
+    def _fits(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a row and blocks beyond the expected growth are free."""
         state, plan = self._state, self._plan
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
         if self._growth is None:
             self._growth = Growth(state)
-        return self._growth.leaves_room(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
+        return self._growth.allows(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
         """Preempt lower classes for a CRITICAL request; return whether rows left."""
@@ -210,16 +210,16 @@ class _Admission:
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
         """Return whether a row computes a prefix worth waiting for: in this step, or most of what is missing."""
         state = self._state
-        num_blocks, row = state.kv.find_computing(request, hit)
+        num_blocks, row = state.kv.prefixes.find_computing(request, hit)
         if not num_blocks:
             return False
         num_shared = num_blocks * state.kv.block_size
         columns = state.columns
-        begins = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
-        reached = self._plan.chunk_ends.get(row, begins)
+        position = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
+        reached = self._plan.chunk_ends.get(row, position)
         if reached >= hit.num_blocks * state.kv.block_size + num_shared:
             return True
-        is_behind = state.service_key(row) > state.waiting.key(request)  # the row may starve
+        is_behind = state.waiting.key(columns.request(row)) > state.waiting.key(request)  # the row may starve
         return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
 
 
@@ -229,6 +229,6 @@ def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: in
     plan.started.append(request)
     if state.virtual_counters is not None:
         state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - num_cached_tokens, 0)
-    if state.kv.enable_prefix_caching:
+    if state.kv.prefixes.is_enabled:
         state.stats.num_prefix_queries += request.num_prompt_tokens
         state.stats.num_prefix_hits += num_cached_tokens

@@ -11,7 +11,7 @@ from tidewheel.models.base import CausalLM
 from tidewheel.runner.inputs import DeviceInputs, HostInputs, RowTable
 from tidewheel.runner.kv_tensors import KVTensors
 from tidewheel_kernels import AttentionMetadata
-from tidewheel_kernels.metadata import HostInts
+from tidewheel_kernels.attention.metadata import HostInts
 
 
 class Bounds(NamedTuple):

@@ -20,8 +20,8 @@ class AttentionMetadata:
     A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
     sequence's last block are never read.
 
-    In a CUDA graph the tensors are static buffers, and the integers frozen upper bounds that set grids and splits. CPU
-    attention plans once per object: make a new one for every step.
+    In a CUDA graph the tensors are static buffers, and the integers frozen upper bounds that set grids and splits.
+    CPU attention plans once per object: make a new one for every step.
     """
 
     slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset of each token, -1 = padding

@@ -47,6 +47,7 @@ def decode_attention_kernel(
     logit_scale,
     soft_cap_log2,
     sliding_window,
+    num_q_heads,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -72,7 +73,6 @@ def decode_attention_kernel(
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     seq_len, begin_tile, end_tile = _keys_of_split(seq_lens_ptr + seq, sliding_window, BLOCK_N, HAS_WINDOW)
-    # The merge knows which splits have keys.
     if SPLIT and begin_tile >= end_tile:
         return
     row = tl.arange(0, BLOCK_M)
@@ -90,7 +90,7 @@ def decode_attention_kernel(
         True, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     if SPLIT:
-        place = ((seq * tl.num_programs(0) + kv_head) * GROUP + row) * tl.num_programs(2) + tl.program_id(2)
+        place = (seq * num_q_heads + head) * tl.num_programs(2) + tl.program_id(2)
         tl.store(log2_sum_ptr + place, row_max + tl.log2(row_sum), mask=row < GROUP)
         row_ptr = out_ptr + place[:, None] * HEAD_DIM
     else:
@@ -120,6 +120,7 @@ def merge_splits_kernel(
     first = (seq * tl.num_programs(0) + head) * num_splits
     seq_len = tl.load(seq_lens_ptr + seq)
     first_tile, num_tiles, tiles_per_split = _visible_tiles(seq_len, num_splits, sliding_window, BLOCK_N, HAS_WINDOW)
+    # Splits behind these have no keys and stored nothing.
     num_filled = tl.cdiv(num_tiles - first_tile, tl.maximum(tiles_per_split, 1))
 
     column = tl.arange(0, BLOCK_D)
@@ -166,6 +167,7 @@ def launch_decode(
         v_cache_ptr=v_cache,
         out_ptr=partial,
         log2_sum_ptr=log2_sum,
+        num_q_heads=num_q_heads,
         SPLIT=num_splits > 1,
         **arguments,
     )

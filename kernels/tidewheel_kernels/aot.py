@@ -25,7 +25,7 @@ import torch
 
 from tidewheel_kernels.aot_cases import CASES, Case
 from tidewheel_kernels.aot_instructions import NONE, Instructions, count, expected, missing
-from tidewheel_kernels.backend import KernelUnavailable, interpreter_enabled, triton_installed
+from tidewheel_kernels.choice import KernelUnavailable, interpreter_enabled, triton_installed
 from tidewheel_kernels.launch_config import compile_target
 
 ARCHITECTURES = (80, 90, 100)

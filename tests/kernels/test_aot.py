@@ -79,10 +79,10 @@ def test_every_kernel_is_compiled_by_default() -> None:
         r["arch"]: r["instructions"]["tma_loads"] for r in reports if r["kernel"] == "prefill_attention_kernel"
     }
     assert prompts[90] and prompts[100] and not prompts[80]
-    folder = Path(tidewheel_kernels.__file__).parent / "jit"
+    folder = Path(tidewheel_kernels.__file__).parent
     defined = {
         line.removeprefix("def ").split("(")[0]
-        for file in folder.glob("*.py")
+        for file in folder.rglob("triton_*.py")
         for line in file.read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }

@@ -11,9 +11,11 @@ import torch
 
 from support.kernels.kernel_harness import needs_compiler
 from tidewheel_kernels import activation, silu_and_mul
-from tidewheel_kernels.activation import silu_and_mul_cpu
-from tidewheel_kernels.backend import Op
-from tidewheel_kernels.native import library, ops
+from tidewheel_kernels.activation import cpu as activation_cpu
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.choice import Op
+from tidewheel_kernels.native import library
+from tidewheel_kernels.norm.cpu import rms_norm_native
 
 pytestmark = needs_compiler
 X = torch.linspace(-3, 3, 24).view(3, 8)
@@ -25,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TIDEWHEEL_KERNELS", raising=False)
     monkeypatch.setattr(activation._OP, "_chosen", {})
-    monkeypatch.setattr(ops._silu_and_mul, "_functions", {})
+    monkeypatch.setattr(activation_cpu._silu_and_mul, "_functions", {})
     library.native_library.cache_clear()
     yield tmp_path / "cache" / "tidewheel" / "kernels"
     library.native_library.cache_clear()
@@ -137,7 +139,7 @@ def test_two_openmp_runtimes_are_refused(
 
 def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = activation._OP.on(X)
-    assert chosen is ops.silu_and_mul
+    assert chosen is silu_and_mul_native
     monkeypatch.setattr(activation._OP, "_chosen", {})
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "torch")
     assert activation._OP.on(X) is silu_and_mul_cpu
@@ -145,7 +147,7 @@ def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_of_another_dtype_are_refused() -> None:
     with pytest.raises(TypeError, match=r"float32 was given torch\.bfloat16"):
-        ops.rms_norm(X, X[0].bfloat16(), 1e-5)
+        rms_norm_native(X, X[0].bfloat16(), 1e-5, None, 0.0)
 
 
 def test_threads_change_nothing() -> None:
@@ -161,5 +163,5 @@ def test_threads_change_nothing() -> None:
 
 
 def test_an_operation_without_a_native_kernel_stays_with_torch() -> None:
-    op = Op("name", reference=lambda x: "reference", kernel="jit.x:y", cpu=lambda x: "cpu")
+    op = Op("name", "nowhere", reference=lambda x: "reference", cpu=lambda x: "cpu")
     assert op.on(X)(X) == "cpu"

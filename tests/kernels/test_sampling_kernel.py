@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from support.kernels.sampling_rows import GREEDY, Row, kept_weights, possible_draws, tensors
-from tidewheel_kernels.jit import sampling as kernels
 from tidewheel_kernels.launch_config import vocabulary_config
-from tidewheel_kernels.sampling_reference import sample_reference
+from tidewheel_kernels.sampling import triton_kernels as kernels
+from tidewheel_kernels.sampling.reference import sample_reference
 
 INF, NAN = float("inf"), float("nan")
 CHUNK = vocabulary_config(1).chunk

@@ -7,9 +7,9 @@ import torch
 
 from support.kernels.sampling_rows import GREEDY, Row, tensors
 from tidewheel_kernels import SamplingTensors, sample
-from tidewheel_kernels.jit.sampling import sample as sample_triton
-from tidewheel_kernels.sampling_cpu import MIN_PARTED, NUM_CANDIDATES, greedy_tokens_cpu, sample_cpu
-from tidewheel_kernels.sampling_reference import filtered_weights, greedy_tokens, sample_reference
+from tidewheel_kernels.sampling.cpu import MIN_PARTED, NUM_CANDIDATES, greedy_tokens_cpu, sample_cpu
+from tidewheel_kernels.sampling.reference import filtered_weights, greedy_tokens, sample_reference
+from tidewheel_kernels.sampling.triton_kernels import sample as sample_triton
 
 Implementation = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 INF, NAN = float("inf"), float("nan")

@@ -12,7 +12,7 @@ import torch
 from tidewheel.batch import Int32Array, ScheduledBatch
 from tidewheel.runner.staging import HostArray
 from tidewheel_kernels import AttentionMetadata, TokenHistory
-from tidewheel_kernels.metadata import HostInts
+from tidewheel_kernels.attention.metadata import HostInts
 
 Int64Array = npt.NDArray[np.int64]
 

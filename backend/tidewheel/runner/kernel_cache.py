@@ -18,7 +18,7 @@ from tidewheel.errors import ConfigError
 from tidewheel.models.model_folder import one_line
 from tidewheel.private_dir import run_dir
 from tidewheel_kernels import copy_blocks
-from tidewheel_kernels.backend import preference_from_environment
+from tidewheel_kernels.choice import preference_from_environment
 from tidewheel_kernels.native.library import cache_folder as native_cache_folder
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Compiled C sources, one library per element type and processor."""
+"""Compile and load the C sources: one library for each element type and processor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,10 +33,46 @@ CPU_INFO = Path("/proc/cpuinfo")
 MAPS = Path("/proc/self/maps")
 FOLDER = Path("tidewheel", "kernels")
 TIMEOUT_S = 120
+# A row takes about a microsecond, as does waking a thread.
+MIN_ROWS_TO_SHARE = 4
+# Argument types of the C functions, whose sources describe the arguments.
+POINTER, LONG, FLOAT, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
 class NativeUnavailable(RuntimeError):
-    """The kernels cannot be compiled or loaded here; the message says why."""
+    """The kernels cannot be compiled or loaded here."""
+
+
+class NativeKernel:
+    """C function with its argument types."""
+
+    def __init__(self, name: str, *types: Any) -> None:
+        self._name = name
+        self._types = types
+        self._functions: dict[torch.dtype, Callable[..., None]] = {}
+
+    def of(self, dtype: torch.dtype) -> Callable[..., None]:
+        function = self._functions.get(dtype)
+        if function is None:
+            library = native_library(dtype)
+            assert library is not None, f"no native kernels for {dtype}"
+            function = getattr(library, self._name)
+            function.argtypes, function.restype = self._types, None
+            self._functions[dtype] = function
+        return function
+
+
+def address(tensor: torch.Tensor | None, like: torch.Tensor) -> int | None:
+    """Raise `TypeError` if the kernel would read elements of another size."""
+    if tensor is None:
+        return None
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"a native kernel for {like.dtype} was given {tensor.dtype}: convert it")
+    return tensor.data_ptr()
+
+
+def num_threads(num_rows: int) -> int:
+    return torch.get_num_threads() if num_rows >= MIN_ROWS_TO_SHARE else 1
 
 
 @functools.cache
@@ -53,7 +90,7 @@ def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
     folder = _private(cache_folder(os.environ))
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:  # a loaded library needs no name
+        with tempfile.TemporaryDirectory() as scratch:  # a loaded library needs no file
             return _loaded(_compiled(dtype, compiler, Path(scratch)))
     path = _compiled(dtype, compiler, folder)
     try:
@@ -65,7 +102,6 @@ def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the user's folder of compiled kernels."""
     caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME") or "/") / ".cache")
     return Path(caches) / FOLDER
 
@@ -79,7 +115,7 @@ def _compiler(environment: Mapping[str, str]) -> str:
 
 
 def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
-    """Return the library in the folder, compiled if absent."""
+    """Return the library in `folder`; compile it if absent."""
     sources = sorted(SOURCES.glob("*.c"))
     options = [*FLAGS, f"-D{ELEMENTS[dtype]}"]
     digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
@@ -88,7 +124,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     path = folder / f"native-{digest.hexdigest()[:24]}.so"
     if path.is_file():
         return path
-    # Another process may compile too: each writes its own file, and the last replaces the first.
+    # Processes may compile at once: each writes its own file, and the last replaces the others.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         _run([compiler, *options, *map(str, sources), "-o", str(made), "-lm"])
@@ -113,7 +149,7 @@ def _version(compiler: str) -> str:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603 - no shell, the compiler of this machine
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or [f"status {error.returncode}"]
         raise NativeUnavailable(f"{command[0]} failed: {last[0]}") from error
@@ -123,7 +159,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Identify the processor: a home folder may serve several machines, and -march=native is specific to each."""
+    """Identify the processor: a home folder may serve several machines, and -march=native is for one."""
     try:
         lines = CPU_INFO.read_text(errors="replace").lower().splitlines()
     except OSError:

@@ -12,14 +12,13 @@ from unittest import mock
 
 import torch
 
-from tidewheel_kernels import activation, attention, rope, sampling
-from tidewheel_kernels.activation import silu_and_mul_cpu
-from tidewheel_kernels.attention_cpu import paged_attention_cpu
-from tidewheel_kernels.metadata import AttentionMetadata
-from tidewheel_kernels.rms_norm import _OP as RMS_NORM
-from tidewheel_kernels.rms_norm import rms_norm_cpu, rms_norm_reference
-from tidewheel_kernels.rope import rotate_neox
-from tidewheel_kernels.sampling_reference import sample_reference
+from tidewheel_kernels import AttentionMetadata, activation, attention, norm, rope, sampling
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
+from tidewheel_kernels.attention.cpu import paged_attention_cpu
+from tidewheel_kernels.norm.cpu import rms_norm_cpu
+from tidewheel_kernels.norm.reference import normalized
+from tidewheel_kernels.rope.reference import rotate_neox
+from tidewheel_kernels.sampling.reference import sample_reference
 
 
 @contextmanager
@@ -30,7 +29,7 @@ def installed() -> Iterator[None]:
             (attention._OP, paged_attention),
             (rope._OP, rope_and_cache),
             (sampling._OP, sample_reference),
-            (RMS_NORM, rms_norm_cpu),
+            (norm._OP, rms_norm_cpu),
             (activation._OP, silu_and_mul_cpu),
         ):
             stack.enter_context(mock.patch.object(operation, "on", return_value=function))
@@ -97,14 +96,13 @@ def rope_and_cache(
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    *,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
 ) -> None:
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
-        normed = heads.float() if weight is None else rms_norm_reference(heads.float(), weight, eps)
+        normed = heads.float() if weight is None else normalized(heads.float(), weight, eps)
         heads.copy_(rotate_neox(normed, cos, sin))
     write_cache(k, slot_mapping, k_cache)
     write_cache(v, slot_mapping, v_cache)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tidewheel_kernels import jit
-from tidewheel_kernels.backend import Op
+import tidewheel_kernels
+from tidewheel_kernels.choice import Op
 from tidewheel_kernels.launch_config import compile_target
 
 
@@ -88,7 +88,8 @@ def _empty(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> torc
 @contextmanager
 def _multiprocessors(count: int) -> Iterator[None]:
     """Launchers import the function by name, each its own."""
-    modules = [import_module(f"{jit.__name__}.{item.name}") for item in iter_modules(jit.__path__)]
+    names = [module.name for module in walk_packages(tidewheel_kernels.__path__, "tidewheel_kernels.")]
+    modules = [import_module(name) for name in names if name.rpartition(".")[2].startswith("triton_")]
     users = [module for module in modules if hasattr(module, "multiprocessors")]
     assert users, "no launcher asks for the number of multiprocessors"
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tidewheel.adapter.settings import ModelSettings, load_settings
+from tidewheel.adapter.repository_entry import ModelSettings, load_settings
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.tenants import TenantLimits, parse_tenants

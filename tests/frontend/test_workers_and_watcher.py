@@ -13,10 +13,10 @@ import pytest
 
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import delta
-from tidewheel.frontend.live import Ending, LiveRequest
-from tidewheel.frontend.stats import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
+from tidewheel.frontend.interface import GenerateRequest
+from tidewheel.frontend.live_request import Ending, LiveRequest
+from tidewheel.frontend.request_figures import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
 from tidewheel.frontend.threads import Watcher, Workers
-from tidewheel.frontend.values import GenerateRequest
 
 
 class CountingSink(RecordingSink):
@@ -161,9 +161,9 @@ def test_the_first_ending_counts() -> None:
 
 def test_nothing_counts_behind_the_end() -> None:
     request = make_request(RecordingSink())
-    assert request.post(delta(1, [5], "length"))
-    assert not request.post(delta(1, [6]))
-    assert not request.post(delta(1, [7], "stop"))
+    assert request.receive(delta(1, [5], "length"))
+    assert not request.receive(delta(1, [6]))
+    assert not request.receive(delta(1, [7], "stop"))
     deltas, ending = request.take()
     assert [piece.token_ids for piece in deltas] == [[5]]
     assert ending == Ending("length")

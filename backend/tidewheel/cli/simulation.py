@@ -12,9 +12,8 @@ import numpy as np
 
 from tidewheel.cli.usage import UsageError
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.build import build_scheduler, check_record_folder
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.recording import check_folder
 from tidewheel.errors import ConfigError
 from tidewheel.fleet.router import make_router
 from tidewheel.request import Priority
@@ -98,7 +97,7 @@ class Plan:
         )
         make_router(plan.router, plan.num_replicas)
         for policy in plan.policies:
-            check_folder(plan.config(policy))
+            check_record_folder(plan.config(policy))
         return plan
 
     def config(self, policy: str) -> EngineConfig:

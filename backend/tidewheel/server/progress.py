@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from tidewheel.engine.status import Status, read_status
+from tidewheel.engine.folder import Status, read_status
 
 _FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
 _STEPS = 1000

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.run_dir import engine_dir
-from tidewheel.engine.status import read_status
+from tidewheel.engine.folder import engine_dir, read_status
 from tidewheel.server import backend_dir, launch, ports, repository
 from tidewheel.server.console import Console
 from tidewheel.server.errors import ServeError

@@ -153,8 +153,8 @@ def test_the_first_ending_counts() -> None:
     assert not request.end(Ending("stop"))
     assert request.claim_turn()
     assert not request.claim_turn()
-    assert request.take() == ([], Ending("cancelled"))
-    request.close()
+    assert request.take_news() == ([], Ending("cancelled"))
+    request.mark_answered()
     assert not request.end_turn()
     assert not request.claim_turn()
 
@@ -164,7 +164,7 @@ def test_nothing_counts_behind_the_end() -> None:
     assert request.receive(delta(1, [5], "length"))
     assert not request.receive(delta(1, [6]))
     assert not request.receive(delta(1, [7], "stop"))
-    deltas, ending = request.take()
+    deltas, ending = request.take_news()
     assert [piece.token_ids for piece in deltas] == [[5]]
     assert ending == Ending("length")
 

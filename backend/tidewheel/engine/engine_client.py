@@ -214,10 +214,13 @@ class EngineClient:
             self._outbox.flush(connection.send_encoded)
         if now >= self._next_ping and self._connection is not None:
             self._next_ping = now + self._options.ping_interval_s
-            with self._refused_lock:
-                refused, self._refused = self._refused, Counter()
-            connection.send(Ping(refused))
+            connection.send(Ping(self._take_refused()))
             self._launcher.try_lock()
+
+    def _take_refused(self) -> dict[str, int]:
+        with self._refused_lock:
+            refused, self._refused = self._refused, Counter()
+        return refused
 
     def _handle(self, message: FromEngine) -> None:
         match message:

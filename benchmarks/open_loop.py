@@ -14,9 +14,8 @@ import torch
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, build_scheduler, engine_info, load_model_runner
-from tidewheel.engine.core import EngineCore
+from tidewheel.engine.core import EngineCore, PendingTokens
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.runner import PendingTokens
 from tidewheel.errors import TidewheelError
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams

@@ -37,9 +37,8 @@ import record
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
-from tidewheel.engine.core import EngineCore
+from tidewheel.engine.core import EngineCore, Runner
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.runner import Runner
 from tidewheel.record.recorded_events import step_features
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import SamplingParams

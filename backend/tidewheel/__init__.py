@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidewheel.frontend.options import RequestOptions as RequestOptions
+    from tidewheel.frontend.request_options import RequestOptions as RequestOptions
     from tidewheel.llm import LLM as LLM
     from tidewheel.sampling import SamplingParams as SamplingParams
 
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "LLM": "tidewheel.llm",
-    "RequestOptions": "tidewheel.frontend.options",
+    "RequestOptions": "tidewheel.frontend.request_options",
     "SamplingParams": "tidewheel.sampling",
 }
 

@@ -24,15 +24,14 @@ from tidewheel.batch import Int32Array, StepOutputs, TopLogprobs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.deltas import final_delta
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import SessionTtl, to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
-from tidewheel.frontend.options import RequestOptions
+from tidewheel.frontend.interface import Chunk, Generation
 from tidewheel.frontend.output import Outputs
 from tidewheel.frontend.preparation import Preparer
+from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import Chunk, Generation
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats
@@ -247,7 +246,7 @@ class LLM:
             return
         if request.is_finished:
             del self._open[request.request_id]
-            delta = final_delta(0, route.sequence, request, token_ids, logprobs)
+            delta = Delta.last(0, route.sequence, request, token_ids, logprobs)
         else:
             entries = None if logprobs is None else [logprobs]
             delta = Delta(0, token_ids, logprobs=entries, index=route.sequence)

@@ -11,7 +11,7 @@ from support.models.tiny_models import llama, save
 from tidewheel import LLM, SamplingParams
 from tidewheel.cli.main import main
 from tidewheel.config import EngineConfig
-from tidewheel.engine.recording import check_folder
+from tidewheel.engine.build import check_record_folder
 from tidewheel.errors import ConfigError
 from tidewheel.simulate.calibration import calibrated
 from tidewheel.simulate.replay import Recording, replay, scheduler_of
@@ -54,7 +54,7 @@ def test_nobody_else_may_read_it(recording: Path) -> None:
 
 def test_a_folder_that_is_not_there_stops_the_load(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"record is .*: there is no folder"):
-        check_folder(EngineConfig(model="m", record=str(tmp_path / "absent")))
+        check_record_folder(EngineConfig(model="m", record=str(tmp_path / "absent")))
 
 
 def test_serve_records_what_it_serves_or_says_why_not(

@@ -15,10 +15,10 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, ConfigError, EngineDead
-from tidewheel.frontend import prompt_queue
+from tidewheel.frontend import threads
 from tidewheel.frontend.door import RefusingDoor
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.values import GenerateRequest, Response
+from tidewheel.frontend.interface import GenerateRequest, Response
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
 
@@ -294,7 +294,7 @@ def test_an_engine_that_refuses(harness: FrontendHarness, error: Busy | EngineDe
 
 
 def test_too_much_waits_for_the_tokenizer(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_queue, "_MAX_REQUESTS", 0)
+    monkeypatch.setattr(threads, "_MAX_REQUESTS", 0)
     assert harness.refuse(text="x").startswith("[TW-BUSY retry_after_ms=250] ")
     monkeypatch.undo()
     harness.frontend._prompts._max_bytes = 10

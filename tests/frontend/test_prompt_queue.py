@@ -10,11 +10,11 @@ import pytest
 
 from support.engine.fake_engine import TIMEOUT_S, RecordingSink
 from support.frontend.front_ends import FrontendHarness
-from tidewheel.frontend import parameters as parameters_module
-from tidewheel.frontend.live import LiveRequest
-from tidewheel.frontend.parameters import Urgency, read_urgency
-from tidewheel.frontend.prompt_queue import _AGEING_NS, _LONG_PROMPT_BYTES, PromptQueue
-from tidewheel.frontend.values import GenerateRequest, ParameterSource
+from tidewheel.frontend import preparation
+from tidewheel.frontend.interface import GenerateRequest, ParameterSource
+from tidewheel.frontend.live_request import LiveRequest
+from tidewheel.frontend.preparation import Urgency, read_urgency
+from tidewheel.frontend.threads import _AGEING_NS, _LONG_PROMPT_BYTES, PromptQueue
 from tidewheel.request import Priority
 from tidewheel.tenants import TenantLimits
 
@@ -158,7 +158,7 @@ def test_malformed_urgency_has_the_default_place(wrong: dict[str, object]) -> No
 
 def test_urgency_looks_at_no_other_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(parameters_module, "_is_neutral", lambda key, raw: seen.append(key))
+    monkeypatch.setattr(preparation, "_is_neutral", lambda key, raw: seen.append(key))
     urgency(priority=2, logit_bias={str(index): 1 for index in range(1024)}, unknown="x")
     assert seen == ["priority"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.engine.status import State, Status, write_status
+from tidewheel.engine.folder import State, Status, write_status
 from tidewheel.server.console import LoadProgress
 
 

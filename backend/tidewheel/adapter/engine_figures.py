@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tidewheel.adapter.series import Labels
 from tidewheel.request import Priority
 from tidewheel.stats import EngineStats, TenantFigures
+
+Labels = Mapping[str, str]
 
 
 class TenantFigure(NamedTuple):

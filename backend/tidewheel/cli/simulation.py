@@ -11,7 +11,7 @@ from typing import Any
 
 from tidewheel.bench.text_tables import NOTHING, Table
 from tidewheel.cli.usage import UsageError
-from tidewheel.engine.recording import check_folder
+from tidewheel.engine.build import check_record_folder
 from tidewheel.fleet.router import make_router
 from tidewheel.request import Priority
 from tidewheel.server.repository import parse_settings
@@ -67,7 +67,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     )
     make_router(scenario.router, scenario.num_replicas)
     for policy in scenario.policies:
-        check_folder(scenario.config(policy))
+        check_record_folder(scenario.config(policy))
     return scenario
 
 

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from tidewheel.batch import StepOutputs, TopLogprobs
-from tidewheel.engine.deltas import final_delta, refusal
-from tidewheel.engine.messages import WHOLE_REQUEST, Delta, Deltas, FromEngine, Room, encoder
+from tidewheel.engine.messages import Delta, Deltas, FromEngine, Room, encoder
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.stats import WaitingRoom
@@ -23,12 +21,10 @@ MAX_UNSENT_DELTAS = 1 << 18  # per front end; above this it counts as gone
 
 
 class FrontEnd:
-    """One connection. `identity` is ZeroMQ's name."""
-
     __slots__ = ("identity", "last_seen", "name", "received", "request_ids", "room", "unsent")
 
     def __init__(self, identity: bytes, name: str, now: float) -> None:
-        self.identity = identity
+        self.identity = identity  # ZeroMQ's name
         self.name = name
         self.last_seen = now
         self.request_ids: dict[int, dict[int, str]] = {}  # unfinished, by key and index
@@ -88,9 +84,7 @@ class FrontEnds:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def open(self, front_end: FrontEnd, key: int, n: int) -> list[str]:
-        """Return ids for a new request's sequences. One final delta closes each. Raise `InvalidRequest` if the key is
-        in use.
-        """
+        """Return an id per sequence. One final delta closes each. Raise `InvalidRequest` if the key is in use."""
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
         ids = {index: str(self._num_opened + 1 + index) for index in range(n)}
@@ -102,11 +96,11 @@ class FrontEnds:
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """Answer a request that is not open."""
-        front_end.unsent.append(refusal(key, error))
+        front_end.unsent.append(Delta.whole(key, FinishReason.ERROR, error))
 
     def confirm(self, front_end: FrontEnd, key: int) -> None:
         """Answer a message that asks for no tokens."""
-        front_end.unsent.append(Delta(key, [], FinishReason.STOP.value, index=WHOLE_REQUEST))
+        front_end.unsent.append(Delta.whole(key, FinishReason.STOP))
 
     def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """End an open request that the scheduler does not know."""
@@ -135,14 +129,14 @@ class FrontEnds:
         del siblings[route.sequence]
         if not siblings:
             del route.front_end.request_ids[route.key]
-        route.front_end.unsent.append(final_delta(route.key, route.sequence, request, token_ids, logprobs))
+        route.front_end.unsent.append(Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
     # --- sending ----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Send each front end one message with its deltas. A full queue delays them to the next flush."""
         for front_end in self._by_identity.values():
-            if front_end.unsent and self._send(front_end.identity, Deltas(front_end.unsent)):
+            if front_end.unsent and self.send(front_end.identity, Deltas(front_end.unsent)):
                 front_end.unsent = []
 
     def tell_room(self, room: WaitingRoom) -> None:
@@ -150,21 +144,15 @@ class FrontEnds:
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue
-            if self._send(front_end.identity, Room(**msgspec.structs.asdict(room), received=front_end.received)):
+            if self.send(front_end.identity, Room(**msgspec.structs.asdict(room), received=front_end.received)):
                 front_end.received, front_end.room = [], room
 
     def broadcast(self, message: FromEngine) -> None:
-        self._send_all(self._by_identity, message)
+        for identity in self._by_identity:
+            self.send(identity, message)
 
-    def send_to(self, identity: bytes, message: FromEngine) -> None:
-        """Send to any peer. Drop the message if it is gone or does not read."""
-        self._send_all([identity], message)
-
-    def _send_all(self, identities: Iterable[bytes], message: FromEngine) -> None:
-        for identity in identities:
-            self._send(identity, message)
-
-    def _send(self, identity: bytes, message: FromEngine) -> bool:
+    def send(self, identity: bytes, message: FromEngine) -> bool:
+        """Send to any peer. Return False if it is gone or does not read."""
         try:
             self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:

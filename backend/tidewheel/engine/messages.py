@@ -1,11 +1,11 @@
 """Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket, never pickle.
 
-To the engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`. From it:
-`Ready` or `Failed` after `Hello`; `Deltas` after a step; `Stats` twice a second; `Room` when it changes; `Dropped` to
-an unknown front end. `Drain` needs no `Hello`; `Stats` answers it.
+To the engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Goodbye`. From it: `Ready` or
+`Failed` after `Hello`, `Deltas` after a step, `Stats` twice a second, `Room` when it changes. `Drain` needs no
+`Hello`; `Stats` answers it.
 
-A request's `key` counts up in its front end; the client's id never travels. Deltas answer every `AddRequest`, the
-last with `finish_reason`, or `Dropped` ends all requests of a front end.
+A request's `key` counts up in its front end; the client's id never travels. Deltas answer every request, the last
+with `finish_reason`, or `Dropped` ends all requests of a front end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from __future__ import annotations
 import msgspec
 
 from tidewheel.batch import TopLogprobs
+from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
+from tidewheel.request import FinishReason, Request
+from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
 PROTOCOL = 3
 WHOLE_REQUEST = -1  # index of a delta for a request without sequences
+
+_MIB = 1 << 20
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -31,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Hello(Message, frozen=True):
     protocol: int
     client: str  # unique name
-    settings_digest: str  # of expected settings; a twin sends "" and takes any
+    settings_digest: str  # of expected settings; empty: any
 
 
 class AddRequest(Message, frozen=True):
@@ -69,7 +74,7 @@ class CloseSession(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second. After 5 s of silence a front end's requests end."""
 
-    refused: dict[str, int] = {}  # by tenant, since the last ping; the waiting set was full
+    refused: dict[str, int] = {}  # requests refused at the door since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):
@@ -86,31 +91,13 @@ ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 # --- engine → front end ---------------------------------------------------------------------------------------
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
-    """Values that the engine resolved at its load. Memory is in bytes."""
+class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
+    """Values that the engine resolved at its load."""
 
     pid: int
-    model: str
-    architecture: str
-    device: str  # "cpu (2 threads)", "NVIDIA H200"
-    dtype: str
-    vocab_size: int  # output width
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: int
-    weights_bytes: int
-    activation_bytes: int
-    kv_cache_bytes: int
     enable_prefix_caching: bool
-    load_seconds: float
-    num_host_blocks: int = 0
-    swap_seconds_per_block: float | None = None  # per copy in one direction; None: no host tier
-    graph_bytes: int = 0  # of CUDA graphs
-    stage_seconds: dict[str, float] = {}  # of the load, in order
     async_scheduling: bool = False  # a step is launched before the last one's tokens are read
-    tenants: dict[str, TenantLimits] = {}
+    tenants: dict[str, TenantLimits] = msgspec.field(default_factory=dict)
 
     @property
     def num_cache_tokens(self) -> int:
@@ -125,6 +112,24 @@ class EngineInfo(msgspec.Struct, frozen=True):
     def max_concurrency(self) -> float:
         return self.num_cache_tokens / self.max_model_len
 
+    def describe(self) -> list[str]:
+        """Return log lines: model, memory, cache size and how many requests of full length fit."""
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
+        lines = [
+            f"model: {self.architecture} in {self.dtype} on {self.device}, loaded in {self.load_seconds:.1f} s"
+            + (f" ({stages})" if stages else ""),
+            f"memory: weights {_mib(self.weights_bytes)}, activations {_mib(self.activation_bytes)}, "
+            f"graphs {_mib(self.graph_bytes)}, KV cache {_mib(self.kv_cache_bytes)} "
+            f"({self.num_blocks:,} blocks of {self.block_size} tokens)",
+            f"{'CPU' if self.device.startswith('cpu') else 'GPU'} KV cache size: {self.num_cache_tokens:,} tokens",
+            f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x",
+            f"async scheduling: {'on' if self.async_scheduling else 'off'}",
+        ]
+        if self.swap_seconds_per_block is not None:
+            milliseconds = 1e3 * self.swap_seconds_per_block
+            lines.append(f"host tier: {self.num_host_blocks:,} blocks, {milliseconds:.3f} ms to copy one")
+        return lines
+
 
 class Ready(Message, frozen=True):
     info: EngineInfo
@@ -137,18 +142,21 @@ class Failed(Message, frozen=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A `TidewheelError` on the wire, for `errors.from_wire`."""
-
     tag: str
     message: str
     retry_after_ms: int | None = None
     is_waiting_set_full: bool = False  # may be sent again as soon as another request starts
 
+    @classmethod
+    def of(cls, error: TidewheelError) -> ErrorInfo:
+        return cls(error.tag, error.message, error.retry_after_ms, isinstance(error, WaitingSetFull))
+
+    def to_error(self) -> TidewheelError:
+        return from_wire(self.tag, self.message, self.retry_after_ms)
+
 
 class Dropped(Message, frozen=True):
-    """End of all requests of a front end that the engine no longer knows. The last message of an engine, or the
-    answer to a front end that counts as gone. `Hello` starts anew.
-    """
+    """End of all requests of a front end: the engine ends, or does not know it. `Hello` starts anew."""
 
     error: ErrorInfo
 
@@ -166,6 +174,19 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     priority: int = 0  # granted class, 1 to 4
     arrival_ns: int = 0  # set by the front end
 
+    @classmethod
+    def of(cls, request: Request) -> RequestStats:
+        return cls(
+            first_scheduled_ns=_ns(request.first_scheduled_time),
+            first_token_ns=_ns(request.first_token_time),
+            last_token_ns=_ns(request.last_token_time),
+            num_cached_tokens=request.num_cached_tokens,
+            num_reused_blocks=request.num_reused_blocks,
+            num_new_blocks=request.num_new_blocks,
+            num_preemptions=request.num_preemptions,
+            priority=int(request.priority),
+        )
+
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: int
@@ -175,6 +196,29 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
     index: int = 0  # of the sequence; each has a last delta, or `WHOLE_REQUEST` ends all
+
+    @classmethod
+    def last(
+        cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
+    ) -> Delta:
+        """Return the end of a sequence, with the tokens of its last step."""
+        error = request.error
+        if error is None and request.finish_reason is FinishReason.ERROR:
+            error = InternalError("the request ended with an error that left no message")
+        return cls(
+            key,
+            token_ids,
+            finish_reason=str(request.finish_reason),
+            error=None if error is None else ErrorInfo.of(error),
+            logprobs=None if logprobs is None else [logprobs],
+            stats=RequestStats.of(request),
+            index=index,
+        )
+
+    @classmethod
+    def whole(cls, key: int, reason: FinishReason, error: TidewheelError | None = None) -> Delta:
+        """Return the end of a request without tokens."""
+        return cls(key, [], reason.value, None if error is None else ErrorInfo.of(error), index=WHOLE_REQUEST)
 
 
 class Deltas(Message, frozen=True):
@@ -186,9 +230,7 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Room in the waiting set, sent when it changes. It lets front ends refuse at once what the engine would refuse
-    after its step.
-    """
+    """Room in the waiting set, so that front ends refuse at once what the engine would refuse after its step."""
 
     received: list[int]  # keys of the front end's requests since the last `Room`
 
@@ -198,3 +240,11 @@ FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.1f} MiB"
+
+
+def _ns(seconds: float | None) -> int:
+    return 0 if seconds is None else int(seconds * 1e9)

@@ -25,12 +25,18 @@ import zmq
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
-from tidewheel.engine.describe import describe
-from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.folder import (
+    ENGINE_LOCK,
+    State,
+    Status,
+    check_socket_path,
+    settings_digest,
+    socket_address,
+    write_status,
+)
+from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.engine.requests import SessionTtl
-from tidewheel.engine.run_dir import ENGINE_LOCK, check_socket_path, socket_address
 from tidewheel.engine.server import RETRY_AFTER_MS, EngineServer
-from tidewheel.engine.status import State, Status, process_start_ticks, settings_digest, write_status
 from tidewheel.errors import ConfigError, Draining, EngineDead
 
 log = logging.getLogger(__name__)
@@ -125,7 +131,10 @@ def _serve_loaded(
             debug_invariants=config.debug_invariants,
             on_drain=lambda: status.update(is_draining=True),
         )
-        _announce(info, status)
+        gc.collect()
+        gc.freeze()  # collections between steps skip what loading made
+        status.update(state="ready", stage="", fraction=1.0, info=info)
+        log.info("ready")
         try:
             reason = server.serve(stop)
         except Exception as error:
@@ -138,15 +147,6 @@ def _serve_loaded(
         status.end("stopped", reason)
         server.end_all(Draining("the engine was stopped"))
     return 0
-
-
-def _announce(info: EngineInfo, status: StatusFile) -> None:
-    for line in describe(info):
-        log.info("%s", line)
-    gc.collect()
-    gc.freeze()  # collections between steps skip what loading made
-    status.update(state="ready", stage="", fraction=1.0, info=info)
-    log.info("ready")
 
 
 @contextlib.contextmanager

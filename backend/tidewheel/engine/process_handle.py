@@ -5,10 +5,19 @@ import os
 import select
 import signal
 import time
-
-from tidewheel.engine.status import process_start_ticks
+from pathlib import Path
 
 _POLL_S = 0.02
+
+
+def process_start_ticks(pid: int) -> int | None:
+    """Return the start in clock ticks since boot, or None if it has ended. See field 22 in proc_pid_stat(5)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
 
 
 class ProcessHandle:
@@ -27,7 +36,7 @@ class ProcessHandle:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has ended, for one system call."""
+        """Return the opposite of `is_alive`, for one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property

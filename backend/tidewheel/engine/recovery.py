@@ -1,19 +1,44 @@
 """Recovery from memory shortage: run the step again without its longest chunk. One request ends, the others continue.
 
-A step is not repeated after a later launch, which has read what it should have written.
+A step may be repeated, because it writes the same keys and values into the same slots. It is not repeated after a
+later launch, which has read what it should have written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
-from tidewheel.engine.runner import Runner
+
+if TYPE_CHECKING:
+    from tidewheel.engine.core import Runner
 
 MAX_GIVEN_UP = 3  # requests; if memory is still short, they are not the cause
+
+T = TypeVar("T")
+
+
+class OutOfMemory(NamedTuple):
+    """Result of an attempt for which memory ran out. It is also a launch that shows it when it is waited for."""
+
+    error: Exception
+
+    def wait(self) -> NoReturn:
+        raise self.error
+
+
+def attempt(work: Callable[[], T]) -> T | OutOfMemory:
+    """Return what `work` returns, or that memory ran out. Raise other errors."""
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return OutOfMemory(error.with_traceback(None))  # its frames hold tensors, and a retry needs their room
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -25,15 +50,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def recover(
-    runner: Runner,
-    batch: ScheduledBatch,
-    error: Exception,
-    give_up: Callable[[int], None],
+    runner: Runner, batch: ScheduledBatch, failure: OutOfMemory, give_up: Callable[[int], None]
 ) -> SampledTokens:
-    """Return the tokens of the batch without the rows given up. Raise the error if that does not help.
-
-    A step may be repeated: it writes the same keys and values into the same slots.
-    """
+    """Return the tokens of the batch without the rows given up. Raise the error if that does not help."""
     keep = np.ones(len(batch.rows), dtype=np.bool_)
     for _ in range(MAX_GIVEN_UP):
         largest = int(np.argmax(np.where(keep, batch.num_scheduled_tokens, 0)))
@@ -41,13 +60,11 @@ def recover(
         give_up(int(batch.rows[largest]))
         if not keep.any():
             return no_tokens(batch)
-        try:
-            return _spread(batch, keep, runner.launch(_only(batch, keep)).wait())
-        except Exception as next_error:
-            if not is_out_of_memory(next_error):
-                raise
-            error = next_error.with_traceback(None)
-    raise error
+        result = attempt(lambda: runner.launch(_only(batch, keep)).wait())
+        if not isinstance(result, OutOfMemory):
+            return _spread(batch, keep, result)
+        failure = result
+    raise failure.error
 
 
 def no_tokens(batch: ScheduledBatch) -> SampledTokens:

@@ -1,11 +1,8 @@
-"""Conversion of an `AddRequest` to scheduler requests.
-
-Front ends and `LLM` call `check_request` before they send, and the engine again, because it trusts no message.
-"""
+"""Check of an `AddRequest`, in the front end and again in the engine, and its conversion to scheduler requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +12,7 @@ from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, LogitBias, SamplingParams
+from tidewheel.scheduler.admission import check_lengths
 from tidewheel.tenants import MAX_TENANT_CHARS
 
 # A front end adds end-of-sequence ids, and a spelling of each word after a space.
@@ -155,14 +153,9 @@ def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
 
 
 def _max_tokens(sampling: SamplingParams, num_prompt_tokens: int, info: EngineInfo) -> int:
-    room = info.max_num_tokens - num_prompt_tokens
-    for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
-        if value is not None and value > room:
-            raise InvalidRequest(
-                f"{name} is {value}: the prompt has {num_prompt_tokens} tokens, so the context of "
-                f"{info.max_num_tokens} leaves room for {room}"
-            )
-    return room if sampling.max_tokens is None else sampling.max_tokens
+    max_tokens = info.max_num_tokens - num_prompt_tokens if sampling.max_tokens is None else sampling.max_tokens
+    check_lengths(num_prompt_tokens, max_tokens, sampling.min_tokens, info.max_num_tokens)
+    return max_tokens
 
 
 def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
@@ -185,8 +178,7 @@ def _priority(value: int) -> Priority:
         raise InvalidRequest(f"priority is {value}: it must be 0 (default) or 1 (first) to 4 (last)") from None
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int, limit: int) -> None:
-    ids = tuple(ids)
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> None:
     if len(ids) > limit:
         raise InvalidRequest(f"{name} has {len(ids)} entries: at most {limit} are allowed")
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):

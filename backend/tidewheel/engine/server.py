@@ -8,8 +8,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from tidewheel.engine.core import EngineCore
-from tidewheel.engine.deltas import error_info
+from tidewheel.engine.core import EngineCore, Runner
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -19,6 +18,7 @@ from tidewheel.engine.messages import (
     Drain,
     Dropped,
     EngineInfo,
+    ErrorInfo,
     Failed,
     Goodbye,
     Hello,
@@ -29,7 +29,6 @@ from tidewheel.engine.messages import (
     to_engine_decoder,
 )
 from tidewheel.engine.requests import SessionTtl, check_num_sequences, to_requests
-from tidewheel.engine.runner import Runner
 from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.scheduler.scheduler import Scheduler
 
@@ -42,9 +41,7 @@ RECEIVE_S = 0.002  # for messages between steps; the last one may overrun
 
 
 class EngineServer:
-    """The engine's end of a bound ROUTER socket: commands in, deltas out, on one thread. A bad message affects only
-    its sender.
-    """
+    """Loop of steps over a bound ROUTER socket, on one thread. A bad message affects only its sender."""
 
     def __init__(
         self,
@@ -91,9 +88,9 @@ class EngineServer:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """Send the last answers. Ask neither scheduler nor runner, which may be broken."""
+        """Send the last answers without scheduler and runner, which may be broken."""
         self._front_ends.flush()
-        self._front_ends.broadcast(Dropped(error_info(error)))
+        self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
 
     def _wait(self) -> None:
         if self._debug_invariants:
@@ -101,6 +98,7 @@ class EngineServer:
         self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
+        """Send figures and drop dead front ends, twice a second. Return a reason to stop, or an empty string."""
         now = self._clock()
         if now < self._next_stats:
             return ""
@@ -122,7 +120,7 @@ class EngineServer:
             self._core.cancel(request_id)
 
     def _tell_dropped(self, identity: bytes, reason: str) -> None:
-        self._front_ends.send_to(identity, Dropped(error_info(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))))
+        self._front_ends.send(identity, Dropped(ErrorInfo.of(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))))
 
     # --- messages ---------------------------------------------------------------------------------------------
 
@@ -177,21 +175,21 @@ class EngineServer:
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = f"the engine speaks protocol {PROTOCOL}, the front end {hello.protocol}: restart the server"
-            self._front_ends.send_to(identity, Failed(text))
+            self._front_ends.send(identity, Failed(text))
         elif hello.settings_digest not in ("", self._settings_digest):
             text = "the engine of this model runs with other settings: entries that share an engine need equal ones"
-            self._front_ends.send_to(identity, Failed(text))
+            self._front_ends.send(identity, Failed(text))
         else:
             self._front_ends.admit(identity, hello.client, self._clock())
             log.info("front end %s joins", hello.client)
-            self._front_ends.send_to(identity, Ready(self._info))
+            self._front_ends.send(identity, Ready(self._info))
 
     def _drain(self, identity: bytes) -> None:
         if not self._is_draining:
             log.info("draining: new requests are refused")
             self._is_draining = True
             self._on_drain()
-        self._front_ends.send_to(identity, Stats(self._core.stats()))
+        self._front_ends.send(identity, Stats(self._core.stats()))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
         front_end.received.append(message.key)
@@ -203,24 +201,17 @@ class EngineServer:
             self._front_ends.refuse(front_end, message.key, error)
             return
         try:
-            self._schedule(message, request_ids)
+            seed, now = self._seeds.getrandbits(64), self._clock()
+            requests = to_requests(
+                message, self._info, self._session_ttl, request_ids=request_ids, seed=seed, now=now
+            )
+            self._core.add_group(requests)
         except TidewheelError as error:
             self._front_ends.close(front_end, message.key, error)
         except Exception as error:
             log.exception("a request could not be added")
             failure = InternalError(f"the request could not be added: {type(error).__name__}")
             self._front_ends.close(front_end, message.key, failure)
-
-    def _schedule(self, message: AddRequest, request_ids: list[str]) -> None:
-        requests = to_requests(
-            message,
-            self._info,
-            self._session_ttl,
-            request_ids=request_ids,
-            seed=self._seeds.getrandbits(64),
-            now=self._clock(),
-        )
-        self._core.add_group(requests)
 
     def _cancel(self, front_end: FrontEnd, message: Cancel) -> None:
         ids = front_end.request_ids

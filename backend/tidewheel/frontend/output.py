@@ -6,9 +6,9 @@ import msgspec
 
 from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
+from tidewheel.frontend.interface import Chunk, Generation, Response
 from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import Chunk, Generation, Response
 from tidewheel.request import FinishReason
 
 

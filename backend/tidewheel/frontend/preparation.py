@@ -1,23 +1,51 @@
+"""From a client's request to a checked message: parameters of all carriers, prompt, chat template and token ids."""
+
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request
-from tidewheel.errors import InvalidRequest, PromptTooLarge
-from tidewheel.frontend.chat import ChatTemplate, parse_messages
-from tidewheel.frontend.coercion import to_text
+from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
+from tidewheel.frontend.chat_template import ChatTemplate, parse_messages
+from tidewheel.frontend.coercion import show, to_text
+from tidewheel.frontend.interface import GenerateRequest, Generation, ParameterSource
+from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, KNOWN, OPTIONS
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.output import Outputs, OutputStream
-from tidewheel.frontend.parameters import parse_parameters
+from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import GenerateRequest, Generation
+from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams, pack_biases
+from tidewheel.tenants import TenantLimits, limits_of
+
+_MAX_KEY_CHARS = 64  # longer keys get no suggestion
+_URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
+_CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
+
+
+class ParsedParameters(NamedTuple):
+    sampling: SamplingParams
+    options: RequestOptions
+
+
+class Urgency(NamedTuple):
+    """Place in front-end queues. Deadline 0: none."""
+
+    priority: int = Priority.NORMAL
+    deadline_ns: int = 0
+    soft_deadline_ns: int = 0
+
+
+class _Given(NamedTuple):
+    value: object
+    label: str  # key and carrier, for errors
 
 
 class Prepared(NamedTuple):
@@ -132,3 +160,90 @@ def _close_session(key: int, request: GenerateRequest, options: RequestOptions) 
     if request.text or request.messages is not None or request.input_ids is not None:
         raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
     return Prepared(CloseSession(key, options.tenant, options.session_id), None, False)
+
+
+def parse_parameters(
+    sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
+) -> ParsedParameters:
+    """Merge all carriers over `defaults`. Null counts as not given.
+
+    Raise `InvalidRequest` for unknown, malformed, contradictory or out-of-range values, and `Unsupported` for known
+    parameters that are not offered.
+    """
+    given = _collect(sources)
+    options = _options(given)
+    given.pop("pad_id", None)
+    end_id = given.pop("end_id", None)
+    values: dict[str, Any] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
+    if end_id is not None:
+        values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), end_id.value)))
+    return ParsedParameters(SamplingParams(**values), options)
+
+
+def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
+    """Read the urgency before other parameters. The tenant may lower the class.
+
+    Malformed values count as not given: `parse_parameters` refuses them later.
+    """
+    sources = (
+        ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
+        for source in request.parameters
+    )
+    try:
+        options = _options(_collect(sources))
+    except InvalidRequest:
+        options = RequestOptions()
+    wire = options.to_wire(arrival_ns, request.timeout_us)
+    priority = limits_of(tenants, options.tenant).granted(options.priority)
+    return Urgency(priority, wire["deadline_ns"], wire["soft_deadline_ns"])
+
+
+def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
+    """Return coerced values by canonical name."""
+    given: dict[str, _Given] = {}
+    for source in sources:
+        for key, raw in source.values.items():
+            if raw is None or _is_neutral(key, raw):
+                continue
+            name = ALIASES.get(key, key)
+            value = COERCIONS[name](key, raw)
+            if value == () or value == {}:
+                continue  # empty lists request nothing
+            entry = _Given(value, f"{key} in {source.origin}")
+            earlier = given.setdefault(name, entry)
+            if earlier is not entry and earlier.value != value:
+                raise InvalidRequest(
+                    f"{earlier.label} is {show(earlier.value)} and {entry.label} is {show(value)}: give one value"
+                )
+    return given
+
+
+def _is_neutral(key: str, raw: object) -> bool:
+    """Return whether an absent feature is not requested; raise if requested or unknown."""
+    if key in COERCIONS or key in ALIASES:
+        return False
+    feature = ABSENT.get(key)
+    if feature is None:
+        raise InvalidRequest(_unknown(key))
+    if not feature.is_neutral(raw):
+        raise Unsupported(f"{key} is {show(raw)}: {feature.reason}")
+    return True
+
+
+def _unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, KNOWN, n=1) if len(key) <= _MAX_KEY_CHARS else []
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(COERCIONS))}"
+    return f"unknown parameter {show(key)}: {hint}"
+
+
+def _options(given: dict[str, _Given]) -> RequestOptions:
+    """Move the options out of `given`."""
+    closing, others = given.get("close_session"), sorted(given.keys() - _CLOSING_KEYS)
+    if closing is not None and closing.value and others:
+        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
+    values = {key: given.pop(key).value for key in OPTIONS.keys() & given.keys()}
+    options = RequestOptions(**values)  # type: ignore[arg-type]
+    best_of = given.pop("best_of", None)
+    if best_of is not None and best_of.value != options.n:
+        raise Unsupported(f"best_of is {best_of.value} and n is {options.n}: all sequences are returned, none chosen")
+    return options

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from tidewheel.config import EngineConfig
@@ -117,7 +117,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
     num_blocks = decide_num_blocks(config.num_blocks, budget, layout, parts.info.max_model_len)
     kv = _allocate(layout, num_blocks, device, budget)
     host = _allocate_host(kv, num_host_blocks, config.swap_space)
-    info = dataclasses.replace(
+    info = msgspec.structs.replace(
         parts.info,
         num_blocks=num_blocks,
         activation_bytes=memory.activations,
@@ -130,13 +130,11 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
     seconds = parts.stages.seconds()
-    info = dataclasses.replace(
-        info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
-    )
     if parts.compile_log is not None:
         parts.compile_log.begin_serving()
-    _log(info, parts.device)
-    return info
+    return msgspec.structs.replace(
+        info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
+    )
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> list[int]:
@@ -185,19 +183,3 @@ def _allocate_host(kv: KVTensors, num_host_blocks: int, swap_space: float) -> Ho
         return HostBlocks(kv, num_host_blocks)
     except RuntimeError as error:
         raise ConfigError(f"swap_space is {swap_space:g} GiB: so much host memory cannot be had; lower it") from error
-
-
-def _log(info: RunnerInfo, device: torch.device) -> None:
-    tokens = info.num_blocks * info.block_size
-    logger.info(
-        "memory: weights %d MiB, activations %d MiB, graphs %d MiB, KV cache %d MiB",
-        info.weights_bytes // MIB, info.activation_bytes // MIB, info.graph_bytes // MIB, info.kv_cache_bytes // MIB,
-    )  # fmt: skip
-    logger.info("%s KV cache size: %d tokens", "GPU" if device.type == "cuda" else "CPU", tokens)
-    if info.swap_seconds_per_block is not None:
-        logger.info(
-            "host tier: %d blocks, %.3f ms to copy one", info.num_host_blocks, 1e3 * info.swap_seconds_per_block
-        )
-    logger.info(
-        "Maximum concurrency for %d tokens per request: %.2fx", info.max_model_len, tokens / info.max_model_len
-    )

@@ -29,6 +29,23 @@ _MAX_RETRY_MS = 30_000
 _SMOOTHING = 0.1  # weight of the newest interval
 
 
+def check_lengths(num_prompt_tokens: int, max_tokens: int, min_tokens: int, limit: int) -> None:
+    """Raise `InvalidRequest` unless prompt and output have tokens and fit into `limit`."""
+    if num_prompt_tokens < 1:
+        raise InvalidRequest("the prompt is empty: give at least one token")
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1")
+    room = limit - num_prompt_tokens
+    for name, value in (("max_tokens", max_tokens), ("min_tokens", min_tokens)):
+        if value > room:
+            raise InvalidRequest(
+                f"{name} is {value}: the prompt has {num_prompt_tokens} tokens, so the context of {limit} "
+                f"leaves room for {room}"
+            )
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}")
+
+
 class Admission:
     def __init__(self, config: SchedulerConfig, state: State, estimate: ServiceEstimate) -> None:
         self._config = config
@@ -172,7 +189,8 @@ class WaitingLimits:
 
     def check(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests can never wait together or never run."""
-        self._check_lengths(request)
+        limit = self._config.max_model_len
+        check_lengths(request.num_prompt_tokens, request.max_tokens, request.sampling.min_tokens, limit)
         self._check_count(request, count)
         self._check_pool(request)
 
@@ -245,21 +263,6 @@ class WaitingLimits:
         silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)
         estimate = 1e3 * max(self._start_interval, silence) * waiting.num_new / 2
         return round(min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS))
-
-    def _check_lengths(self, request: Request) -> None:
-        num_prompt_tokens, limit = request.num_prompt_tokens, self._config.max_model_len
-        if num_prompt_tokens < 1:
-            raise InvalidRequest("the prompt is empty: give at least one token")
-        if request.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {request.max_tokens}: it must be at least 1")
-        min_tokens = request.sampling.min_tokens
-        if min_tokens > request.max_tokens:
-            raise InvalidRequest(f"min_tokens is {min_tokens}, more than max_tokens {request.max_tokens}")
-        if request.max_num_tokens > limit:
-            raise InvalidRequest(
-                f"prompt of {num_prompt_tokens} tokens and max_tokens {request.max_tokens} make "
-                f"{request.max_num_tokens}: the context has {limit} tokens"
-            )
 
     def _check_count(self, request: Request, count: int) -> None:
         limits, num_prompt_tokens = self._config, request.num_prompt_tokens

@@ -12,8 +12,8 @@ from typing import Literal, TextIO
 from tqdm import tqdm
 
 from tidewheel import __version__
+from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.status import Status, read_status
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.server_log import LogLine

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.run_dir import engine_dir
-from tidewheel.engine.status import read_status
+from tidewheel.engine.folder import engine_dir, read_status
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints

@@ -9,7 +9,8 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
-from tidewheel.engine import control
+from tidewheel.engine.connection import drain
+from tidewheel.engine.launcher import stop_engine
 from tidewheel.server import ServeError, processes
 from tidewheel.server.console import Phase
 from tidewheel.server.locate import STUB_NAME
@@ -113,7 +114,7 @@ class Supervisor:
             idle = _drain_engines(engine_dirs)
         if idle is False and not self.was_forced:
             for engine_dir in engine_dirs:
-                control.stop(engine_dir, FINAL_ANSWERS_S)
+                stop_engine(engine_dir, FINAL_ANSWERS_S)
         self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
@@ -198,7 +199,7 @@ class Supervisor:
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:
-    """Return whether no engine has a request left; None without an answer."""
-    answers = [control.drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs]
+    """Return whether no engine has a request left, or None without an answer."""
+    answers = [drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs]
     stats = [answer for answer in answers if answer is not None]
     return all(one.num_running + one.num_waiting == 0 for one in stats) if stats else None

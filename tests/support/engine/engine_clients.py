@@ -9,10 +9,10 @@ from pathlib import Path
 
 from support.engine.faulty_engine import prompt_bytes
 from tidewheel.config import EngineConfig
-from tidewheel.engine.backoff import RestartPolicy
-from tidewheel.engine.client import ClientOptions, EngineClient
+from tidewheel.engine.engine_client import ClientOptions, EngineClient
+from tidewheel.engine.folder import Status, read_status
+from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.engine.messages import AddRequest, Delta, Room
-from tidewheel.engine.status import Status, read_status
 from tidewheel.errors import TidewheelError
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats

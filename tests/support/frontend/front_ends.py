@@ -16,8 +16,8 @@ from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.interface import GenerateRequest, ParameterSource
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import GenerateRequest, ParameterSource
 
 
 class Submitted(NamedTuple):

@@ -1,15 +1,59 @@
-"""Known parameters that are not offered: refused by name unless they request nothing."""
+"""Parameters that clients may name: their types and other names, or why they are not offered."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from tidewheel.errors import InvalidRequest
+from tidewheel.frontend import coercion
+from tidewheel.frontend.coercion import Coercion
+from tidewheel.request import Priority
+
 _OFF: tuple[object, ...] = ("", False, [])
 
 
+def _to_priority(name: str, value: object) -> Priority:
+    number = coercion.to_int(name, value)
+    try:
+        return Priority.from_wire(number)
+    except ValueError:
+        raise InvalidRequest(f"{name} is {number}: it must be 0 (default) to {max(Priority)} (lowest)") from None
+
+
+OPTIONS: dict[str, Coercion] = {
+    "n": coercion.to_int,
+    "priority": _to_priority,
+    **dict.fromkeys(("tenant", "cache_salt", "session_id"), coercion.to_text),
+    **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), coercion.to_float),
+    "close_session": coercion.to_bool,
+}
+COERCIONS: dict[str, Coercion] = {
+    **OPTIONS,
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), coercion.to_int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), coercion.to_float),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), coercion.to_float),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), coercion.to_bool),
+    **dict.fromkeys(("stop", "bad_words"), coercion.to_texts),
+    "stop_token_ids": coercion.to_ints,
+    "logit_bias": coercion.to_bias,
+    "best_of": coercion.to_int,
+    "end_id": coercion.to_int,  # an additional stop token
+    "pad_id": coercion.to_int,  # ignored: sequences are never padded
+}
+ALIASES = {
+    "num_return_sequences": "n",
+    "max_new_tokens": "max_tokens",
+    "min_length": "min_tokens",
+    "stop_words": "stop",
+    "random_seed": "seed",
+}
+
+
 class AbsentFeature(NamedTuple):
+    """Known parameter that is refused by name, unless its value requests nothing."""
+
     reason: str
-    neutral: tuple[object, ...] = _OFF  # request nothing, besides null
+    neutral: tuple[object, ...] = _OFF  # values that request nothing, besides null
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
@@ -48,3 +92,5 @@ ABSENT: dict[str, AbsentFeature] = {
     "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),
     "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
 }
+
+KNOWN = (*COERCIONS, *ALIASES, *ABSENT)

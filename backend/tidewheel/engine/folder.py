@@ -1,3 +1,5 @@
+"""Private folder of an engine, with its socket, locks, log and status."""
+
 from __future__ import annotations
 
 import hashlib
@@ -11,10 +13,45 @@ from typing import Literal
 import msgspec
 
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.run_dir import LOG, STATUS
+from tidewheel.engine.process_handle import process_start_ticks
+from tidewheel.errors import ConfigError
+from tidewheel.private_dir import private_dir, run_dir
+
+LOCK = "lock"  # held by the owning front end
+ENGINE_LOCK = "engine.lock"  # held by the engine
+SOCKET = "engine.sock"
+LOG = "engine.log"
+STATUS = "status.json"
+DEATHS = "backoff.json"
+
+MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
 
 State = Literal["starting", "loading", "ready", "failed", "stopped", "crashed"]
 _ENDED = ("failed", "stopped", "crashed")
+_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
+
+
+def engine_dir(repository: Path, model_name: str) -> Path:
+    """Make the folder of a model's engine. Its name is short, stable and unique."""
+    digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
+    label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
+    path = run_dir() / f"{label}-{digest}"
+    check_socket_path(path)
+    return private_dir(path)
+
+
+def check_socket_path(directory: Path) -> None:
+    """Raise `ConfigError` if a socket path in the folder is too long."""
+    size = len(os.fsencode(directory / SOCKET))
+    if size > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"the engine's socket path has {size} bytes and may have {MAX_SOCKET_PATH}: "
+            "set TIDEWHEEL_RUN_DIR to a folder with a shorter name"
+        )
+
+
+def socket_address(directory: Path) -> str:
+    return f"ipc://{directory / SOCKET}"
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +77,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return self.state not in _ENDED and process_start_ticks(self.pid) == self.start_ticks
 
 
-_LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 _decoder = msgspec.json.Decoder(Status)
 
 
@@ -66,16 +102,6 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
-
-
-def process_start_ticks(pid: int) -> int | None:
-    """Return the start in clock ticks since boot, or None if it has ended. See field 22 in proc_pid_stat(5)."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tidewheel.batch import Int32Array, TopLogprobs
     from tidewheel.engine.messages import RequestStats
     from tidewheel.errors import TidewheelError
-    from tidewheel.frontend.options import RequestOptions
+    from tidewheel.frontend.request_options import RequestOptions
     from tidewheel.sampling import SamplingParams
 
 

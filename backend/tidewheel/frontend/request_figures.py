@@ -111,11 +111,11 @@ class StatsRecorder:
             if stats is not None and stats.first_scheduled_ns:
                 self._stats.queue_time.observe(max(stats.first_scheduled_ns - stats.arrival_ns, 0) / 1e9)
 
-    def ended_by(self, error: TidewheelError, *, began: bool, refused_after: float | None = None) -> None:
+    def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
         """Count an error. `refused_after`: seconds since arrival, if never accepted."""
         with self._lock:
             self._stats.num_live -= 1
-            is_rejection = error.tag in REJECTION_TAGS and not began
+            is_rejection = error.tag in REJECTION_TAGS and not had_output
             (self._stats.rejected if is_rejection else self._stats.failed)[error.tag] += 1
             if refused_after is not None:
                 self._stats.refusal_time.observe(refused_after)

@@ -20,12 +20,13 @@ from support.triton.fake_triton import (
     TritonModelException,
 )
 from tidewheel import model
-from tidewheel.adapter import instance
+from tidewheel.adapter import triton_model
 from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
-from tidewheel.frontend.stats import FrontendStats, StatsRecorder
-from tidewheel.frontend.values import Chunk, GenerateRequest, Sink
+from tidewheel.frontend.frontend import EngineRelay
+from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
+from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.stats import EngineStats
 
 INFO = EngineInfo(
@@ -92,8 +93,8 @@ class FakeFrontend:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(instance, "EngineClient", FakeClient)
-    monkeypatch.setattr(instance, "Frontend", FakeFrontend)
+    monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
+    monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate
@@ -118,7 +119,7 @@ def make_args(
 def start(args: dict[str, str]) -> tuple[model.TritonPythonModel, FakeFrontend]:
     started = model.TritonPythonModel()
     started.initialize(args)
-    return started, started._instance._frontend  # type: ignore[return-value]
+    return started, started._frontend  # type: ignore[return-value]
 
 
 def ask(text: str, **tensors: Any) -> InferenceRequest:
@@ -191,7 +192,7 @@ def test_a_native_queue_has_a_door_that_holds_back(tmp_path: Path) -> None:
 
 def test_the_door_hears_what_the_engine_says_before_the_front_end_is_there() -> None:
     door = RefusingDoor()
-    relay = instance.EngineRelay(door)
+    relay = EngineRelay(door)
     relay.on_room(room := Room(1, 2, 3, 4, 0, 250, []))
     assert door._room == room
     relay.on_lost([], Draining("gone"))
@@ -211,7 +212,7 @@ def test_the_log_says_what_fits(tmp_path: Path) -> None:
 
 def test_records_of_python_logging_go_to_triton(tmp_path: Path) -> None:
     started, _ = start(make_args(tmp_path))
-    log = logging.getLogger("tidewheel.engine.client")
+    log = logging.getLogger("tidewheel.engine.engine_client")
     log.info("an %s", "info")
     log.warning("a warning")
     log.error("an error")
@@ -239,7 +240,9 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
 def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[FakeClient] = []
     monkeypatch.setattr(
-        instance, "EngineClient", lambda *args, **kwargs: clients.append(FakeClient(*args, **kwargs)) or clients[-1]
+        triton_model,
+        "EngineClient",
+        lambda *args, **kwargs: clients.append(FakeClient(*args, **kwargs)) or clients[-1],
     )
     with pytest.raises(TritonModelException, match=r"tokenizer\.json is not one"):
         start(make_args(tmp_path, tokenizer="broken"))

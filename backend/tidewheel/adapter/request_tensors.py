@@ -1,40 +1,23 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import triton_python_backend_utils as pb_utils
 
+from tidewheel.adapter.responder import ResponseFormat
 from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
-from tidewheel.batch import Int32Array, TopLogprobs
-from tidewheel.engine.messages import RequestStats
+from tidewheel.batch import Int32Array
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.frontend.coercion import parse_json, to_text
-from tidewheel.frontend.values import Chunk, GenerateRequest, ParameterSource, Response, is_last
+from tidewheel.frontend.interface import GenerateRequest, ParameterSource
 
 MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal `sampling_parameters` needs some 40 KB
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
 _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-1,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseFormat:
-    """Tensors of responses beside `text_output`."""
-
-    finish_reason: bool = False
-    cumulative_logprob: bool = False
-    logprobs: bool = False
-    num_input_tokens: bool = False
-    num_output_tokens: bool = False
-    token_ids: bool = False
-    perf_metrics: bool = False
-    accumulate: bool = False  # each response holds all text so far
 
 
 def read_request(
@@ -144,71 +127,3 @@ def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
 def _check_size(name: str, num_bytes: int, limit: int) -> None:
     if num_bytes > limit:
         raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed")
-
-
-def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[Any]:
-    """Return output tensors with one element per sequence, by index. `texts` fills `text_output`.
-
-    The prompt is counted once. `token_ids` concatenates the new tokens of all sequences, with lengths in
-    `num_output_tokens`.
-    """
-    tensors = [_text_tensor("text_output", texts)]
-    if response_format.finish_reason:
-        tensors.append(_text_tensor("finish_reason", [chunk.finish_reason or "None" for chunk in response]))
-    if response_format.cumulative_logprob and response[0].cumulative_logprob is not None:
-        tensors.append(_tensor("cumulative_logprob", np.float32, [c.cumulative_logprob or 0.0 for c in response]))
-    if response_format.logprobs:
-        tensors.append(_text_tensor("logprobs", [logprobs_json(chunk) for chunk in response]))
-    if response_format.num_input_tokens:
-        tensors.append(_tensor("num_input_tokens", np.uint32, [response[0].num_input_tokens]))
-    if response_format.num_output_tokens:
-        tensors.append(_tensor("num_output_tokens", np.uint32, [len(chunk.token_ids) for chunk in response]))
-    if response_format.token_ids:
-        tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
-    if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
-        # A sequence that a stop string ended may not have its figures yet.
-        tensors.extend(_perf_tensors([chunk.stats or RequestStats() for chunk in response]))
-    return tensors
-
-
-def logprobs_json(chunk: Chunk) -> str:
-    """Return `{token_id: {logprob, rank, decoded_token}}` per token. An impossible token's `logprob` is null."""
-    pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
-    return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
-
-
-def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
-    found = {token_id: (logprobs.logprob, logprobs.rank)}
-    for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
-        found.setdefault(top_id, (logprob, rank))
-    return {
-        str(known): {
-            "logprob": logprob if math.isfinite(logprob) else None,
-            "rank": rank,
-            "decoded_token": texts[known],
-        }
-        for known, (logprob, rank) in found.items()
-    }
-
-
-def _perf_tensors(stats: Sequence[RequestStats]) -> list[Any]:
-    def column(name: str, dtype: type[np.generic], of: Callable[[RequestStats], int]) -> Any:
-        return _tensor(name, dtype, [of(one) for one in stats])
-
-    return [
-        column("arrival_time_ns", np.int64, lambda s: s.arrival_ns),
-        column("first_scheduled_time_ns", np.int64, lambda s: s.first_scheduled_ns),
-        column("first_token_time_ns", np.int64, lambda s: s.first_token_ns),
-        column("last_token_time_ns", np.int64, lambda s: s.last_token_ns),
-        column("kv_cache_reused_blocks", np.int32, lambda s: s.num_reused_blocks),
-        column("kv_cache_alloc_new_blocks", np.int32, lambda s: s.num_new_blocks),
-        column("priority", np.int32, lambda s: s.priority),
-    ]
-
-
-def _tensor(name: str, dtype: type[np.generic], values: Sequence[float]) -> Any:
-    return pb_utils.Tensor(name, np.array(values, dtype=dtype))
-
-
-def _text_tensor(name: str, texts: Sequence[str]) -> Any:
-    return pb_utils.Tensor(name, np.array([text.encode("utf-8", "replace") for text in texts], dtype=np.object_))

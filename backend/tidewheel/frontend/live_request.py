@@ -1,12 +1,11 @@
 """A request from submission to its last response: the only state that its threads share.
 
-    submitted ── begin ──► at the engine ── deltas ──►┐
-        │                   │        ▲                ├──► over ── close ──► answered
-        │                   └─ hold ─┘                │
-        └── end (error, cancel) ─┴── end ─────────────┘
+    submitted ── attach ──► at the engine ── deltas ──►┐
+        │                    │        ▲                ├──► over ── mark_answered ──► answered
+        │                    └─ held ─┘                │
+        └── end (error, cancel) ─┴── end ──────────────┘
 
-The first end counts: last delta, cancel, error or deadline. Responses are sent in turns, one at a time, which keeps
-their order and answers the request once.
+The first end counts: last delta, cancel, error or deadline. Turns send one response at a time.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import threading
 from typing import NamedTuple
 
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, CloseSession, Delta
-from tidewheel.errors import DeadlineExceeded, TidewheelError, from_wire
+from tidewheel.errors import DeadlineExceeded, TidewheelError
+from tidewheel.frontend.interface import GenerateRequest, Sink
 from tidewheel.frontend.output import Outputs
-from tidewheel.frontend.parameters import Urgency
-from tidewheel.frontend.preparation import Prepared
-from tidewheel.frontend.values import GenerateRequest, Sink
+from tidewheel.frontend.preparation import Prepared, Urgency
 from tidewheel.request import FinishReason
 
 
@@ -39,10 +37,10 @@ class LiveRequest:
         self.sink = sink
         self.arrival_ns = arrival_ns
         self.urgency = urgency or Urgency()
-        self.is_heard = False  # the engine watches its deadline
+        self.is_known_to_engine = False  # which watches its deadline
         self.was_accepted = False  # has tokens, or an end that is no refusal
         self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread
-        self.outputs: Outputs | None = None  # set by `begin`; used only in turns
+        self.outputs: Outputs | None = None  # set by `attach`; used only in turns
         self.message: AddRequest | CloseSession | None = None  # for the engine
         self._lock = threading.RLock()
         self._deltas: list[Delta] = []
@@ -56,15 +54,15 @@ class LiveRequest:
         self._needs_every_delta = False
 
     @property
-    def has_begun(self) -> bool:
+    def has_output(self) -> bool:
         return bool(self.last_token_ns)
 
     @property
     def is_over(self) -> bool:
         return self._ending is not None
 
-    def begin(self, prepared: Prepared) -> None:
-        """Attach the message, before it is sent. Without streaming and stop strings, the only turn is at the end."""
+    def attach(self, prepared: Prepared) -> None:
+        """Set the message, before it is sent. Without streaming and stop strings, the only turn is at the end."""
         with self._lock:
             self.outputs = prepared.outputs
             self.message = prepared.message
@@ -72,19 +70,19 @@ class LiveRequest:
                 self._num_open = prepared.message.n
             self._needs_every_delta = self.asked.stream or prepared.has_stop_strings
 
-    def begun(self) -> bool:
-        """Note that the message was sent. Return False if the engine must be told of an end."""
+    def mark_sent(self) -> bool:
+        """Return False if the engine must be told of an end."""
         with self._lock:
             self._is_at_engine = True
             return self._ending is None or self._num_open == 0
 
-    def hold(self) -> bool:
+    def mark_held(self) -> bool:
         """Note that the engine had no room. Return False if the request is over."""
         with self._lock:
-            self._is_at_engine = self.is_heard = False
+            self._is_at_engine = self.is_known_to_engine = False
             return self._ending is None
 
-    def post(self, delta: Delta) -> bool:
+    def receive(self, delta: Delta) -> bool:
         """Add news. Return whether to queue a turn."""
         with self._lock:
             self.was_accepted = self.was_accepted or delta.stats is not None or bool(delta.token_ids)
@@ -114,14 +112,14 @@ class LiveRequest:
             self._has_turn = True
             return True
 
-    def take(self) -> tuple[list[Delta], Ending | None]:
-        """Begin a turn: return new deltas and any ending."""
+    def take_news(self) -> tuple[list[Delta], Ending | None]:
+        """Return what a turn answers: new deltas and any ending."""
         with self._lock:
             deltas, self._deltas = self._deltas, []
             return deltas, self._ending
 
-    def close(self) -> bool:
-        """Mark as answered. Return True if the engine must be told."""
+    def mark_answered(self) -> bool:
+        """Return True if the engine must be told."""
         with self._lock:
             self._is_answered = True
             self._deltas.clear()
@@ -136,8 +134,7 @@ class LiveRequest:
 
     def _count_end(self, delta: Delta) -> Ending | None:
         """Count an end of one sequence or all; return the request's ending, if any."""
-        info = delta.error
-        error = None if info is None else from_wire(info.tag, info.message, info.retry_after_ms)
+        error = None if delta.error is None else delta.error.to_error()
         if delta.index == WHOLE_REQUEST:
             self._num_open = 0
             return Ending(delta.finish_reason, error)

@@ -18,12 +18,11 @@ from typing import Protocol
 import zmq
 
 from tidewheel.config import EngineConfig
-from tidewheel.engine.backoff import RestartPolicy
-from tidewheel.engine.connection import Connection
-from tidewheel.engine.launcher import EngineLauncher
+from tidewheel.engine.connection import Connection, Outbox
+from tidewheel.engine.folder import read_status, settings_digest
+from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
 from tidewheel.engine.messages import (
     PROTOCOL,
-    WHOLE_REQUEST,
     AddRequest,
     CloseSession,
     Delta,
@@ -40,10 +39,7 @@ from tidewheel.engine.messages import (
     Stats,
     encoder,
 )
-from tidewheel.engine.outbox import Outbox
-from tidewheel.engine.spawn import engine_command
-from tidewheel.engine.status import Status, read_status, settings_digest
-from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError, from_wire
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -51,7 +47,6 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
-MISMATCH_GRACE_S = 8.0  # an owner may be replacing an engine with other settings
 RETRY_AFTER_MS = 1000
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
@@ -91,14 +86,11 @@ class EngineClient:
         options: ClientOptions | None = None,
     ) -> None:
         self._engine_dir = engine_dir
-        self._config = config
         self._listener = listener
-        self._name = name
-        self._options = options or ClientOptions()
-        self._launcher = EngineLauncher(
-            engine_dir, config, command=self._options.command, policy=self._options.restart
-        )
-        self._outbox = Outbox(hold_s=self._options.hold_s)
+        self._hello = Hello(PROTOCOL, name, settings_digest(config.to_settings()))
+        self._options = options = options or ClientOptions()
+        self._launcher = EngineLauncher(engine_dir, config, command=options.command, policy=options.restart)
+        self._outbox = Outbox(hold_s=options.hold_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._connection: Connection | None = None
         self._refused: Counter[str] = Counter()  # by tenant
@@ -106,7 +98,7 @@ class EngineClient:
         self._poller = self._make_poller()
         self._info: EngineInfo | None = None
         self._is_ready = False
-        self._seeking_since = time.monotonic_ns()
+        self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
         self._failure = ""
         self._settled = threading.Event()  # ready, or failed to load
@@ -134,7 +126,7 @@ class EngineClient:
 
     @property
     def is_owner(self) -> bool:
-        """Return whether this client tends the engine. Only the owner publishes engine metrics."""
+        """Return whether this client keeps the engine alive. Only the owner publishes engine metrics."""
         return self._launcher.is_owner
 
     def add(self, message: AddRequest | CloseSession) -> None:
@@ -182,7 +174,9 @@ class EngineClient:
     def _turn(self) -> None:
         timeout_ms = SEEK_POLL_MS if self._connection is None and not self._failure else POLL_MS
         self._poller.poll(timeout_ms)
-        self._answer_cancelled(self._outbox.take())
+        cancelled = self._outbox.take()
+        if cancelled:
+            self._notify(self._listener.on_deltas, [Delta.whole(key, FinishReason.CANCELLED) for key in cancelled])
         try:
             if self._connection is not None:
                 self._talk(self._connection)
@@ -190,42 +184,16 @@ class EngineClient:
                 self._seek()
         except ConfigError as error:
             self._fail(EngineDead(str(error)))
+        except Draining as error:
+            self._fail(error)
         self._lose(self._outbox.lose_expired(), _lost(f"the engine is not back after {self._options.hold_s:g} s"))
 
     def _seek(self) -> None:
-        status = read_status(self._engine_dir)
-        if self._info is not None and status is not None and status.is_draining and not status.is_alive:
-            self._fail(Draining("the server is shutting down"))
-            return
-        if self._launcher.try_lock():
-            self._launcher.tend(was_ready=self._info is not None)
-        elif status is not None:
-            self._heed_owner(status)
-        status = read_status(self._engine_dir)
-        if status is not None and status.state == "ready" and status.is_alive and self._agrees(status):
-            self._connect(status)
-
-    def _heed_owner(self, status: Status) -> None:
-        """Raise `ConfigError` if another owner's engine failed or keeps other settings."""
-        if status.state == "failed" and status.written_ns >= self._seeking_since:
-            raise ConfigError(status.message)
-        waited_s = (time.monotonic_ns() - self._seeking_since) * 1e-9
-        if status.is_alive and not self._agrees(status) and waited_s > MISMATCH_GRACE_S:
-            mine, theirs = self._config.to_settings(), status.settings
-            keys = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-            raise ConfigError(
-                f"the engine of this model runs with other settings ({', '.join(keys)}): "
-                "entries that share an engine need equal ones"
-            )
-
-    def _agrees(self, status: Status) -> bool:
-        return status.settings == self._config.to_settings()
-
-    def _connect(self, status: Status) -> None:
-        self._connection = Connection(self._context, self._engine_dir, status)
-        self._poller = self._make_poller()
-        digest = settings_digest(self._config.to_settings())
-        self._connection.send(encoder.encode(Hello(PROTOCOL, self._name, digest)))
+        status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
+        if status is not None:
+            self._connection = Connection(self._context, self._engine_dir, status)
+            self._poller = self._make_poller()
+            self._connection.send(self._hello)
 
     def _talk(self, connection: Connection) -> None:
         for message in connection.receive():
@@ -238,16 +206,15 @@ class EngineClient:
                 self._handle(message)
             self._disconnect(_lost("the engine process ended; it is being started again"))
         elif now - connection.last_heard > self._options.hang_timeout_s and self.is_owner:
-            log.error(
-                "engine %d has said nothing for %.0f s: killed", connection.process.pid, now - connection.last_heard
-            )
+            silence_s = now - connection.last_heard
+            log.error("engine %d has said nothing for %.0f s: killed", connection.process.pid, silence_s)
             connection.kill_hung_engine()
             self._disconnect(_lost("the engine hung and was killed; it is being started again"))
         elif self._is_ready:
-            self._outbox.flush(connection.send)
+            self._outbox.flush(connection.send_encoded)
         if now >= self._next_ping and self._connection is not None:
             self._next_ping = now + self._options.ping_interval_s
-            connection.send(encoder.encode(Ping(self._take_refused())))
+            connection.send(Ping(self._take_refused()))
             self._launcher.try_lock()
 
     def _take_refused(self) -> dict[str, int]:
@@ -269,8 +236,7 @@ class EngineClient:
                 self._is_ready = True
                 self._settled.set()
             case Dropped():
-                error = message.error
-                self._disconnect(from_wire(error.tag, error.message, error.retry_after_ms))
+                self._disconnect(message.error.to_error())
             case Failed():
                 raise ConfigError(message.message)
 
@@ -282,32 +248,21 @@ class EngineClient:
         self._connection.close()
         self._connection = None
         self._is_ready = False
-        self._seeking_since = time.monotonic_ns()
+        self._seeking_since_ns = time.monotonic_ns()
         self._poller = self._make_poller()
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
-
-    # --- ends -------------------------------------------------------------------------------------------------
 
     def _fail(self, error: TidewheelError) -> None:
         """End all requests and refuse new ones."""
         log.error("%s", error.message)
         self._failure = error.message
-        self._give_up(error)
+        self._lose(self._outbox.refuse(error), error)
         self._disconnect(error)
         self._settled.set()
-
-    def _give_up(self, error: TidewheelError) -> None:
-        self._lose(self._outbox.refuse(error), error)
 
     def _lose(self, keys: list[int], error: TidewheelError) -> None:
         if keys:
             self._notify(self._listener.on_lost, keys, error)
-
-    def _answer_cancelled(self, keys: list[int]) -> None:
-        if keys:
-            reason = FinishReason.CANCELLED.value
-            deltas = [Delta(key, [], finish_reason=reason, index=WHOLE_REQUEST) for key in keys]
-            self._notify(self._listener.on_deltas, deltas)
 
     def _notify(self, callback: Callable[..., None], *arguments: object) -> None:
         try:
@@ -318,10 +273,11 @@ class EngineClient:
     def _leave(self) -> None:
         if not self._failure:
             self._failure = "the front end was closed"
-            self._give_up(Draining(self._failure))
+            closed = Draining(self._failure)
+            self._lose(self._outbox.refuse(closed), closed)
         self._settled.set()
         if self._connection is not None:
-            self._connection.send(encoder.encode(Goodbye()))
+            self._connection.send(Goodbye())
             self._connection.close()
             self._connection = None
         self._launcher.release(end_engine_that_loads=self._info is None)

@@ -1,4 +1,4 @@
-"""Tensors of Triton's vLLM backend and the TRT-LLM ensemble, with additions, and their place in `config.pbtxt`."""
+"""Tensors of Triton's vLLM backend and the TRT-LLM ensemble, with additions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ PROMPT_INPUTS = (
     TensorSpec("messages", "TYPE_STRING"),
 )
 
-# Each asks for outputs beside `text_output`.
 RETURN_FLAGS = (
     "return_finish_reason",
     "return_cumulative_logprob",
@@ -39,7 +38,6 @@ CONTROL_INPUTS = (
     *(TensorSpec(name, "TYPE_BOOL") for name in RETURN_FLAGS),
 )
 
-# The front end defines their meaning.
 SAMPLING_INPUTS = (
     TensorSpec("max_tokens", "TYPE_INT32"),
     TensorSpec("min_length", "TYPE_INT32"),
@@ -81,10 +79,7 @@ OUTPUTS = (
 
 
 def complete(config: Any) -> Any:
-    """Add tensors, batch size and transaction policy to a `pb_utils.ModelConfig`, but keep what the entry declares.
-
-    Raise `ConfigError` if the entry contradicts the model.
-    """
+    """Add to a `pb_utils.ModelConfig` what the entry does not declare. Raise `ConfigError` for a contradiction."""
     entry = config.as_dict()
     if entry.get("max_batch_size", 0) > 0:
         raise ConfigError(
@@ -105,7 +100,6 @@ def _as_dict(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _missing(kind: str, specs: Iterable[TensorSpec], declared: Iterable[Mapping[str, Any]]) -> list[TensorSpec]:
-    """Return the undeclared tensors. Raise `ConfigError` if a declared one does not fit."""
     known = {spec.name: spec for spec in specs}
     for tensor in declared:
         spec = known.pop(tensor["name"], None)

@@ -1,7 +1,5 @@
-"""The engine process: ``python -m tidewheel.engine.process --engine-dir DIR --settings JSON``.
-
-It loads the model and serves its folder's socket. It ends after `--linger-s` without a front end, on SIGTERM, or when
-its folder vanishes. It logs to standard error.
+"""The engine process: load the model and serve a folder's socket, until SIGTERM, `--linger-s` without a front end, or
+the folder vanishes. The log is standard error.
 """
 
 from __future__ import annotations
@@ -64,12 +62,11 @@ class StatusFile:
         write_status(self._engine_dir, self._status)
 
     def end(self, state: State, message: str) -> None:
-        """Write the last state. Call it before the last answers, so that no client returns to this engine."""
+        """Write the last state, before the last answers, so that no client returns."""
         with contextlib.suppress(OSError):  # the folder may be gone
             self.update(state=state, message=message)
 
     def progress(self, stage: str, fraction: float) -> None:
-        """Write progress as often as a person can read."""
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
             self.update(stage=stage, fraction=fraction)
 
@@ -95,10 +92,7 @@ class StopSignal:
 
 
 def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s: float = LINGER_S) -> int:
-    """Run the engine to its end and return the exit code. All requests have an answer by then.
-
-    Raise BlockingIOError if the folder has another engine.
-    """
+    """Return the exit code, after all requests are answered. Raise BlockingIOError if another engine runs."""
     with _only_engine(engine_dir):
         status = StatusFile(engine_dir, config)
         status.update()
@@ -151,7 +145,7 @@ def _serve_loaded(
 
 @contextlib.contextmanager
 def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Lock the folder, because engines would take each other's socket. Wait for one that is ending."""
+    """Lock the folder. Wait for an engine that is ending."""
     deadline = time.monotonic() + PREDECESSOR_LIMIT_S
     with (engine_dir / ENGINE_LOCK).open("w") as lock:
         while True:
@@ -211,7 +205,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
 
 
 def exit_now(code: int) -> None:
-    """Exit without the interpreter's clean-up, which can hang on a failed device."""
+    """Skip the interpreter's clean-up, which can hang on a failed device."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

@@ -15,7 +15,7 @@ from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, Logi
 from tidewheel.scheduler.admission import check_lengths
 from tidewheel.tenants import MAX_TENANT_CHARS
 
-# A front end adds end-of-sequence ids, and a spelling of each word after a space.
+# A front end adds ids to both.
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
@@ -33,7 +33,7 @@ class SessionTtl(NamedTuple):
 class CheckedRequest(NamedTuple):
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
-    max_tokens: int  # requested, or what fits the context
+    max_tokens: int
     priority: Priority
 
 
@@ -46,10 +46,9 @@ def to_requests(
     seed: int,
     now: float,
 ) -> list[Request]:
-    """Return one request per id. The first leads the others, which share its prompt.
+    """Return one request per id, with its index added to the seed modulo 2**64. The first leads the others.
 
-    Each sequence samples with the seed plus its index, modulo 2**64; `seed` is for messages without one. Raise
-    `InvalidRequest` like `check_request`, and for a `session_ttl_s` out of range.
+    `seed` is for messages without one. Raise `InvalidRequest`.
     """
     checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
@@ -80,7 +79,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Raise `InvalidRequest` naming the field, value and limit. `prompt_name` is the prompt's field."""
+    """Raise `InvalidRequest`. `prompt_name` is the prompt's field, for messages."""
     prompt = _prompt(prompt_name, message.prompt, info)
     max_tokens = _max_tokens(message.sampling, len(prompt), info)
     for ids in (message.stop_token_ids, message.sampling.stop_token_ids):

@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
-RECEIVE_S = 0.002  # for messages between steps; the last one may overrun
+RECEIVE_S = 0.002  # between steps
 
 
 class EngineServer:
-    """Loop of steps over a bound ROUTER socket, on one thread. A bad message affects only its sender."""
+    """Loop of steps over a bound ROUTER socket. A bad message affects only its sender."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class EngineServer:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def serve(self, must_stop: Callable[[], str]) -> str:
-        """Serve until `must_stop` returns a reason, or `linger_s` without a front end. Return the reason."""
+        """Return the reason to stop: that of `must_stop`, or `linger_s` without a front end."""
         while True:
             worked = self._core.step()
             self._front_ends.tell_room(self._core.room())
@@ -98,7 +98,7 @@ class EngineServer:
         self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
-        """Send figures and drop dead front ends, twice a second. Return a reason to stop, or an empty string."""
+        """Send figures and drop dead front ends. Return a reason to stop, if any."""
         now = self._clock()
         if now < self._next_stats:
             return ""
@@ -125,7 +125,7 @@ class EngineServer:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle messages for `RECEIVE_S`. The others wait for the next step."""
+        """Handle messages for `RECEIVE_S`."""
         until = self._clock() + RECEIVE_S
         is_first = True
         while is_first or self._clock() < until:
@@ -234,7 +234,7 @@ class EngineServer:
             raise Draining("the server is shutting down")
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
-        """Log the message. Refuse a request whose key can be read."""
+        """Refuse a request whose key can be read."""
         log.warning("malformed message of %d bytes: %s", len(payload), error)
         key = _readable_key(payload)
         if front_end is not None and key is not None and key not in front_end.request_ids:

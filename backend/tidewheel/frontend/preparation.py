@@ -1,5 +1,3 @@
-"""From a client's request to a checked message: parameters of all carriers, prompt, chat template and token ids."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -36,7 +34,7 @@ class ParsedParameters(NamedTuple):
 
 
 class Urgency(NamedTuple):
-    """Place in front-end queues. Deadline 0: none."""
+    """Place in queues. Deadline 0: none."""
 
     priority: int = Priority.NORMAL
     deadline_ns: int = 0
@@ -55,21 +53,18 @@ class Prepared(NamedTuple):
 
 
 class Preparer:
-    """Maker of messages and outputs, thread-safe. Raises `ConfigError` for a broken folder.
-
-    Without a tokenizer, prompts are token ids and outputs have no text.
-    """
+    """Maker of messages and outputs, thread-safe. Without a tokenizer, outputs have no text."""
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self.defaults = GenerationDefaults.load(Path(info.model))
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
-        # Model folders may name ids that the model cannot output.
+        # Folders may name ids that the model cannot output.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
 
     def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> Prepared:
-        """Return a checked message with outputs. Raise `InvalidRequest`."""
+        """Raise `InvalidRequest`."""
         sampling = given.sampling
         bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
@@ -100,10 +95,10 @@ class Preparer:
 
 
 class RequestReader:
-    """Reader of client requests, thread-safe. Checks sizes before work that depends on them."""
+    """Reader of client requests, thread-safe."""
 
     def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
-        """Raise `ConfigError` in one line without a usable tokenizer."""
+        """Raise `ConfigError` without a usable tokenizer."""
         self._info = info
         self._tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
         self._preparer = Preparer(info, self._tokenizer)
@@ -111,7 +106,7 @@ class RequestReader:
         self._max_prompt_bytes = max_prompt_bytes
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
-        """Raise `InvalidRequest` or `Unsupported` with field, value and limit."""
+        """Raise `InvalidRequest` or `Unsupported`."""
         sampling, options = parse_parameters(request.parameters, self._preparer.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
@@ -121,7 +116,7 @@ class RequestReader:
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
 
     def _read_prompt(self, request: GenerateRequest) -> tuple[str, str | None, Int32Array]:
-        """Return field, text (if any) and token ids of the prompt."""
+        """Return field, any text, and token ids."""
         forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
         given = [name for name, value in forms.items() if value is not None]
         if len(given) != 1:
@@ -146,7 +141,7 @@ class RequestReader:
         if not text:
             raise InvalidRequest(f"{name} is empty: give at least one character")
         if self._tokenizer.max_token_bytes is not None:
-            # Tokenisation takes seconds: first refuse prompts that are too long in any case.
+            # Tokenisation can take seconds.
             least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -165,11 +160,7 @@ def _close_session(key: int, request: GenerateRequest, options: RequestOptions) 
 def parse_parameters(
     sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
 ) -> ParsedParameters:
-    """Merge all carriers over `defaults`. Null counts as not given.
-
-    Raise `InvalidRequest` for unknown, malformed, contradictory or out-of-range values, and `Unsupported` for known
-    parameters that are not offered.
-    """
+    """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
     given = _collect(sources)
     options = _options(given)
     given.pop("pad_id", None)
@@ -181,10 +172,7 @@ def parse_parameters(
 
 
 def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
-    """Read the urgency before other parameters. The tenant may lower the class.
-
-    Malformed values count as not given: `parse_parameters` refuses them later.
-    """
+    """Read what queues need. Ignore malformed values, which `parse_parameters` refuses later."""
     sources = (
         ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
         for source in request.parameters
@@ -199,7 +187,6 @@ def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str
 
 
 def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
-    """Return coerced values by canonical name."""
     given: dict[str, _Given] = {}
     for source in sources:
         for key, raw in source.values.items():
@@ -208,7 +195,7 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
             name = ALIASES.get(key, key)
             value = COERCIONS[name](key, raw)
             if value == () or value == {}:
-                continue  # empty lists request nothing
+                continue
             entry = _Given(value, f"{key} in {source.origin}")
             earlier = given.setdefault(name, entry)
             if earlier is not entry and earlier.value != value:
@@ -219,7 +206,7 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
 
 
 def _is_neutral(key: str, raw: object) -> bool:
-    """Return whether an absent feature is not requested; raise if requested or unknown."""
+    """Return whether nothing is requested. Raise if a feature is absent or unknown."""
     if key in COERCIONS or key in ALIASES:
         return False
     feature = ABSENT.get(key)
@@ -237,7 +224,7 @@ def _unknown(key: str) -> str:
 
 
 def _options(given: dict[str, _Given]) -> RequestOptions:
-    """Move the options out of `given`."""
+    """Take the options out of `given`."""
     closing, others = given.get("close_session"), sorted(given.keys() - _CLOSING_KEYS)
     if closing is not None and closing.value and others:
         raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")

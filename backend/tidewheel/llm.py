@@ -25,7 +25,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
-from tidewheel.engine.requests import SessionTtl, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
 from tidewheel.frontend.interface import Chunk, Generation
 from tidewheel.frontend.output import Outputs
@@ -188,7 +188,7 @@ class LLM:
         requests = to_requests(
             message,
             self.info,
-            SessionTtl(self.config.session_ttl_s, self.config.max_session_ttl_s),
+            self.config,
             request_ids=[f"{number}.{index}" for index in range(options.n)],
             seed=self._seeds.getrandbits(64),
             now=now_ns * 1e-9,

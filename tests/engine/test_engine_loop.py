@@ -15,7 +15,6 @@ from support.engine.fake_runner import VOCAB_SIZE, FakeRunner
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import PROTOCOL, Hello, encoder
-from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import RECEIVE_S, EngineServer
 from tidewheel.request import Request
 from tidewheel.scheduler.scheduler import Scheduler
@@ -32,19 +31,17 @@ class Loop:
         self.socket.bind("inproc://loop")
         self.peer = context.socket(zmq.DEALER)
         self.peer.connect("inproc://loop")
-        self.scheduler = build_scheduler(EngineConfig(model="m", scheduling_strategy="static"), info)
+        config = EngineConfig(model="m", scheduling_strategy="static", **options)
+        self.scheduler = build_scheduler(config, info)
         ticks = itertools.count()
         self.server = EngineServer(
             self.socket,
             self.scheduler,
             FakeRunner(num_rows=8, num_blocks=NUM_BLOCKS, block_size=16, token_budget=64),
             info,
-            settings_digest="",
-            seed=0,
-            session_ttl=SessionTtl(1.0, 1.0),
+            config=config,
             linger_s=1e9,
             clock=lambda: tick * next(ticks),
-            **options,
         )
         self.peer.send(encoder.encode(Hello(PROTOCOL, "peer", "")))
 

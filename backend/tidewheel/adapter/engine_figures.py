@@ -76,7 +76,7 @@ ENGINE_COUNTERS: tuple[Figure[EngineStats], ...] = (
     Figure("tidewheel_step_seconds_total", "Time in steps", lambda s: s.step_seconds),
     Figure("tidewheel_scheduled_tokens_total", "Tokens computed", lambda s: s.num_scheduled_tokens),
     *_by_class("tidewheel_requests_started_total", "Requests that started", lambda s: s.started_by_class),
-    *_by_class("tidewheel_requests_evicted_total", "Requests displaced by others", lambda s: s.evicted_by_class),
+    *_by_class("tidewheel_requests_evicted_total", "Requests displaced by newcomers", lambda s: s.evicted_by_class),
     *_by_class("tidewheel_requests_shed_total", "Requests refused by the breaker", lambda s: s.num_shed_by_class),
     Figure("tidewheel_requests_rate_limited_total", "Requests over a tenant's rates", lambda s: s.num_rate_limited),
     Figure("tidewheel_requests_expired_total", "Requests whose deadline passed", lambda s: s.num_expired),

@@ -11,6 +11,7 @@ from typing import Any
 
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.errors import ConfigError
+from tidewheel.frontend.model_files import read_object
 from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
@@ -93,7 +94,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
 
 def _read(entry: ModelEntry) -> dict[str, object]:
     settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in TRITON_PARAMETERS}
-    for key, value in _read_model_json(entry.version_folder / MODEL_JSON).items():
+    for key, value in read_object(entry.version_folder / MODEL_JSON).items():
         if key in settings and not _same(settings[key], value):
             raise ConfigError(
                 f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
@@ -106,36 +107,12 @@ def _read(entry: ModelEntry) -> dict[str, object]:
     return settings
 
 
-def _read_model_json(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    where = f"{path.parent.name}/{path.name}"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where} must hold a JSON object of settings, not a {type(content).__name__}")
-    return content
-
-
 def _same(text: object, value: object) -> bool:
-    if isinstance(value, dict):
-        return _is_json_of(str(text), value)
     left, right = str(text).strip(), str(value).strip()
     try:
-        return float(left) == float(right)
+        return bool(json.loads(left) == value) if isinstance(value, dict) else float(left) == float(right)
     except ValueError:
         return left.lower() == right.lower() if isinstance(value, bool) else left == right
-
-
-def _is_json_of(text: str, value: dict[str, object]) -> bool:
-    try:
-        return bool(json.loads(text) == value)
-    except json.JSONDecodeError:
-        return False
 
 
 def _frontend_hints() -> dict[str, object]:

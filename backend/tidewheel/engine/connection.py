@@ -15,6 +15,8 @@ import zmq
 
 from tidewheel.engine.folder import Status, read_status, socket_address
 from tidewheel.engine.messages import (
+    QUEUE_LIMIT,
+    RETRY_AFTER_MS,
     WHOLE_REQUEST,
     Cancel,
     Delta,
@@ -32,7 +34,6 @@ from tidewheel.stats import EngineStats
 log = logging.getLogger(__name__)
 
 MAX_HELD = 4096
-QUEUE_LIMIT = 1 << 16  # messages
 MAX_MESSAGES = 1024  # per `receive`
 LAST_WORDS_MS = 100  # of a dead engine, still in ZeroMQ's thread
 DUMP_GRACE_S = 0.5
@@ -79,7 +80,7 @@ class Outbox:
             num_waiting = len(self._queue) + len(self._held)
             if num_waiting >= self._max_held:
                 full = f"{num_waiting} of {self._max_held} requests wait for the engine"
-                raise Busy(full, retry_after_ms=1000)
+                raise Busy(full, retry_after_ms=RETRY_AFTER_MS)
             self._push(_Add(key, payload, num_sequences, time.monotonic() + self._hold_s))
 
     def put_cancel(self, keys: list[int], sequences: list[tuple[int, int]] | None = None) -> None:

@@ -17,6 +17,7 @@ from tidewheel.engine.folder import read_status, settings_digest
 from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
 from tidewheel.engine.messages import (
     PROTOCOL,
+    RETRY_AFTER_MS,
     AddRequest,
     CloseSession,
     Delta,
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
-RETRY_AFTER_MS = 1000
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 
@@ -114,12 +114,7 @@ class EngineClient:
             raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
         if self._failure:
             raise ConfigError(self._failure)
-        return self.info
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise RuntimeError("the client has not been started")
+        assert self._info is not None
         return self._info
 
     @property

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import logging
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -20,17 +21,15 @@ _NO_LOGPROBS: dict[int, TopLogprobs] = {}
 MAX_UNSENT_DELTAS = 1 << 18  # per front end, which then counts as gone
 
 
+@dataclass(slots=True, eq=False)
 class FrontEnd:
-    __slots__ = ("identity", "last_seen", "name", "received", "request_ids", "room", "unsent")
-
-    def __init__(self, identity: bytes, name: str, now: float) -> None:
-        self.identity = identity  # ZeroMQ's name
-        self.name = name
-        self.last_seen = now
-        self.request_ids: dict[int, dict[int, str]] = {}  # unfinished, by key and index
-        self.unsent: list[Delta] = []
-        self.received: list[int] = []  # keys since `room`
-        self.room: WaitingRoom | None = None  # as sent
+    identity: bytes  # ZeroMQ's name
+    name: str
+    last_seen: float
+    request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # unfinished, by key and index
+    unsent: list[Delta] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)  # keys since `room`
+    room: WaitingRoom | None = None  # as sent
 
 
 class _Route(NamedTuple):

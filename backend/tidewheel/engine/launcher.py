@@ -171,13 +171,7 @@ class EngineLauncher:
             f"the engine died {num_deaths} times within {self._policy.window_s:g} s and is not started again; "
             f"its log ends with: {last_log_line(self._engine_dir)}"
         )
-        failed = Status(
-            state="failed",
-            pid=status.pid,
-            start_ticks=status.start_ticks,
-            settings=self._settings,
-            message=message,
-        )
+        failed = msgspec.structs.replace(status, state="failed", settings=self._settings, message=message)
         write_status(self._engine_dir, failed)
         raise ConfigError(message)
 
@@ -248,25 +242,17 @@ def python_executable() -> str:
 def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
     """Start an engine that outlives its front end, and write its first status."""
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
+    package = Path(tidewheel.__file__).parent
+    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     log_path = engine_dir / LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=_environment(),
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
         )
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
     ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended
     write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))
     return process
-
-
-def _environment() -> dict[str, str]:
-    package = Path(tidewheel.__file__).parent
-    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -28,19 +28,17 @@ from tidewheel.engine.folder import (
     State,
     Status,
     check_socket_path,
-    settings_digest,
     socket_address,
     write_status,
 )
+from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.process_handle import process_start_ticks
-from tidewheel.engine.requests import SessionTtl
-from tidewheel.engine.server import RETRY_AFTER_MS, EngineServer
+from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 10.0
-QUEUE_LIMIT = 1 << 16  # messages per direction and front end
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0
 
@@ -77,8 +75,6 @@ class StopSignal:
     def __init__(self, engine_dir: Path) -> None:
         self._engine_dir = engine_dir
         self._was_asked = False
-
-    def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
@@ -111,18 +107,14 @@ def _serve_loaded(
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info)
     stop = StopSignal(engine_dir)
-    stop.install()
     with _bound_socket(engine_dir) as socket:
         server = EngineServer(
             socket,
             scheduler,
             runner,
             info,
-            settings_digest=settings_digest(config.to_settings()),
-            seed=config.seed,
-            session_ttl=SessionTtl(config.session_ttl_s, config.max_session_ttl_s),
+            config=config,
             linger_s=linger_s,
-            debug_invariants=config.debug_invariants,
             on_drain=lambda: status.update(is_draining=True),
         )
         gc.collect()

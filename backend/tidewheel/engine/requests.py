@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import Int32Array
+from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
@@ -25,11 +26,6 @@ MAX_SESSION_ID_BYTES = 256
 MAX_SEQUENCES = 16
 
 
-class SessionTtl(NamedTuple):
-    default_s: float
-    max_s: float
-
-
 class CheckedRequest(NamedTuple):
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
@@ -38,13 +34,7 @@ class CheckedRequest(NamedTuple):
 
 
 def to_requests(
-    message: AddRequest,
-    info: EngineInfo,
-    session_ttl: SessionTtl,
-    *,
-    request_ids: Sequence[str],
-    seed: int,
-    now: float,
+    message: AddRequest, info: EngineInfo, config: EngineConfig, *, request_ids: Sequence[str], seed: int, now: float
 ) -> list[Request]:
     """Return one request per id, with its index added to the seed modulo 2**64. The first leads the others.
 
@@ -52,7 +42,7 @@ def to_requests(
     """
     checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
-    ttl = _session_ttl(message, session_ttl)
+    ttl = _session_ttl(message, config)
     requests: list[Request] = []
     for index, request_id in enumerate(request_ids):
         request = Request(
@@ -117,15 +107,15 @@ def _seconds(moment_ns: int) -> float | None:
     return moment_ns * 1e-9 if moment_ns else None
 
 
-def _session_ttl(message: AddRequest, limits: SessionTtl) -> float:
-    if message.session_ttl_s is None:
-        return limits.default_s
-    if not 0.0 < message.session_ttl_s <= limits.max_s:
+def _session_ttl(message: AddRequest, config: EngineConfig) -> float:
+    ttl, limit = message.session_ttl_s, config.max_session_ttl_s
+    if ttl is None:
+        return config.session_ttl_s
+    if not 0.0 < ttl <= limit:
         raise InvalidRequest(
-            f"session_ttl_s is {message.session_ttl_s:g}: it must be above 0 and at most {limits.max_s:g} "
-            "(max_session_ttl_s)"
+            f"session_ttl_s is {ttl:g}: it must be above 0 and at most {limit:g} (max_session_ttl_s)"
         )
-    return message.session_ttl_s
+    return ttl
 
 
 def _check_bytes(name: str, text: str, limit: int) -> None:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from tidewheel.config import EngineConfig
 from tidewheel.engine.core import EngineCore, Runner
+from tidewheel.engine.folder import settings_digest
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.messages import (
     PROTOCOL,
+    RETRY_AFTER_MS,
     AddRequest,
     Cancel,
     CloseSession,
@@ -28,14 +31,13 @@ from tidewheel.engine.messages import (
     ToEngine,
     to_engine_decoder,
 )
-from tidewheel.engine.requests import SessionTtl, check_num_sequences, to_requests
+from tidewheel.engine.requests import check_num_sequences, to_requests
 from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
-RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
 RECEIVE_S = 0.002  # between steps
 
@@ -50,21 +52,17 @@ class EngineServer:
         runner: Runner,
         info: EngineInfo,
         *,
-        settings_digest: str,
-        seed: int,
-        session_ttl: SessionTtl,
+        config: EngineConfig,
         linger_s: float,
-        debug_invariants: bool = False,
         on_drain: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._info = info
-        self._settings_digest = settings_digest
-        self._session_ttl = session_ttl
-        self._seeds = random.Random(seed)  # noqa: S311 - samples tokens, guards nothing
+        self._config = config
+        self._settings_digest = settings_digest(config.to_settings())
+        self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
-        self._debug_invariants = debug_invariants
         self._on_drain = on_drain
         self._clock = clock
         self._front_ends = FrontEnds(socket)
@@ -93,7 +91,7 @@ class EngineServer:
         self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
 
     def _wait(self) -> None:
-        if self._debug_invariants:
+        if self._config.debug_invariants:
             self._core.check_invariants()
         self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
 
@@ -202,9 +200,7 @@ class EngineServer:
             return
         try:
             seed, now = self._seeds.getrandbits(64), self._clock()
-            requests = to_requests(
-                message, self._info, self._session_ttl, request_ids=request_ids, seed=seed, now=now
-            )
+            requests = to_requests(message, self._info, self._config, request_ids=request_ids, seed=seed, now=now)
             self._core.add_group(requests)
         except TidewheelError as error:
             self._front_ends.close(front_end, message.key, error)

@@ -224,11 +224,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        num_senders: int,
-        engine: EngineClient,
-        recorder: StatsRecorder,
-        forget: Callable[[LiveRequest], None],
+        self, num_senders: int, engine: EngineClient, recorder: StatsRecorder, forget: Callable[[LiveRequest], None]
     ) -> None:
         """Call `forget` before the last response of a request."""
         self._engine = engine

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from tidewheel.batch import Int32Array, TopLogprobs
-    from tidewheel.engine.messages import RequestStats
-    from tidewheel.errors import TidewheelError
-    from tidewheel.frontend.request_options import RequestOptions
-    from tidewheel.sampling import SamplingParams
+from tidewheel.batch import Int32Array, TopLogprobs
+from tidewheel.engine.messages import RequestStats
+from tidewheel.errors import TidewheelError
+from tidewheel.frontend.request_options import RequestOptions
+from tidewheel.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

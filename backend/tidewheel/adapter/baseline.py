@@ -49,7 +49,7 @@ class TritonPythonModel:
         parameters = json.loads(request.parameters() or "{}")
         unknown = sorted(parameters.keys() - {"id"})  # request id of `/generate`
         if unknown:
-            raise InvalidRequest(f"{unknown[0]} is unknown here: a baseline takes max_tokens and ignore_eos")
+            raise InvalidRequest(f"{unknown[0]} is not a parameter of a baseline: it takes max_tokens and ignore_eos")
         inputs = {tensor.name(): _only_row(tensor) for tensor in request.inputs()}
         prompts = inputs.keys() & {"text_input", "input_ids"}
         if len(prompts) != 1:
@@ -78,7 +78,7 @@ def _settings(args: Mapping[str, str]) -> EngineConfig:
     settings = {key: value.get("string_value", "") for key, value in parameters.items() if not key.isupper()}
     unknown = sorted(settings.keys() - set(SETTINGS))
     if unknown:
-        raise ConfigError(f"{unknown[0]} is no setting of a baseline: it has {', '.join(SETTINGS)}")
+        raise ConfigError(f"{unknown[0]} is no setting of a baseline: use {', '.join(SETTINGS)}")
     return EngineConfig.from_settings(settings, base_dir=Path(args["model_repository"]) / args["model_version"])
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from tidewheel.adapter.responder import ResponseFormat
 from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
 from tidewheel.batch import Int32Array
-from tidewheel.errors import InvalidRequest, PromptTooLarge
-from tidewheel.frontend.coercion import parse_json, to_text
+from tidewheel.errors import InvalidRequest
+from tidewheel.frontend.coercion import check_size, parse_json, to_text
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
 
 MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
@@ -38,9 +38,9 @@ def read_request(
     )
     return GenerateRequest(
         request_id=request.request_id(),
-        text=_bytes(inputs, "text_input", max_prompt_bytes),
+        text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
         input_ids=_token_ids(inputs, max_prompt_bytes),
-        messages=_bytes(inputs, "messages", max_prompt_bytes),
+        messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
         parameters=_parameters(request, inputs, response_format),
         stream=stream,
         echo=not exclude_input,
@@ -84,7 +84,7 @@ def _parameter(tensor: Any) -> object:
     name = tensor.name()
     items = tensor.as_numpy().reshape(-1)
     if items.dtype == np.object_:
-        _check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
+        check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
     if name in _LIST_NAMES:
         return [to_text(name, item) for item in items]
     value = _scalar(tensor)
@@ -104,11 +104,11 @@ def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> boo
     return bool(_scalar(inputs[name])) if name in inputs else default
 
 
-def _bytes(inputs: Mapping[str, Any], name: str, limit: int) -> bytes | None:
+def _bytes(inputs: Mapping[str, Any], name: str, limit: int, setting: str = "") -> bytes | None:
     if name not in inputs:
         return None
     value: bytes = _scalar(inputs[name])
-    _check_size(name, len(value), limit)
+    check_size(name, len(value), limit, setting)
     return value
 
 
@@ -117,11 +117,6 @@ def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
     if "input_ids" not in inputs:
         return None
     ids = inputs["input_ids"].as_numpy().reshape(-1)
-    _check_size("input_ids", ids.nbytes, limit)
+    check_size("input_ids", ids.nbytes, limit, "max_prompt_bytes")
     copy: Int32Array = np.array(ids, dtype=np.int32)
     return copy
-
-
-def _check_size(name: str, num_bytes: int, limit: int) -> None:
-    if num_bytes > limit:
-        raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed")

@@ -78,7 +78,7 @@ def _missing(kind: str, specs: Iterable[TensorSpec], declared: Iterable[Mapping[
     for tensor in declared:
         spec = known.pop(tensor["name"], None)
         if spec is None:
-            raise ConfigError(f"{kind} {tensor['name']!r} of config.pbtxt is none of this backend's: leave it out")
+            raise ConfigError(f"{kind} {tensor['name']!r} of config.pbtxt is unknown to this backend: leave it out")
         given, dims = tensor["data_type"], list(tensor["dims"])
         if given != spec.data_type:
             raise ConfigError(f"{kind} {spec.name!r} has data_type {given}: it must be {spec.data_type}")

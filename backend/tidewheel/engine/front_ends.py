@@ -75,9 +75,9 @@ class FrontEnds:
         self._unreachable = []
         for front_end in self._by_identity.values():
             if now - front_end.last_seen > SILENCE_LIMIT_S:
-                gone.append((front_end, f"silent for {now - front_end.last_seen:.1f} s"))
+                gone.append((front_end, f"it was silent for {now - front_end.last_seen:.1f} s"))
             elif len(front_end.unsent) > MAX_UNSENT_DELTAS:
-                gone.append((front_end, f"did not read {len(front_end.unsent)} deltas"))
+                gone.append((front_end, f"it did not read {len(front_end.unsent)} deltas"))
         return gone
 
     # --- requests ---------------------------------------------------------------------------------------------

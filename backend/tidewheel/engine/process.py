@@ -96,7 +96,7 @@ def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s:
             runner = load(config, status.progress)
             return _serve_loaded(config, engine_dir, runner, status, linger_s)
         except ConfigError as error:
-            log.error("cannot load: %s", error)
+            log.error("the engine cannot start: %s", error)
             status.update(state="failed", message=str(error))
             return EXIT_LOAD_FAILED
 

@@ -11,7 +11,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from tidewheel.errors import InvalidRequest
+from tidewheel.errors import InvalidRequest, PromptTooLarge
 
 Coercion = Callable[[str, object], object]
 
@@ -50,6 +50,13 @@ def _unique(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:
         return values
     ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
     raise InvalidRequest(f"{name} has the key {show(key)} twice")
+
+
+def check_size(name: str, num_bytes: int, limit: int, setting: str = "") -> None:
+    """Raise `PromptTooLarge` naming the setting of the limit."""
+    if num_bytes > limit:
+        suffix = f" ({setting})" if setting else ""
+        raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed{suffix}")
 
 
 def to_int(name: str, value: object) -> int:

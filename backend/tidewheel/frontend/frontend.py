@@ -104,7 +104,7 @@ class Frontend:
             self._end(request, Ending(error=error))
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
         if not self._turns.close(_CLOSE_TIMEOUT_S):
-            logger.warning("%d requests could not be answered: their sinks block", len(self._live))
+            logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))
 
     # --- to the engine ----------------------------------------------------------------------------------------
 

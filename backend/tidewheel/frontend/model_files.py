@@ -17,7 +17,7 @@ def read_text(path: Path) -> str | None:
     """Return None if the file is missing. Raise `ConfigError`."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes: at most {MAX_FILE_BYTES} are read")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request
-from tidewheel.errors import InvalidRequest, PromptTooLarge, Unsupported
+from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.chat_template import ChatTemplate, parse_messages
-from tidewheel.frontend.coercion import show, to_text
+from tidewheel.frontend.coercion import check_size, show, to_text
 from tidewheel.frontend.interface import GenerateRequest, Generation, ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, KNOWN, OPTIONS
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -124,7 +124,7 @@ class RequestReader:
                 f"give one of text_input, input_ids and messages, not {' and '.join(given) or 'none'}"
             )
         name = given[0]
-        self._check_bytes(name, request.prompt_bytes)
+        check_size(name, request.prompt_bytes, self._max_prompt_bytes, "max_prompt_bytes")
         if request.input_ids is not None:
             return name, None, request.input_ids
         text = to_text(name, request.text) if request.messages is None else self._render(request.messages)
@@ -134,7 +134,8 @@ class RequestReader:
         if self._template is None:
             raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
         text = to_text("messages", self._template.render(parse_messages(messages)))
-        self._check_bytes("messages, as the chat template writes them,", len(text.encode("utf-8")))
+        size = len(text.encode("utf-8"))
+        check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
         return text
 
     def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
@@ -145,10 +146,6 @@ class RequestReader:
             least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _check_bytes(self, name: str, num_bytes: int) -> None:
-        if num_bytes > self._max_prompt_bytes:
-            raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {self._max_prompt_bytes} are allowed")
 
 
 def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:

@@ -50,7 +50,7 @@ class Workers(Generic[T]):
             try:
                 self._work(item)
             except Exception:
-                logger.exception("a thread's work failed")
+                logger.exception("a front-end thread failed at one request")
 
 
 class Watcher:
@@ -101,7 +101,7 @@ class Watcher:
         try:
             is_cancelled = request.sink.is_cancelled()
         except Exception:
-            logger.exception("a sink could not say whether its client is still there")
+            logger.exception("could not ask whether a client is still there: its request is cancelled")
             is_cancelled = True
         if is_cancelled:
             self._cancel(request)
@@ -117,7 +117,7 @@ class Watcher:
                     self.poll(self._interval_s * _MAX_SHARE)
                     next_poll = time.monotonic() + self._interval_s
             except Exception:
-                logger.exception("a round of the watcher failed")
+                logger.exception("a round of deadlines and cancellations failed")
 
     def _sleep(self, until: float) -> None:
         with self._changed:
@@ -159,7 +159,7 @@ class PromptQueue:
             full = f"{self._num_requests} of {_MAX_REQUESTS} requests"
         elif self._num_bytes + num_bytes > self._max_bytes:
             full = f"{self._num_bytes} of {self._max_bytes} prompt bytes"
-        return Busy(f"too much waits to be tokenised: {full}", retry_after_ms=_RETRY_AFTER_MS) if full else None
+        return Busy(f"the tokenizer's queue is full: {full}", retry_after_ms=_RETRY_AFTER_MS) if full else None
 
     def put(self, request: LiveRequest) -> None:
         urgency, latest_ns = request.urgency, request.arrival_ns + _AGEING_NS

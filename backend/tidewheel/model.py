@@ -1,4 +1,4 @@
-"""What Triton imports, as `model`, for `backend: "tidewheel"`."""
+"""Module that Triton imports, as `model`, for `backend: "tidewheel"`."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class TritonPythonModel:
         parameters = json.loads(request.parameters() or "{}")
         unknown = sorted(parameters.keys() - {"id"})  # request id of `/generate`
         if unknown:
-            raise InvalidRequest(f"{unknown[0]} is not a parameter of a baseline: it takes max_tokens and ignore_eos")
+            raise InvalidRequest(f"{unknown[0]} is unknown to a baseline: it takes max_tokens and ignore_eos")
         inputs = {tensor.name(): _only_row(tensor) for tensor in request.inputs()}
         prompts = inputs.keys() & {"text_input", "input_ids"}
         if len(prompts) != 1:

@@ -25,7 +25,6 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import PROTOCOL, AddRequest, EngineInfo, Hello, encoder
-from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import EngineServer
 from tidewheel.sampling import SamplingParams
 
@@ -141,7 +140,7 @@ def measure(strategy: str, num_blocks: int, repeats: int) -> Latency:
     line = Line(device, repeats + 1)
     server = EngineServer(
         line, build_scheduler(config, info), device, info,
-        settings_digest="", seed=0, session_ttl=SessionTtl(1.0, 1.0), linger_s=1e9,
+        config=config, linger_s=1e9,
     )  # fmt: skip
     server.serve(lambda: "measured" if line.is_done else "")
     latencies = 1e3 * np.array(line.latencies[1:])  # the first pays for late imports

@@ -28,8 +28,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 import record
+from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo, encoder, to_engine_decoder
-from tidewheel.engine.requests import SessionTtl, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Busy
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Priority, Request
@@ -194,7 +195,7 @@ ENGINE = EngineInfo(
     max_num_seqs=8, max_num_batched_tokens=2048, block_size=BLOCK_SIZE, num_blocks=1 << 14, weights_bytes=0,
     activation_bytes=0, kv_cache_bytes=0, enable_prefix_caching=True, load_seconds=0.0,
 )  # fmt: skip
-TTL = SessionTtl(300.0, 3600.0)
+CONFIG = EngineConfig(model="none")
 
 
 def payload(scene: Scene, tenant: str, num_biases: int, n: int) -> bytes:
@@ -236,7 +237,7 @@ def message(name: str, setting: Setting, patience: Patience, *, num_biases: int 
 def handle(scene: Scene, raw: bytes, names: list[str]) -> str:
     decoded = to_engine_decoder.decode(raw)
     assert isinstance(decoded, AddRequest)
-    requests = to_requests(decoded, ENGINE, TTL, request_ids=names, seed=0, now=scene.now)
+    requests = to_requests(decoded, ENGINE, CONFIG, request_ids=names, seed=0, now=scene.now)
     try:
         scene.scheduler.add_group(requests, scene.now)
     except Busy:

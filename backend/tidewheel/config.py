@@ -1,6 +1,4 @@
-"""Engine settings, the same in `config.pbtxt`, `model.json`, CLI and `LLM(...)`, with vLLM's names for equal
-concepts. A wrong key or value raises `ConfigError` with one line that says what to change.
-"""
+"""Engine settings, with vLLM's names for equal concepts. A wrong key or value raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -76,8 +74,6 @@ class SchedulingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(SchedulingSettings):
-    """All settings of one engine. Fractions are in (0, 1]."""
-
     # model
     model: str  # a folder, relative to the version folder of the entry, or a Hugging Face id
     tokenizer: str = ""  # a folder; empty: the model's
@@ -176,11 +172,7 @@ class EngineConfig(SchedulingSettings):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
-        """Build settings from text or JSON values.
-
-        Relative `model` and `tokenizer` folders start at `base_dir`; other names are Hugging Face ids. Some vLLM keys
-        are accepted with their only possible value. Raise `ConfigError` for other keys.
-        """
+        """Build settings from text or JSON values. `model` and `tokenizer` may be folders in `base_dir`."""
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
         for key, raw in settings.items():
@@ -206,7 +198,7 @@ class EngineConfig(SchedulingSettings):
         }
 
 
-# vLLM settings with one possible value: (value, reason).
+# vLLM settings with one possible value, and why.
 FIXED_SETTINGS: dict[str, tuple[object, str]] = {
     "trust_remote_code": (False, "code from a model folder is never run"),
     "tensor_parallel_size": (1, "one device serves one engine"),
@@ -226,7 +218,6 @@ def _check_fixed(key: str, raw: object) -> None:
 
 
 def setting_names() -> list[str]:
-    """Return every key that `EngineConfig.from_settings` takes."""
     return [*(field.name for field in dataclasses.fields(EngineConfig)), *FIXED_SETTINGS]
 
 

@@ -1,4 +1,4 @@
-"""Entry point of Triton to models with `backend: "tidewheel"`. Triton imports this file as `model`."""
+"""Module that Triton imports, as `model`, for `backend: "tidewheel"`."""
 
 from __future__ import annotations
 

@@ -173,7 +173,8 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     assert frontend.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])
-    assert error_of(request).message().startswith("[TW-TOO-LARGE] text_input has 10 bytes: at most 9")
+    text = "[TW-TOO-LARGE] text_input has 10 bytes: at most 9 are allowed (max_prompt_bytes)"
+    assert error_of(request).message() == text
     started.finalize()
 
 

@@ -13,8 +13,8 @@ from support.engine.engine_clients import request
 from support.engine.fake_engine import make_info
 from support.engine.fake_runner import VOCAB_SIZE, FakeRunner
 from support.scheduler.scheduling import make_config
+from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import PROTOCOL, Hello, encoder
-from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import RECEIVE_S, EngineServer
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -51,6 +51,7 @@ class Loop:
         self.socket.bind("inproc://loop")
         self.peer = context.socket(zmq.DEALER)
         self.peer.connect("inproc://loop")
+        config = EngineConfig(model="m", scheduling_strategy="static", **options)
         self.scheduler = WatchedScheduler()
         ticks = itertools.count()
         self.server = EngineServer(
@@ -58,12 +59,9 @@ class Loop:
             self.scheduler,
             FakeRunner(num_rows=8, num_blocks=NUM_BLOCKS, block_size=16, token_budget=64),
             info,
-            settings_digest="",
-            seed=0,
-            session_ttl=SessionTtl(1.0, 1.0),
+            config=config,
             linger_s=1e9,
             clock=lambda: tick * next(ticks),
-            **options,
         )
         self.peer.send(encoder.encode(Hello(PROTOCOL, "peer", "")))
 

@@ -17,7 +17,7 @@ class TritonHandler(logging.Handler):
 
 
 def route_logging() -> None:
-    """Send the package's log records, from INFO up, to Triton."""
+    """Send the package's log records to Triton."""
     logger = logging.getLogger("tidewheel")
     logger.setLevel(logging.INFO)
     logger.propagate = False

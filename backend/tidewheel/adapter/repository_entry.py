@@ -1,7 +1,4 @@
-"""Settings of a repository entry: `parameters` of `config.pbtxt`, `model.json`, or another entry's engine.
-
-Every mistake raises `ConfigError` with one line that says what to change.
-"""
+"""Settings of a repository entry, from `config.pbtxt` and `model.json`. A mistake raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -14,20 +11,19 @@ from typing import Any
 
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.errors import ConfigError
+from tidewheel.frontend.model_files import read_object
 from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
 
-# Parameters that Triton's Python backend reads itself.
+# Read by Triton's Python backend.
 TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 _MAX_SENDER_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
-    """Settings of each entry itself, also of twins."""
-
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
 
@@ -53,7 +49,7 @@ class ModelEntry:
 
     @property
     def labels(self) -> dict[str, str]:
-        """Metric labels: vLLM's `model_name` and `engine`, Triton's `model` and `version`."""
+        """Return vLLM's and Triton's labels of metrics."""
         return {"model_name": self.name, "engine": "0", "model": self.name, "version": self.version}
 
 
@@ -62,9 +58,9 @@ class ModelSettings:
     engine: EngineConfig
     frontend: FrontendSettings
     decoupled: bool
-    has_native_queue: bool  # `dynamic_batching`: Triton's queue sets the order
+    has_native_queue: bool  # Triton's queue sets the order
     entry: ModelEntry
-    owner: ModelEntry  # entry with the engine, `engine_of` or itself
+    owner: ModelEntry  # of the engine
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
@@ -97,9 +93,8 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
 
 
 def _read(entry: ModelEntry) -> dict[str, object]:
-    """Return settings of both places. Raise `ConfigError` for unknown keys and conflicts."""
     settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in TRITON_PARAMETERS}
-    for key, value in _read_model_json(entry.version_folder / MODEL_JSON).items():
+    for key, value in read_object(entry.version_folder / MODEL_JSON).items():
         if key in settings and not _same(settings[key], value):
             raise ConfigError(
                 f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
@@ -112,36 +107,12 @@ def _read(entry: ModelEntry) -> dict[str, object]:
     return settings
 
 
-def _read_model_json(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    where = f"{path.parent.name}/{path.name}"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where} must hold a JSON object of settings, not a {type(content).__name__}")
-    return content
-
-
 def _same(text: object, value: object) -> bool:
-    if isinstance(value, dict):
-        return _is_json_of(str(text), value)
     left, right = str(text).strip(), str(value).strip()
     try:
-        return float(left) == float(right)
+        return bool(json.loads(left) == value) if isinstance(value, dict) else float(left) == float(right)
     except ValueError:
         return left.lower() == right.lower() if isinstance(value, bool) else left == right
-
-
-def _is_json_of(text: str, value: dict[str, object]) -> bool:
-    try:
-        return bool(json.loads(text) == value)
-    except json.JSONDecodeError:
-        return False
 
 
 def _frontend_hints() -> dict[str, object]:
@@ -157,7 +128,7 @@ def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
 
 
 def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:
-    """Return the entry that owns a twin's engine, and its engine settings."""
+    """Return the owner of a twin's engine, and its settings."""
     path = twin.repository / name / "config.pbtxt"
     if Path(name).name != name or not path.is_file():
         raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")

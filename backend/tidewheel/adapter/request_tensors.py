@@ -9,11 +9,11 @@ import numpy as np
 from tidewheel.adapter.responder import ResponseFormat
 from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
 from tidewheel.batch import Int32Array
-from tidewheel.errors import InvalidRequest, PromptTooLarge
-from tidewheel.frontend.coercion import parse_json, to_text
+from tidewheel.errors import InvalidRequest
+from tidewheel.frontend.coercion import check_size, parse_json, to_text
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
 
-MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal `sampling_parameters` needs some 40 KB
+MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
 
 _SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
@@ -23,12 +23,12 @@ _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-
 def read_request(
     request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
 ) -> tuple[GenerateRequest, ResponseFormat]:
-    """Read a `pb_utils.InferenceRequest`. Raise `InvalidRequest`."""
+    """Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     stream = _flag(inputs, "stream")
     if stream and not decoupled:
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
-    # The client did not write the rendered chat template, so by default only a text prompt is echoed.
+    # By default only a text prompt is echoed: the client did not write the rendered template.
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
     if stream and not exclude_input:
         raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
@@ -38,9 +38,9 @@ def read_request(
     )
     return GenerateRequest(
         request_id=request.request_id(),
-        text=_bytes(inputs, "text_input", max_prompt_bytes),
+        text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
         input_ids=_token_ids(inputs, max_prompt_bytes),
-        messages=_bytes(inputs, "messages", max_prompt_bytes),
+        messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
         parameters=_parameters(request, inputs, response_format),
         stream=stream,
         echo=not exclude_input,
@@ -60,8 +60,7 @@ def _parameters(
     ]
     wants_logprobs = response_format.logprobs or response_format.cumulative_logprob
     if wants_logprobs and all(source.values.get("logprobs") is None for source in sources):
-        # Without a number of alternatives, return the chosen token.
-        tensors["logprobs"] = 0
+        tensors["logprobs"] = 0  # the chosen token alone
     return tuple(source for source in sources if source.values)
 
 
@@ -77,7 +76,7 @@ def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
 
 def _request_parameters(request: Any) -> dict[str, object]:
     values: dict[str, object] = json.loads(request.parameters() or "{}")
-    values.pop("id", None)  # request id of `/generate`, passed on by Triton
+    values.pop("id", None)  # of `/generate`
     return values
 
 
@@ -85,7 +84,7 @@ def _parameter(tensor: Any) -> object:
     name = tensor.name()
     items = tensor.as_numpy().reshape(-1)
     if items.dtype == np.object_:
-        _check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
+        check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
     if name in _LIST_NAMES:
         return [to_text(name, item) for item in items]
     value = _scalar(tensor)
@@ -105,25 +104,19 @@ def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> boo
     return bool(_scalar(inputs[name])) if name in inputs else default
 
 
-def _bytes(inputs: Mapping[str, Any], name: str, limit: int) -> bytes | None:
-    """Return Triton's bytes, neither copied nor checked for UTF-8."""
+def _bytes(inputs: Mapping[str, Any], name: str, limit: int, setting: str = "") -> bytes | None:
     if name not in inputs:
         return None
     value: bytes = _scalar(inputs[name])
-    _check_size(name, len(value), limit)
+    check_size(name, len(value), limit, setting)
     return value
 
 
 def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
-    """Return a copy, because Triton may free its memory after `execute`."""
+    """Copy them, because Triton may free its memory after `execute`."""
     if "input_ids" not in inputs:
         return None
     ids = inputs["input_ids"].as_numpy().reshape(-1)
-    _check_size("input_ids", ids.nbytes, limit)
+    check_size("input_ids", ids.nbytes, limit, "max_prompt_bytes")
     copy: Int32Array = np.array(ids, dtype=np.int32)
     return copy
-
-
-def _check_size(name: str, num_bytes: int, limit: int) -> None:
-    if num_bytes > limit:
-        raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed")

@@ -21,7 +21,7 @@ _MAX_MESSAGE_CHARS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """Tensors of responses beside `text_output`."""
+    """Tensors beside `text_output`."""
 
     finish_reason: bool = False
     cumulative_logprob: bool = False
@@ -34,9 +34,9 @@ class ResponseFormat:
 
 
 class TritonSink:
-    """`frontend.values.Sink` on a Triton response sender. The last response is FINAL.
+    """`Sink` on a Triton response sender.
 
-    Triton frees the request with its FINAL response. `is_cancelled` on a freed request crashes the server (seen with
+    Triton frees the request with its FINAL response, and `is_cancelled` on a freed one crashes the server (seen with
     2.51). So a lock separates it from sending, and nothing touches the sender after the end.
     """
 
@@ -46,10 +46,10 @@ class TritonSink:
         self._lock = threading.Lock()
         self._is_open = True
         self._is_cancelled = False
-        self._texts: list[list[str]] = []  # of all responses, if text accumulates
+        self._texts: list[list[str]] = []  # if text accumulates
 
     def send(self, response: Response) -> None:
-        """Send a response, FINAL if all sequences have ended. If that fails, end the request."""
+        """Send a response, FINAL if it is the last. If that fails, end the request."""
         with self._lock:
             if not self._is_open:
                 return
@@ -61,7 +61,6 @@ class TritonSink:
                 self._fail(InternalError("the response could not be sent; the server's log says why"))
 
     def fail(self, error: TidewheelError) -> None:
-        """Send the error as FINAL, unless the request is over."""
         with self._lock:
             self._fail(error)
 
@@ -99,11 +98,7 @@ class TritonSink:
 
 
 def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[Any]:
-    """Return output tensors with one element per sequence, by index. `texts` fills `text_output`.
-
-    The prompt is counted once. `token_ids` concatenates the new tokens of all sequences, with lengths in
-    `num_output_tokens`.
-    """
+    """Return tensors with one element per sequence. `token_ids` concatenates those of all."""
     tensors = [_text_tensor("text_output", texts)]
     if response_format.finish_reason:
         tensors.append(_text_tensor("finish_reason", [chunk.finish_reason or "None" for chunk in response]))
@@ -118,13 +113,13 @@ def response_tensors(response: Response, response_format: ResponseFormat, texts:
     if response_format.token_ids:
         tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
     if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
-        # A sequence that a stop string ended may not have its figures yet.
+        # A stop string may have ended a sequence before its figures came.
         tensors.extend(_perf_tensors([chunk.stats or RequestStats() for chunk in response]))
     return tensors
 
 
 def logprobs_json(chunk: Chunk) -> str:
-    """Return `{token_id: {logprob, rank, decoded_token}}` per token. An impossible token's `logprob` is null."""
+    """Return `{token_id: {logprob, rank, decoded_token}}` per token. `logprob` is null if infinite."""
     pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
     return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
 
@@ -172,7 +167,7 @@ def error_response(error: TidewheelError) -> Any:
 
 
 def _printable(message: str) -> str:
-    """Escape a client's lone surrogates and control characters, and cut long messages."""
+    """Escape lone surrogates and control characters, and cut long messages."""
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "…"
     encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")

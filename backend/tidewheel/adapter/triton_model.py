@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class TritonPythonModel:
-    """One front end of a model. Triton runs each instance in its own process, and calls it from one thread."""
+    """One front end. Triton runs each instance in its own process, and calls it from one thread."""
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -49,17 +49,12 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Submit requests. Their response senders take the answers.
-
-        With a native queue, return when one more request may come. Until then Triton queues requests by the order,
-        bounds and time limits of `config.pbtxt`.
-        """
+        """Submit requests, and return when one more may come. Until then they wait in Triton's queue."""
         for request in requests:
             self._submit(request)
             self._frontend.wait_for_room()
 
     def finalize(self) -> None:
-        """End live requests with an error, publish the last figures and leave the engine."""
         self._frontend.close()
         if self._metrics is not None:
             self._metrics.close()
@@ -93,7 +88,7 @@ class TritonPythonModel:
         )
 
     def _submit(self, request: Any) -> None:
-        """Pass a request on, or answer it with an error. Never raise, never block."""
+        """Pass a request on, or answer it with an error."""
         arrival_ns = time.monotonic_ns()
         sink = TritonSink(request.get_response_sender())
         try:

@@ -1,5 +1,3 @@
-"""Parts of an engine: runner, scheduler, cache and recorder, made from its settings."""
-
 from __future__ import annotations
 
 import atexit
@@ -30,7 +28,7 @@ from tidewheel.tenants import TenantLimits, parse_tenants
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]  # stage and its completed fraction
+Progress = Callable[[str, float], None]  # stage, completed fraction
 
 _recordings = itertools.count()
 
@@ -44,7 +42,7 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
-    """Load the real runner. Import torch only here, because that takes seconds."""
+    """Import torch only here, because that takes seconds."""
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)
@@ -65,14 +63,12 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
 
 
 def is_async(config: EngineConfig, device: str) -> bool:
-    """Return whether to launch steps ahead. On a CPU nothing overlaps, because a launch returns when its work is
-    done, and a request that stops would waste a row.
-    """
+    """Return whether to launch steps ahead. A CPU has finished when a launch returns, so nothing would overlap."""
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """Raise `ConfigError` if settings do not fit the model or cache, or `record` cannot be written."""
+    """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written."""
     tenants = parse_tenants(config.tenants)
     _check_quotas(config, tenants, info.num_blocks)
     settings = scheduler_config(config, info)
@@ -89,7 +85,6 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
 
 
 def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
-    """Return the settings with what the model and device decide."""
     shared: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(SchedulingSettings)}
     shared.update(max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens)
     return SchedulerConfig(
@@ -124,7 +119,6 @@ def check_record_folder(config: EngineConfig) -> None:
 
 
 def open_recorder(config: EngineConfig, info: EngineInfo) -> Recorder:
-    """Open a new file in the `record` folder. Raise `ConfigError` if that fails."""
     check_record_folder(config)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = Path(config.record) / f"{stamp}-{os.getpid()}-{next(_recordings)}.jsonl"

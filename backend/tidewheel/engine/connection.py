@@ -1,5 +1,3 @@
-"""Line of a front end to its engine: what waits to be sent, what is in flight, and the socket."""
-
 from __future__ import annotations
 
 import logging
@@ -17,6 +15,8 @@ import zmq
 
 from tidewheel.engine.folder import Status, read_status, socket_address
 from tidewheel.engine.messages import (
+    QUEUE_LIMIT,
+    RETRY_AFTER_MS,
     WHOLE_REQUEST,
     Cancel,
     Delta,
@@ -33,10 +33,9 @@ from tidewheel.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-MAX_HELD = 4096  # the engine bounds its own waiting requests
-QUEUE_LIMIT = 1 << 16  # messages per direction
+MAX_HELD = 4096
 MAX_MESSAGES = 1024  # per `receive`
-LAST_WORDS_MS = 100  # a dead engine's messages may still be in ZeroMQ's thread
+LAST_WORDS_MS = 100  # of a dead engine, still in ZeroMQ's thread
 DUMP_GRACE_S = 0.5
 
 
@@ -44,7 +43,7 @@ class _Add(NamedTuple):
     key: int
     payload: bytes
     num_sequences: int
-    deadline: float  # until which it waits for an engine
+    deadline: float  # of the wait for an engine
 
 
 class _Cancel(NamedTuple):
@@ -55,11 +54,10 @@ class _Cancel(NamedTuple):
 class Outbox:
     """Requests until their end: queued, held without an engine, or in flight.
 
-    Any thread may call `put`, `put_cancel` and `wake`. The rest belongs to the io thread, which `wake_fd` wakes.
+    Any thread may call `put`, `put_cancel` and `wake`; one io thread, which `wake_fd` wakes, the rest.
     """
 
     def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
-        """Hold at most `max_held` requests for a missing engine."""
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._max_held = max_held
         self._hold_s = hold_s
@@ -82,7 +80,7 @@ class Outbox:
             num_waiting = len(self._queue) + len(self._held)
             if num_waiting >= self._max_held:
                 full = f"{num_waiting} of {self._max_held} requests wait for the engine"
-                raise Busy(full, retry_after_ms=1000)
+                raise Busy(full, retry_after_ms=RETRY_AFTER_MS)
             self._push(_Add(key, payload, num_sequences, time.monotonic() + self._hold_s))
 
     def put_cancel(self, keys: list[int], sequences: list[tuple[int, int]] | None = None) -> None:
@@ -149,7 +147,7 @@ class Outbox:
         return lost
 
     def lose_expired(self) -> list[int]:
-        """Forget and return keys held too long. They are in order of age, so a young one ends the search."""
+        """Forget and return keys held too long; `_held` is in order of age."""
         now = time.monotonic()
         expired = []
         for key, held in self._held.items():
@@ -178,7 +176,7 @@ class Outbox:
 
 
 class Connection:
-    """DEALER socket and process handle of one engine. A lost connection is never reused."""
+    """DEALER socket and process handle of one engine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
         self.process = ProcessHandle(status.pid, status.start_ticks)
@@ -225,7 +223,7 @@ class Connection:
         return messages
 
     def kill_hung_engine(self) -> None:
-        """Kill the engine. First its log gets the stacks of its threads."""
+        """Log the stacks of its threads, and kill it."""
         self.process.end(signal.SIGUSR1, DUMP_GRACE_S)
 
     def close(self) -> None:
@@ -234,7 +232,7 @@ class Connection:
 
 
 def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
-    """Make the engine refuse new requests. Return its figures, or None without an answer in time. May be repeated."""
+    """Make the engine refuse new requests. Return its figures, or None without an answer in time."""
     status = read_status(engine_dir)
     if status is None or status.state != "ready" or not status.is_alive:
         return None

@@ -1,5 +1,3 @@
-"""The step: schedule, run, apply, deliver. The engine process and `LLM` share it."""
-
 from __future__ import annotations
 
 import time
@@ -37,12 +35,9 @@ Deliver = Callable[[StepOutputs], None]
 class EngineCore:
     """Loop over scheduler and runner, on one thread.
 
-    With two steps in flight, a step is launched before the tokens of the last one are awaited. The device computes it
-    while they are applied, delivered and sent.
-
-    `receive` runs before a step is planned, and again before its tokens are applied, so that requests cancelled
-    meanwhile get no further token. It calls `add` and `cancel`. `deliver` gets every new token and each added
-    request's one end; it may call `cancel`. Deadlines are checked before every step.
+    With two steps in flight, the device computes one while the tokens of the other are applied and sent. `receive`
+    calls `add` and `cancel`: before a step is planned, and before its tokens are applied, so that cancelled requests
+    get none. `deliver` gets every new token and each added request's one end; it may call `cancel`.
     """
 
     def __init__(
@@ -62,16 +57,15 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row of the newest batch
         self._step_seconds = 0.0
-        self._last_end = clock()  # of a step
+        self._last_end = clock()
         self._last_stats = (clock(), 0.0)
 
     @property
     def has_unfinished(self) -> bool:
-        """Return whether a request or a step is unfinished."""
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Add a request. If the scheduler refuses, raise its error and deliver nothing."""
+        """Raise an error if the scheduler refuses. Then nothing is delivered."""
         self._deliver_ended(self._scheduler.add(request, self._clock()))
 
     def add_group(self, requests: Sequence[Request]) -> None:
@@ -89,12 +83,12 @@ class EngineCore:
             self._deliver_ended([request])
 
     def fail_all(self, error: TidewheelError) -> None:
-        """End every request with the error. Forget steps in flight."""
+        """End every request with the error."""
         self._in_flight.clear()
         self._deliver_ended(self._scheduler.fail_all(error))
 
     def step(self) -> bool:
-        """Run one turn. Return False if there was nothing to do."""
+        """Return False if there was nothing to do."""
         self._receive()
         now = self._clock()
         self._deliver_ended(self._scheduler.expire(now))
@@ -113,13 +107,12 @@ class EngineCore:
         return attempt(lambda: self._runner.launch(batch))
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
-        """Return how many steps to wait for: all after a failed launch, because a later one would read its tokens."""
+        """Return the steps to wait for: after a failed launch all, because a later one would read its tokens."""
         if isinstance(self._in_flight[-1].pending, OutOfMemory):
             return len(self._in_flight)
         return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
 
     def _complete(self) -> None:
-        """Wait for the oldest step in flight, and apply and deliver its tokens."""
         batch, pending, scheduled_at = self._in_flight.popleft()
         result = attempt(pending.wait)
         del pending  # a retry needs its room
@@ -132,9 +125,9 @@ class EngineCore:
         self._last_end = end
 
     def _survive(self, batch: ScheduledBatch, failure: OutOfMemory) -> SampledTokens:
-        """Run the failed step again with fewer rows. If a later one has read its missing tokens, end its requests.
+        """Run the step again with fewer rows. If a later one has read its missing tokens, end its requests instead.
 
-        Requests that left their rows in between are computed again. They and all others continue.
+        Requests that have left their rows since are computed again.
         """
         if not self._in_flight:
             return recover(self._runner, batch, failure, self._give_up)
@@ -167,7 +160,7 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot. `busy_fraction` covers the time since the last one."""
+        """Return a snapshot. `busy_fraction` is since the last one."""
         now = self._clock()
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)

@@ -1,9 +1,3 @@
-"""A front end's side of the engine: start or join it, send requests, answer them if it dies.
-
-Everything that can block or fail runs on one thread. A request accepted by `add` ends exactly once, with a final
-delta or `on_lost`.
-"""
-
 from __future__ import annotations
 
 import logging
@@ -23,6 +17,7 @@ from tidewheel.engine.folder import read_status, settings_digest
 from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
 from tidewheel.engine.messages import (
     PROTOCOL,
+    RETRY_AFTER_MS,
     AddRequest,
     CloseSession,
     Delta,
@@ -47,17 +42,16 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
-RETRY_AFTER_MS = 1000
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 
 class EngineListener(Protocol):
-    """Callbacks on the client's thread. They must not block."""
+    """Callbacks on the client's thread, which must not block."""
 
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
-        """End the requests with the error. Without keys, the engine is gone and nothing was in flight."""
+        """End the requests. Without keys, the engine is gone and nothing was in flight."""
 
     def on_stats(self, stats: EngineStats) -> None: ...
 
@@ -68,13 +62,17 @@ class EngineListener(Protocol):
 class ClientOptions:
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
-    hold_s: float = 10.0  # how long requests wait for a restarting engine
-    hang_timeout_s: float = 60.0  # a silent engine is killed after this; longer than any step
+    hold_s: float = 10.0  # wait of requests for a restarting engine
+    hang_timeout_s: float = 60.0  # silence, longer than any step, until an engine is killed
     ping_interval_s: float = 1.0
 
 
 class EngineClient:
-    """Client of a folder's engine, as owner or not. Call `start` first and `close` last."""
+    """Client of a folder's engine: start or join it, send requests, end them if it dies.
+
+    Everything that can block or fail runs on one thread. A request accepted by `add` ends exactly once, with a final
+    delta or `on_lost`.
+    """
 
     def __init__(
         self,
@@ -108,7 +106,7 @@ class EngineClient:
     # --- any thread -------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> EngineInfo:
-        """Start or join the engine and wait until it serves. Raise `ConfigError` if it cannot."""
+        """Wait until the engine serves. Raise `ConfigError` if it cannot."""
         self._thread.start()
         if not self._settled.wait(timeout_s):
             status = read_status(self._engine_dir)
@@ -116,21 +114,16 @@ class EngineClient:
             raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
         if self._failure:
             raise ConfigError(self._failure)
-        return self.info
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise RuntimeError("the client has not been started")
+        assert self._info is not None
         return self._info
 
     @property
     def is_owner(self) -> bool:
-        """Return whether this client keeps the engine alive. Only the owner publishes engine metrics."""
+        """Return whether this client keeps the engine alive."""
         return self._launcher.is_owner
 
     def add(self, message: AddRequest | CloseSession) -> None:
-        """Send the request. If it raises `Busy`, `EngineDead`, `Draining` or `InternalError`, nothing follows."""
+        """Raise `Busy`, `EngineDead`, `Draining` or `InternalError` if the request is not accepted."""
         num_sequences = message.n if isinstance(message, AddRequest) else 1
         self._outbox.put(message.key, encoder.encode(message), num_sequences)
 
@@ -141,15 +134,14 @@ class EngineClient:
             self._refused[tenant if known else ""] += count
 
     def cancel(self, keys: Iterable[int]) -> None:
-        """Cancel requests. Each sequence gets a final delta, unless one is already on its way."""
+        """Ask for a final delta of each sequence, unless one is already on its way."""
         self._outbox.put_cancel(list(keys))
 
     def cancel_sequence(self, key: int, index: int) -> None:
-        """Cancel one sequence with a final delta. Its siblings continue."""
         self._outbox.put_cancel([], [(key, index)])
 
     def close(self) -> None:
-        """Leave the engine. Requests in flight end with `on_lost`. May be called twice."""
+        """End requests in flight with `on_lost`. May be called twice."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -241,7 +233,7 @@ class EngineClient:
                 raise ConfigError(message.message)
 
     def _disconnect(self, error: TidewheelError) -> None:
-        """Drop the connection and end what is in flight. The next turn looks for another engine."""
+        """End what is in flight. The next turn looks for another engine."""
         if self._connection is None:
             return
         log.warning("connection to the engine lost: %s", error.message)

@@ -1,5 +1,3 @@
-"""Private folder of an engine, with its socket, locks, log and status."""
-
 from __future__ import annotations
 
 import hashlib
@@ -32,7 +30,7 @@ _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 
 
 def engine_dir(repository: Path, model_name: str) -> Path:
-    """Make the folder of a model's engine. Its name is short, stable and unique."""
+    """Make the private folder of a model's engine, with a short unique name."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
     path = run_dir() / f"{label}-{digest}"
@@ -55,20 +53,16 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`status.json`: state of an engine.
-
-    `failed` is final: settings or model must change. `stopped` was asked for, `crashed` was not. A killed engine
-    writes neither.
-    """
+    """`status.json`. `failed` is final: settings or model must change. A killed engine writes no last state."""
 
     state: State
     pid: int
-    start_ticks: int  # with the pid, identifies one process
+    start_ticks: int  # tells processes of equal pid apart
     settings: dict[str, object]
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
-    is_draining: bool = False  # its server shuts down: do not restart it
+    is_draining: bool = False  # with its server
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
 
@@ -81,7 +75,7 @@ _decoder = msgspec.json.Decoder(Status)
 
 
 def read_status(engine_dir: Path) -> Status | None:
-    """Return None without a status that this version can read."""
+    """Return None if this version cannot read it."""
     try:
         return _decoder.decode((engine_dir / STATUS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -98,14 +92,13 @@ def settings_digest(settings: Mapping[str, object]) -> str:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace the file atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     temporary.replace(path)
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:
-    """Return the last log line without time and level, cut to `limit` characters."""
+    """Return the last line without time and level, at most `limit` characters."""
     try:
         with (engine_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 8192))

@@ -1,5 +1,3 @@
-"""Start, find, restart and stop the engine of a folder."""
-
 from __future__ import annotations
 
 import fcntl
@@ -35,13 +33,13 @@ from tidewheel.errors import ConfigError, Draining
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 3.0
-MISMATCH_GRACE_S = 8.0  # an owner may be replacing an engine with other settings
-MAX_LOG_BYTES = 16 << 20  # a longer log is set aside at the next start
+MISMATCH_GRACE_S = 8.0  # in which an owner may replace an engine with other settings
+MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Restart delays, doubled per death. `max_deaths` within `window_s` are a crash loop."""
+    """Delays of restarts, doubled per death. `max_deaths` within `window_s` are a crash loop."""
 
     first_delay_s: float = 0.25
     window_s: float = 60.0
@@ -61,7 +59,7 @@ _deaths_decoder = msgspec.json.Decoder(list[Death])
 
 
 class EngineLauncher:
-    """Engine of a folder, started by the front end that holds the folder's lock. Use it from one thread."""
+    """Engine of a folder, started by the front end that holds the folder's lock. Not thread safe."""
 
     def __init__(
         self, engine_dir: Path, config: EngineConfig, *, command: Sequence[str], policy: RestartPolicy
@@ -80,7 +78,7 @@ class EngineLauncher:
         return self._lock is not None
 
     def try_lock(self) -> bool:
-        """Return whether this is the owner now. May be retried; the kernel frees a dead owner's lock."""
+        """Return whether this is the owner now. The kernel frees a dead owner's lock."""
         if self._lock is None:
             descriptor = os.open(self._engine_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -92,10 +90,10 @@ class EngineLauncher:
         return self.is_owner
 
     def seek(self, *, was_ready: bool, since_ns: int) -> Status | None:
-        """Return the status of a ready engine, or None. Call repeatedly: the owner starts an engine if needed.
+        """Return the status of a ready engine. Call repeatedly from `since_ns` on, so that the owner starts one.
 
         `was_ready`: an engine served this front end, so its absence is a death. Raise `ConfigError` if another start
-        would not help, and `Draining` if the server shuts down. `since_ns` is the time of the first call.
+        would not help, and `Draining` if the server shuts down.
         """
         status = read_status(self._engine_dir)
         if was_ready and status is not None and status.is_draining and not status.is_alive:
@@ -110,7 +108,7 @@ class EngineLauncher:
         return status
 
     def release(self, *, end_engine_that_loads: bool) -> None:
-        """Release the lock. The engine stays until no front end is left."""
+        """Release the lock. The engine lives as long as a front end."""
         status = read_status(self._engine_dir)
         if end_engine_that_loads and self._process is not None and status is not None and status.state != "ready":
             _end(status, STOP_GRACE_S)
@@ -173,13 +171,7 @@ class EngineLauncher:
             f"the engine died {num_deaths} times within {self._policy.window_s:g} s and is not started again; "
             f"its log ends with: {last_log_line(self._engine_dir)}"
         )
-        failed = Status(
-            state="failed",
-            pid=status.pid,
-            start_ticks=status.start_ticks,
-            settings=self._settings,
-            message=message,
-        )
+        failed = msgspec.structs.replace(status, state="failed", settings=self._settings, message=message)
         write_status(self._engine_dir, failed)
         raise ConfigError(message)
 
@@ -193,7 +185,7 @@ class EngineLauncher:
 
 
 def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
-    """End the engine and return whether one ran. Kill it after `timeout_s`, in which it answers its requests."""
+    """Return whether an engine ran. Kill it after `timeout_s`, in which it answers its requests."""
     status = read_status(engine_dir)
     if status is None or not status.is_alive:
         return False
@@ -210,7 +202,7 @@ def _end(status: Status, grace_s: float) -> None:
 
 
 def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
-    """Return the deaths in the window, oldest first. Ignore future times, which are from before the last boot."""
+    """Return deaths, oldest first. Ignore future times, which are from before the last boot."""
     try:
         deaths = _deaths_decoder.decode((engine_dir / DEATHS).read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -220,7 +212,7 @@ def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
 
 
 def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) -> list[Death]:
-    """Add a death, unless it is known, and return the recent ones. The next owner reads them too."""
+    """Add a death, unless it is known, and return the recent ones."""
     deaths = recent_deaths(engine_dir, window_s)
     if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
         deaths.append(Death(pid, start_ticks, time.monotonic()))
@@ -229,12 +221,11 @@ def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) 
 
 
 def engine_command() -> list[str]:
-    """Return the command that starts an engine, without its arguments."""
     return [python_executable(), "-P", "-m", "tidewheel.engine.process"]
 
 
 def python_executable() -> str:
-    """Return the running interpreter, also where a host program embeds it. Raise `ConfigError` if there is none."""
+    """Return the running interpreter, or one like it if a host program embeds it. Raise `ConfigError`."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = (
         os.environ.get("TIDEWHEEL_PYTHON"),
@@ -249,28 +240,19 @@ def python_executable() -> str:
 
 
 def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
-    """Start an engine that outlives its front end. Write `status.json`; its output goes to `engine.log`."""
+    """Start an engine that outlives its front end, and write its first status."""
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
+    package = Path(tidewheel.__file__).parent
+    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     log_path = engine_dir / LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=_environment(),
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
         )
-    # Reap the process even if its launcher no longer watches it.
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
     ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended
     write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))
     return process
-
-
-def _environment() -> dict[str, str]:
-    package = Path(tidewheel.__file__).parent
-    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

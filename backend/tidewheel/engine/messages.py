@@ -1,11 +1,7 @@
-"""Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket, never pickle.
+"""Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket.
 
-To the engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Goodbye`. From it: `Ready` or
-`Failed` after `Hello`, `Deltas` after a step, `Stats` twice a second, `Room` when it changes. `Drain` needs no
-`Hello`; `Stats` answers it.
-
-A request's `key` counts up in its front end; the client's id never travels. Deltas answer every request, the last
-with `finish_reason`, or `Dropped` ends all requests of a front end.
+`Ready` or `Failed` answers `Hello`. Deltas answer a request, by its `key`, until each sequence has a finish reason or
+`Dropped` ends all requests of the front end. `Stats` answers `Drain`, which needs no `Hello`.
 """
 
 from __future__ import annotations
@@ -21,7 +17,9 @@ from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
 PROTOCOL = 3
-WHOLE_REQUEST = -1  # index of a delta for a request without sequences
+QUEUE_LIMIT = 1 << 16  # messages per socket and direction
+RETRY_AFTER_MS = 1000  # without an engine
+WHOLE_REQUEST = -1  # index of a delta that ends all sequences
 
 _MIB = 1 << 20
 
@@ -36,35 +34,35 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Hello(Message, frozen=True):
     protocol: int
     client: str  # unique name
-    settings_digest: str  # of expected settings; empty: any
+    settings_digest: str  # empty: any
 
 
 class AddRequest(Message, frozen=True):
     key: int
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end; `logit_bias` is packed below
-    stop_token_ids: tuple[int, ...] = ()  # its own, and end-of-sequence ids unless ignored
+    sampling: SamplingParams  # without `stop`, `bad_words` and `logit_bias`
+    stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
     cache_salt: str = ""
-    arrival_ns: int = 0  # monotonic clock, shared by a host's processes
-    n: int = 1  # sequences of a prompt, by `index` in deltas
+    arrival_ns: int = 0  # monotonic clock
+    n: int = 1  # sequences
     tenant: str = ""
-    deadline_ns: int = 0  # monotonic clock; 0: none
+    deadline_ns: int = 0  # 0: none
     soft_deadline_ns: int = 0
     session_id: str = ""
     session_ttl_s: float | None = None  # None: the engine's default
-    bias_token_ids: bytes = b""  # int32 little endian, ascending; from `pack_biases`
-    bias_amounts: bytes = b""  # float32 little endian
+    bias_token_ids: bytes = b""  # from `pack_biases`
+    bias_amounts: bytes = b""
 
 
 class Cancel(Message, frozen=True):
     keys: list[int]
-    sequences: list[tuple[int, int]] = []  # (key, index) of single sequences; siblings continue
+    sequences: list[tuple[int, int]] = []  # (key, index): siblings continue
 
 
 class CloseSession(Message, frozen=True):
-    """Answered by one delta: finish_reason "stop", or an error such as `NotFound`."""
+    """Answered by one delta, with finish_reason "stop" or an error."""
 
     key: int
     tenant: str
@@ -72,9 +70,9 @@ class CloseSession(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sent every second. After 5 s of silence a front end's requests end."""
+    """Sent every second. After 5 s of silence, requests end."""
 
-    refused: dict[str, int] = {}  # requests refused at the door since the last ping, by tenant
+    refused: dict[str, int] = {}  # at the door since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):
@@ -92,11 +90,9 @@ ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 
 
 class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
-    """Values that the engine resolved at its load."""
-
     pid: int
     enable_prefix_caching: bool
-    async_scheduling: bool = False  # a step is launched before the last one's tokens are read
+    async_scheduling: bool = False  # launch a step before the last one's tokens are read
     tenants: dict[str, TenantLimits] = msgspec.field(default_factory=dict)
 
     @property
@@ -105,7 +101,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Longest prompt and output. The last token is never cached."""
+        """Longest prompt with output. The last token is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
@@ -113,7 +109,7 @@ class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
         return self.num_cache_tokens / self.max_model_len
 
     def describe(self) -> list[str]:
-        """Return log lines: model, memory, cache size and how many requests of full length fit."""
+        """Return log lines of memory, cache and time to load."""
         stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
         lines = [
             f"model: {self.architecture} in {self.dtype} on {self.device}, loaded in {self.load_seconds:.1f} s"
@@ -136,8 +132,6 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Final refusal of this front end."""
-
     message: str
 
 
@@ -145,7 +139,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tag: str
     message: str
     retry_after_ms: int | None = None
-    is_waiting_set_full: bool = False  # may be sent again as soon as another request starts
+    is_waiting_set_full: bool = False  # until another request starts
 
     @classmethod
     def of(cls, error: TidewheelError) -> ErrorInfo:
@@ -156,13 +150,11 @@ class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Dropped(Message, frozen=True):
-    """End of all requests of a front end: the engine ends, or does not know it. `Hello` starts anew."""
-
     error: ErrorInfo
 
 
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Figures of one ended sequence. Times are ns of the monotonic clock; 0 means never."""
+    """Figures of one ended sequence. Times are of the monotonic clock; 0: never."""
 
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
@@ -191,17 +183,17 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: int
     token_ids: list[int]
-    finish_reason: str = ""  # a `FinishReason`; empty before the end
-    error: ErrorInfo | None = None  # with finish_reason "error"
+    finish_reason: str = ""  # empty before the end
+    error: ErrorInfo | None = None
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
-    index: int = 0  # of the sequence; each has a last delta, or `WHOLE_REQUEST` ends all
+    index: int = 0  # of the sequence, or `WHOLE_REQUEST`
 
     @classmethod
     def last(
         cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
     ) -> Delta:
-        """Return the end of a sequence, with the tokens of its last step."""
+        """Return the end of a sequence, with its last tokens."""
         error = request.error
         if error is None and request.finish_reason is FinishReason.ERROR:
             error = InternalError("the request ended with an error that left no message")
@@ -230,9 +222,9 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Room in the waiting set, so that front ends refuse at once what the engine would refuse after its step."""
+    """Sent when it changes, so that front ends refuse before the engine's step ends."""
 
-    received: list[int]  # keys of the front end's requests since the last `Room`
+    received: list[int]  # keys of requests since the last `Room`
 
 
 FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room

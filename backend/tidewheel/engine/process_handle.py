@@ -11,7 +11,7 @@ _POLL_S = 0.02
 
 
 def process_start_ticks(pid: int) -> int | None:
-    """Return the start in clock ticks since boot, or None if it has ended. See field 22 in proc_pid_stat(5)."""
+    """Return the start in ticks since boot (field 22 in proc_pid_stat(5)), or None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -21,12 +21,12 @@ def process_start_ticks(pid: int) -> int | None:
 
 
 class ProcessHandle:
-    """Handle on any process, safe against reuse of its pid. `fileno` is readable once it has ended."""
+    """Handle safe against reuse of the pid. `fileno` is readable once the process has ended."""
 
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self._start_ticks = start_ticks
-        self.fileno: int | None = None  # None without pidfds, where only polling helps
+        self.fileno: int | None = None  # None without pidfds
         self._ending = select.poll()
         with contextlib.suppress(AttributeError, OSError):
             self.fileno = os.pidfd_open(pid)
@@ -36,7 +36,7 @@ class ProcessHandle:
 
     @property
     def has_ended(self) -> bool:
-        """Return the opposite of `is_alive`, for one system call."""
+        """Return `not is_alive`, in one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property

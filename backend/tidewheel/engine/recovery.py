@@ -1,7 +1,6 @@
 """Recovery from memory shortage: run the step again without its longest chunk. One request ends, the others continue.
 
-A step may be repeated, because it writes the same keys and values into the same slots. It is not repeated after a
-later launch, which has read what it should have written.
+A repeated step writes the same keys and values into the same slots.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
 if TYPE_CHECKING:
     from tidewheel.engine.core import Runner
 
-MAX_GIVEN_UP = 3  # requests; if memory is still short, they are not the cause
+MAX_GIVEN_UP = 3  # requests
 
 T = TypeVar("T")
 
 
 class OutOfMemory(NamedTuple):
-    """Result of an attempt for which memory ran out. It is also a launch that shows it when it is waited for."""
+    """Failed attempt, which raises if it is waited for like a launch."""
 
     error: Exception
 
@@ -32,19 +31,17 @@ class OutOfMemory(NamedTuple):
 
 
 def attempt(work: Callable[[], T]) -> T | OutOfMemory:
-    """Return what `work` returns, or that memory ran out. Raise other errors."""
+    """Raise other errors than lack of memory."""
     try:
         return work()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return OutOfMemory(error.with_traceback(None))  # its frames hold tensors, and a retry needs their room
+        return OutOfMemory(error.with_traceback(None))  # its frames hold tensors
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. Go by names, because this layer imports no torch: `OutOfMemoryError` on a GPU,
-    an allocator's plain `RuntimeError` on a CPU.
-    """
+    """Go by names, because this layer imports no torch. On a CPU its allocator raises a plain `RuntimeError`."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
@@ -72,9 +69,7 @@ def no_tokens(batch: ScheduledBatch) -> SampledTokens:
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """Leave out all rows but `keep`. Unused new rows and block tables do no harm. Blocks are not copied again,
-    because they may hold other data by now.
-    """
+    """Keep some rows. Blocks are not copied again, because they may hold other data by now."""
     none = np.empty(0, dtype=np.int32)
     return dataclasses.replace(
         batch,
@@ -94,7 +89,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
 
 
 def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
-    """Align tokens with the whole batch. Rows given up have no valid token."""
+    """Align tokens with the whole batch."""
     token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
     token_ids[keep] = tokens.token_ids
     indices = np.flatnonzero(keep).tolist()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tidewheel.batch import Int32Array
+from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
@@ -15,7 +16,7 @@ from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, Logi
 from tidewheel.scheduler.admission import check_lengths
 from tidewheel.tenants import MAX_TENANT_CHARS
 
-# A front end adds end-of-sequence ids, and a spelling of each word after a space.
+# A front end adds ids to both.
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
@@ -25,35 +26,23 @@ MAX_SESSION_ID_BYTES = 256
 MAX_SEQUENCES = 16
 
 
-class SessionTtl(NamedTuple):
-    default_s: float
-    max_s: float
-
-
 class CheckedRequest(NamedTuple):
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
-    max_tokens: int  # requested, or what fits the context
+    max_tokens: int
     priority: Priority
 
 
 def to_requests(
-    message: AddRequest,
-    info: EngineInfo,
-    session_ttl: SessionTtl,
-    *,
-    request_ids: Sequence[str],
-    seed: int,
-    now: float,
+    message: AddRequest, info: EngineInfo, config: EngineConfig, *, request_ids: Sequence[str], seed: int, now: float
 ) -> list[Request]:
-    """Return one request per id. The first leads the others, which share its prompt.
+    """Return one request per id, with its index added to the seed modulo 2**64. The first leads the others.
 
-    Each sequence samples with the seed plus its index, modulo 2**64; `seed` is for messages without one. Raise
-    `InvalidRequest` like `check_request`, and for a `session_ttl_s` out of range.
+    `seed` is for messages without one. Raise `InvalidRequest`.
     """
     checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
-    ttl = _session_ttl(message, session_ttl)
+    ttl = _session_ttl(message, config)
     requests: list[Request] = []
     for index, request_id in enumerate(request_ids):
         request = Request(
@@ -80,7 +69,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Raise `InvalidRequest` naming the field, value and limit. `prompt_name` is the prompt's field."""
+    """Raise `InvalidRequest`. `prompt_name` is the prompt's field, for messages."""
     prompt = _prompt(prompt_name, message.prompt, info)
     max_tokens = _max_tokens(message.sampling, len(prompt), info)
     for ids in (message.stop_token_ids, message.sampling.stop_token_ids):
@@ -118,15 +107,15 @@ def _seconds(moment_ns: int) -> float | None:
     return moment_ns * 1e-9 if moment_ns else None
 
 
-def _session_ttl(message: AddRequest, limits: SessionTtl) -> float:
-    if message.session_ttl_s is None:
-        return limits.default_s
-    if not 0.0 < message.session_ttl_s <= limits.max_s:
+def _session_ttl(message: AddRequest, config: EngineConfig) -> float:
+    ttl, limit = message.session_ttl_s, config.max_session_ttl_s
+    if ttl is None:
+        return config.session_ttl_s
+    if not 0.0 < ttl <= limit:
         raise InvalidRequest(
-            f"session_ttl_s is {message.session_ttl_s:g}: it must be above 0 and at most {limits.max_s:g} "
-            "(max_session_ttl_s)"
+            f"session_ttl_s is {ttl:g}: it must be above 0 and at most {limit:g} (max_session_ttl_s)"
         )
-    return message.session_ttl_s
+    return ttl
 
 
 def _check_bytes(name: str, text: str, limit: int) -> None:

@@ -8,10 +8,13 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from tidewheel.config import EngineConfig
 from tidewheel.engine.core import EngineCore, Runner
+from tidewheel.engine.folder import settings_digest
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.messages import (
     PROTOCOL,
+    RETRY_AFTER_MS,
     AddRequest,
     Cancel,
     CloseSession,
@@ -28,20 +31,19 @@ from tidewheel.engine.messages import (
     ToEngine,
     to_engine_decoder,
 )
-from tidewheel.engine.requests import SessionTtl, check_num_sequences, to_requests
+from tidewheel.engine.requests import check_num_sequences, to_requests
 from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
-RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
-RECEIVE_S = 0.002  # for messages between steps; the last one may overrun
+RECEIVE_S = 0.002  # between steps
 
 
 class EngineServer:
-    """Loop of steps over a bound ROUTER socket, on one thread. A bad message affects only its sender."""
+    """Loop of steps over a bound ROUTER socket. A bad message affects only its sender."""
 
     def __init__(
         self,
@@ -50,21 +52,17 @@ class EngineServer:
         runner: Runner,
         info: EngineInfo,
         *,
-        settings_digest: str,
-        seed: int,
-        session_ttl: SessionTtl,
+        config: EngineConfig,
         linger_s: float,
-        debug_invariants: bool = False,
         on_drain: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._info = info
-        self._settings_digest = settings_digest
-        self._session_ttl = session_ttl
-        self._seeds = random.Random(seed)  # noqa: S311 - samples tokens, guards nothing
+        self._config = config
+        self._settings_digest = settings_digest(config.to_settings())
+        self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
-        self._debug_invariants = debug_invariants
         self._on_drain = on_drain
         self._clock = clock
         self._front_ends = FrontEnds(socket)
@@ -76,7 +74,7 @@ class EngineServer:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def serve(self, must_stop: Callable[[], str]) -> str:
-        """Serve until `must_stop` returns a reason, or `linger_s` without a front end. Return the reason."""
+        """Return the reason to stop: that of `must_stop`, or `linger_s` without a front end."""
         while True:
             worked = self._core.step()
             self._front_ends.tell_room(self._core.room())
@@ -93,12 +91,12 @@ class EngineServer:
         self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
 
     def _wait(self) -> None:
-        if self._debug_invariants:
+        if self._config.debug_invariants:
             self._core.check_invariants()
         self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
-        """Send figures and drop dead front ends, twice a second. Return a reason to stop, or an empty string."""
+        """Send figures and drop dead front ends. Return a reason to stop, if any."""
         now = self._clock()
         if now < self._next_stats:
             return ""
@@ -125,7 +123,7 @@ class EngineServer:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle messages for `RECEIVE_S`. The others wait for the next step."""
+        """Handle messages for `RECEIVE_S`."""
         until = self._clock() + RECEIVE_S
         is_first = True
         while is_first or self._clock() < until:
@@ -202,9 +200,7 @@ class EngineServer:
             return
         try:
             seed, now = self._seeds.getrandbits(64), self._clock()
-            requests = to_requests(
-                message, self._info, self._session_ttl, request_ids=request_ids, seed=seed, now=now
-            )
+            requests = to_requests(message, self._info, self._config, request_ids=request_ids, seed=seed, now=now)
             self._core.add_group(requests)
         except TidewheelError as error:
             self._front_ends.close(front_end, message.key, error)
@@ -234,7 +230,7 @@ class EngineServer:
             raise Draining("the server is shutting down")
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
-        """Log the message. Refuse a request whose key can be read."""
+        """Refuse a request whose key can be read."""
         log.warning("malformed message of %d bytes: %s", len(payload), error)
         key = _readable_key(payload)
         if front_end is not None and key is not None and key not in front_end.request_ids:

@@ -1,8 +1,3 @@
-"""Chat prompts, by the template in the model's folder.
-
-The template runs in Jinja's immutable sandbox, in the environment for which Hugging Face templates are written.
-"""
-
 from __future__ import annotations
 
 import datetime
@@ -33,7 +28,7 @@ ChatMessage = dict[str, str]
 def parse_messages(data: str | bytes) -> list[ChatMessage]:
     """Parse `[{"role": …, "content": text or [{"type": "text", "text": …}, …]}, …]`; newlines join parts.
 
-    Raise `InvalidRequest` or `Unsupported` naming the message and its fault.
+    Raise `InvalidRequest` or `Unsupported`.
     """
     messages = parse_json(data, "messages")
     if not isinstance(messages, list) or not messages:
@@ -75,7 +70,7 @@ def _part(name: str, part: object) -> str:
 
 
 class ChatTemplate:
-    """Compiled template, thread-safe. Templates use `named_tokens` such as `bos_token`."""
+    """Chat template of a model, in Jinja's immutable sandbox with what Hugging Face templates use. Thread-safe."""
 
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         try:
@@ -86,12 +81,12 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path, named_tokens: Mapping[str, str]) -> ChatTemplate | None:
-        """Return None without a template. Raise `ConfigError` if it does not compile."""
+        """Return None without a template. Raise `ConfigError`."""
         source = _find(folder)
         return None if source is None else cls(source, named_tokens)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the prompt up to the assistant's turn. Raise `InvalidRequest` if the template refuses."""
+        """Return the prompt. Raise `InvalidRequest` if the template refuses."""
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named_tokens
@@ -113,7 +108,6 @@ def _find(folder: Path) -> str | None:
 
 
 def _default_of(value: object, path: Path) -> str | None:
-    """Return the template, or the "default" one of a list."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, dict) for item in value):
@@ -126,7 +120,7 @@ def _default_of(value: object, path: Path) -> str | None:
 
 
 class _Generation(Extension):
-    """Extension that passes `{% generation %}…{% endgeneration %}`, which marks the assistant's part for training."""
+    """Extension that passes `{% generation %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -146,7 +140,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Do not escape for HTML, unlike Jinja's filter."""
+    """Escape nothing for HTML, unlike Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -5,7 +5,7 @@
                                     └── no room for it ──┤
              watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
 
-Every submitted request ends its sink exactly once. All waiting is bounded.
+Every submitted request ends its sink exactly once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """Server of requests until `close`. One thread calls `on_deltas`, `on_lost` and `on_room`, which never block."""
+    """One thread calls `on_deltas`, `on_lost` and `on_room`, which never block."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Frontend:
         num_senders: int = 4,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Raise `ConfigError` in one line if `model_dir` has no usable tokenizer."""
+        """Raise `ConfigError` without a usable tokenizer."""
         self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
         self._tenants = info.tenants
         self._engine = engine
@@ -71,7 +71,7 @@ class Frontend:
         return self._recorder.snapshot()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request and return at once. Errors go to the sink."""
+        """Return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, arrival_ns, self._tenants)
         live = LiveRequest(next(self._keys), request, sink, arrival_ns, urgency)
@@ -88,11 +88,10 @@ class Frontend:
             self._turns.fail(live, refusal)
 
     def wait_for_room(self) -> None:
-        """Block until the door admits a request."""
         self._door.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
-        """End live requests with the error, and refuse later ones with it."""
+        """End live and later requests with the error."""
         with self._lock:
             if self._closed_by is not None:
                 return
@@ -105,7 +104,7 @@ class Frontend:
             self._end(request, Ending(error=error))
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
         if not self._turns.close(_CLOSE_TIMEOUT_S):
-            logger.warning("%d requests could not be answered: their sinks block", len(self._live))
+            logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))
 
     # --- to the engine ----------------------------------------------------------------------------------------
 
@@ -136,7 +135,7 @@ class Frontend:
             if request.mark_sent():
                 return
             self._engine.cancel([request.key])
-        self._door.forget(request.key)  # the answer may have preceded the claim
+        self._door.forget(request.key)
 
     def _claim(self, message: AddRequest) -> None:
         try:
@@ -180,7 +179,6 @@ class Frontend:
         return (request for key in keys if (request := self._live.get(key)) is not None)
 
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
-        """Return whether the request waits at the door because the engine had no room."""
         message = request.message
         if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
             return False
@@ -197,7 +195,7 @@ class Frontend:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End the request, or give the engine a short time if it knows it."""
+        """End the request, after a short time for the engine if it knows it."""
         if request.is_known_to_engine:
             request.is_known_to_engine = False
             self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
@@ -220,18 +218,13 @@ class Frontend:
 
 
 class Turns:
-    """Sender threads. A request has at most one turn at once, so its responses keep their order.
+    """Sender threads. A turn sends all news of a request as one response.
 
-    A turn sends everything new as one response. A blocking sink holds up one sender; if all are blocked, all requests
-    wait.
+    A request has at most one turn at once, so its responses keep their order. A blocking sink holds up one sender.
     """
 
     def __init__(
-        self,
-        num_senders: int,
-        engine: EngineClient,
-        recorder: StatsRecorder,
-        forget: Callable[[LiveRequest], None],
+        self, num_senders: int, engine: EngineClient, recorder: StatsRecorder, forget: Callable[[LiveRequest], None]
     ) -> None:
         """Call `forget` before the last response of a request."""
         self._engine = engine
@@ -242,7 +235,6 @@ class Turns:
         self._senders = Workers("sender", num_senders, self._queue.get, self._turn)
 
     def put(self, request: LiveRequest) -> None:
-        """Queue a turn that was claimed."""
         self._queue.put(request)
 
     def fail(self, request: LiveRequest, error: TidewheelError) -> None:
@@ -253,7 +245,7 @@ class Turns:
             request.sink.fail(error)
 
     def close(self, timeout_s: float) -> bool:
-        """Run the queued turns. Return whether all ended in time."""
+        """Return whether all turns ended in time."""
         for _ in range(self._num_senders):
             self._queue.put(None)
         return self._senders.join(timeout_s)
@@ -310,7 +302,7 @@ class Turns:
 
 
 class EngineRelay:
-    """Listener that passes engine messages on to the front end, which is made after the engine is ready."""
+    """Listener that passes messages on to the front end, which is made after the engine is ready."""
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -338,7 +330,7 @@ class EngineRelay:
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:
-    """Measure from the sequence's last delta, or from arrival to the first token."""
+    """Measure from the sequence's last delta, or from the arrival."""
     is_first = not request.has_output
     since_ns = request.arrival_ns if is_first else request.last_token_ns.get(delta.index, 0)
     request.last_token_ns[delta.index] = now_ns

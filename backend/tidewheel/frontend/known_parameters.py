@@ -1,5 +1,3 @@
-"""Parameters that clients may name: their types and other names, or why they are not offered."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -38,7 +36,7 @@ COERCIONS: dict[str, Coercion] = {
     "logit_bias": coercion.to_bias,
     "best_of": coercion.to_int,
     "end_id": coercion.to_int,  # an additional stop token
-    "pad_id": coercion.to_int,  # ignored: sequences are never padded
+    "pad_id": coercion.to_int,  # ignored
 }
 ALIASES = {
     "num_return_sequences": "n",
@@ -50,10 +48,10 @@ ALIASES = {
 
 
 class AbsentFeature(NamedTuple):
-    """Known parameter that is refused by name, unless its value requests nothing."""
+    """Parameter that is refused, unless its value requests nothing."""
 
     reason: str
-    neutral: tuple[object, ...] = _OFF  # values that request nothing, besides null
+    neutral: tuple[object, ...] = _OFF  # beside null
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)

@@ -5,7 +5,7 @@
         │                    └─ held ─┘                │
         └── end (error, cancel) ─┴── end ──────────────┘
 
-The first end counts: last delta, cancel, error or deadline. Turns send one response at a time.
+The first end counts: last delta, cancel, error or deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidewheel.request import FinishReason
 
 
 class Ending(NamedTuple):
-    """Error of a request, or finish reason of its open sequences."""
+    """Error, or finish reason of the open sequences."""
 
     finish_reason: str = ""
     error: TidewheelError | None = None
@@ -39,9 +39,9 @@ class LiveRequest:
         self.urgency = urgency or Urgency()
         self.is_known_to_engine = False  # which watches its deadline
         self.was_accepted = False  # has tokens, or an end that is no refusal
-        self.last_token_ns: dict[int, int] = {}  # by sequence; written by the engine's listener thread
-        self.outputs: Outputs | None = None  # set by `attach`; used only in turns
-        self.message: AddRequest | CloseSession | None = None  # for the engine
+        self.last_token_ns: dict[int, int] = {}  # by sequence; of the listener thread
+        self.outputs: Outputs | None = None  # used only in turns
+        self.message: AddRequest | CloseSession | None = None
         self._lock = threading.RLock()
         self._deltas: list[Delta] = []
         self._ending: Ending | None = None
@@ -62,7 +62,7 @@ class LiveRequest:
         return self._ending is not None
 
     def attach(self, prepared: Prepared) -> None:
-        """Set the message, before it is sent. Without streaming and stop strings, the only turn is at the end."""
+        """Set the message. Without streaming and stop strings, the only turn is at the end."""
         with self._lock:
             self.outputs = prepared.outputs
             self.message = prepared.message
@@ -96,7 +96,7 @@ class LiveRequest:
             return self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
-        """Set the ending if it is the first. Return True, once, if the engine must be told."""
+        """Set the first ending. Return True, once, if the engine must be told."""
         with self._lock:
             if self._ending is None:
                 self._ending = ending
@@ -105,7 +105,7 @@ class LiveRequest:
             return must_tell
 
     def claim_turn(self) -> bool:
-        """Return whether to queue a turn."""
+        """Return whether a turn must be queued."""
         with self._lock:
             if self._has_turn or self._is_answered:
                 return False
@@ -113,7 +113,6 @@ class LiveRequest:
             return True
 
     def take_news(self) -> tuple[list[Delta], Ending | None]:
-        """Return what a turn answers: new deltas and any ending."""
         with self._lock:
             deltas, self._deltas = self._deltas, []
             return deltas, self._ending
@@ -133,7 +132,7 @@ class LiveRequest:
             return self._has_turn
 
     def _count_end(self, delta: Delta) -> Ending | None:
-        """Count an end of one sequence or all; return the request's ending, if any."""
+        """Return the request's ending, if this is one."""
         error = None if delta.error is None else delta.error.to_error()
         if delta.index == WHOLE_REQUEST:
             self._num_open = 0

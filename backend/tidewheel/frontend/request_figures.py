@@ -1,8 +1,3 @@
-"""Figures of front-end requests, each counted once.
-
-Always ``num_received == num_live + finished + rejected + failed``, summed over reasons and tags.
-"""
-
 from __future__ import annotations
 
 import copy
@@ -18,7 +13,7 @@ from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
 from tidewheel.request import FinishReason
 
-# Upper bounds in seconds, those of vLLM's metrics, so that its dashboards work.
+# Upper bounds in seconds, as in vLLM's metrics.
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -32,7 +27,7 @@ REQUEST_BOUNDS = (
 )  # fmt: skip
 REFUSAL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
-# Refusals before any computation. Other errors end accepted requests.
+# Refusals before any computation.
 REJECTION_TAGS = frozenset(
     {"TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-DEADLINE", "TW-DRAINING"}
 )
@@ -41,7 +36,7 @@ REJECTION_TAGS = frozenset(
 @dataclass(slots=True)
 class LatencyHistogram:
     bounds: tuple[float, ...]  # upper, in seconds
-    counts: list[int] = field(default_factory=list)  # [len(bounds) + 1], not cumulative; last: above all bounds
+    counts: list[int] = field(default_factory=list)  # [len(bounds) + 1], not cumulative
     total: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,17 +49,13 @@ class LatencyHistogram:
 
 @dataclass(slots=True)
 class FrontendStats:
-    """Counters, except `num_live`, and latencies from arrival.
-
-    `queue_time` ends at the first step, `e2e_latency` at the end of a finished request, `refusal_time` at the refusal
-    of a never accepted one.
-    """
+    """Counters and latencies from arrival, with ``num_received == num_live + finished + rejected + failed``."""
 
     num_received: int = 0
     num_live: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
-    rejected: Counter[str] = field(default_factory=Counter)  # by error tag, before any computation
-    failed: Counter[str] = field(default_factory=Counter)  # by error tag, after acceptance
+    rejected: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)  # by error tag
     num_prompt_tokens: int = 0  # of requests with tokens
     num_generation_tokens: int = 0
     time_to_first_token: LatencyHistogram = field(default_factory=partial(LatencyHistogram, TTFT_BOUNDS))
@@ -75,9 +66,9 @@ class FrontendStats:
 
 
 class TokenTiming(NamedTuple):
-    seconds: float | None  # since the last delta or arrival; None: first of a later sequence
+    seconds: float | None  # None: first of a later sequence
     num_tokens: int
-    num_prompt_tokens: int  # only with the first tokens
+    num_prompt_tokens: int  # with the first tokens
 
 
 class StatsRecorder:
@@ -112,7 +103,7 @@ class StatsRecorder:
                 self._stats.queue_time.observe(max(stats.first_scheduled_ns - stats.arrival_ns, 0) / 1e9)
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
-        """Count an error. `refused_after`: seconds since arrival, if never accepted."""
+        """Count an error. `refused_after`: seconds from arrival, if never accepted."""
         with self._lock:
             self._stats.num_live -= 1
             is_rejection = error.tag in REJECTION_TAGS and not had_output

@@ -13,10 +13,10 @@ MAX_DEADLINE_MS = 30 * 86_400_000.0  # upper bound
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """Options besides sampling. Raises `InvalidRequest` with field, value and limit.
+    """Options besides sampling. Raises `InvalidRequest`.
 
-    Deadlines are milliseconds from arrival. At `deadline_ms`, a running request ends with its output so far and a
-    waiting one is refused. After `soft_deadline_ms`, a request is served one class lower.
+    Deadlines count from arrival. At `deadline_ms`, a running request ends with its output so far and a waiting one is
+    refused. After `soft_deadline_ms`, a request is served one class lower.
     """
 
     n: int = 1  # sequences, with seeds `seed + index`
@@ -36,7 +36,7 @@ class RequestOptions:
         self._check_session()
 
     def to_wire(self, arrival_ns: int, timeout_us: int = 0) -> dict[str, Any]:
-        """Return `AddRequest` fields, with the earlier of `deadline_ms` and `timeout_us` (0: none)."""
+        """Return `AddRequest` fields, with the earlier of `deadline_ms` and `timeout_us`."""
         moments = [_moment(arrival_ns, ms) for ms in (self.deadline_ms, timeout_us * 1e-3 or None) if ms is not None]
         return {
             "n": self.n,

@@ -12,7 +12,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import ClientOptions, EngineClient
 from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.launcher import RestartPolicy
-from tidewheel.engine.messages import AddRequest, Delta, Room
+from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import TidewheelError
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats
@@ -95,6 +95,11 @@ class Client(EngineClient):
         self.recorder = Recorder()
         settings = {"command": COMMAND, "restart": RestartPolicy(first_delay_s=0.01), **options}
         super().__init__(engine_dir, config, self.recorder, name=name, options=ClientOptions(**settings))
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None
+        return self._info
 
     @property
     def status(self) -> Status:

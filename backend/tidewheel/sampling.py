@@ -28,7 +28,7 @@ class LogitBias(Mapping[int, float]):
     __slots__ = ("amounts", "token_ids")
 
     def __init__(self, token_ids: npt.NDArray[np.int32], amounts: npt.NDArray[np.float32]) -> None:
-        """Raise `InvalidRequest` for a wrong number of entries, ids that do not ascend, and values out of range."""
+        """Raise `InvalidRequest` for wrong counts, ids that do not ascend, and values out of range."""
         self.token_ids = token_ids  # [num_entries]
         self.amounts = amounts  # [num_entries]
         if not 0 < len(token_ids) == len(amounts):

@@ -11,10 +11,9 @@ _MIN_STALE = 64  # before a rebuild
 
 
 class VirtualCounters:
-    """Weighted Virtual Token Counter: the least served tenant goes first.
+    """Weighted Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
-    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A tenant with waiting requests is *active*.
-    Service costs
+    The least served tenant goes first. A tenant with waiting requests is *active*. Service costs
 
         (input weight · prompt tokens + output weight · output tokens) / weight of the tenant
 
@@ -23,7 +22,7 @@ class VirtualCounters:
     and of all outputs of running requests.
 
     Calls cost O(log tenants) amortised: counters only grow, so heap entries are updated at the top. Beyond
-    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten; at the floor that loses nothing.
+    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
@@ -32,7 +31,7 @@ class VirtualCounters:
         self._active: dict[str, int] = {}  # activation order, breaks ties
         self._heap: list[tuple[float, int, str]] = []
         self._num_activations = 0
-        self._floor = 0.0  # least active counter, or the last
+        self._floor = 0.0
         self._last = ""  # last active tenant
 
     def activate(self, tenant: str) -> None:
@@ -67,12 +66,11 @@ class VirtualCounters:
         return max(self._counters.get(tenant, 0.0), self._floor)
 
     def least(self) -> str | None:
-        """Return the least served active tenant, or None."""
         self._refresh()
         return self._heap[0][2] if self._heap else None
 
     def _refresh(self) -> None:
-        """Bring the least active counter to the top of the heap, up to date, and the floor to it."""
+        """Bring the least active counter to the top of the heap, and raise the floor to it."""
         heap = self._heap
         while heap:
             counter, order, tenant = heap[0]

@@ -27,10 +27,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Histogram:
-    """Output lengths in quarter-octave bins, with exponential forgetting.
-
-    Each output weighs 1 / `_FORGET` times the last, which spares fading all bins.
-    """
+    """Output lengths in quarter-octave bins. Each weighs 1 / `_FORGET` times the last, so that old ones fade."""
 
     __slots__ = ("_scale", "_total", "_weights")
 
@@ -58,7 +55,7 @@ class Histogram:
         self._total += self._scale
 
     def quantile(self, fraction: float) -> float:
-        """Return the length that a `fraction` > 0 of outputs does not exceed, linear within bins."""
+        """Return the length that a fraction > 0 does not exceed, linear within bins."""
         sums = list(accumulate(self._weights))
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
@@ -71,9 +68,7 @@ class OutputPredictor:
     """Median output length by tenant and prompt length, within a factor of two.
 
     Cells with fewer than `MIN_SEEN` outputs give way to the tenant, the prompt length, all requests, then the prior.
-    Outputs cut at `max_tokens` count as they are.
-
-    Memory is bounded for any tenant names: `MAX_CELLS` cells of 84 bins, least recently used dropped first.
+    Beyond `MAX_CELLS`, the least recently used cell is dropped.
     """
 
     def __init__(self, prior_tokens: int) -> None:
@@ -98,11 +93,11 @@ class OutputPredictor:
         return min(self._prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
-        """Return ascending output lengths and the share of outputs longer than each.
+        """Return ascending output lengths and the share of outputs longer than each (Kaplan-Meier estimate, 1958).
 
-        Kaplan-Meier estimate (1958): running requests count as outputs of at least their length. Without them, the
-        first, short outputs would stand for all. Their weight falls to 0 at `NUM_KNOWN` ended outputs. Below
-        `MIN_SEEN`, the prior fills in: geometric lengths with twice its mean.
+        Running requests count as outputs of at least their length, or the first, short outputs would stand for all.
+        Their weight falls to 0 at `NUM_KNOWN` ended outputs. Below `MIN_SEEN`, the prior fills in: geometric lengths
+        with twice its mean.
         """
         prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self._prior)))
         ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior

@@ -9,16 +9,13 @@ from tidewheel.errors import InternalError, require
 class BlockPool:
     """Blocks ``0 … num_blocks - 1``, each in one of four states:
 
-    * *in use*: ``ref_count > 0``. A full, computed block gets a hash; then it is never written and may be shared.
+    * *in use*: ``ref_count > 0``. A full, computed block gets a hash. It is never written again and may be shared.
     * *kept*: ``ref_count == 0`` with a keeper. It is not evicted.
     * *cached*: ``ref_count == 0`` with a hash, in the free list. `lookup` finds it, `allocate` may evict it.
     * *empty*: ``ref_count == 0`` without a hash, in the free list.
 
-    `allocate` and `touch` add a holder, `free` removes one. `keep` protects a block, also one in use, until its last
-    `release`.
-
-    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. Doubly linked,
-    so that all moves are O(1). Elements of Python lists are several times cheaper to read than of numpy arrays.
+    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. It is doubly
+    linked, so that all moves are O(1). Python lists are several times cheaper to read singly than numpy arrays.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -110,20 +110,16 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return how many free blocks are lacking; at most 0 if the row can be allocated.
-
-        `keep_free` blocks must stay free, besides one that the next batch copies from.
-        """
+        """Return how many free blocks are lacking if `keep_free` stay free, beside one that the batch copies from."""
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
         return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Give a new row the hit and further blocks for `num_tokens` tokens.
+        """Give a new row the hit and further blocks; return False without effect if these or a host content lack.
 
-        Return False without effect if blocks are lacking or the host tier lost a content. A session loses its tail if
-        no block is left for the copy.
+        A session loses its tail if no block is left for the copy.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
@@ -206,7 +202,7 @@ class KVCacheManager:
         return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens as the request's session, before `free`. Never call it for wrong content."""
+        """Keep the computed tokens as the request's session, before `free`, never for wrong content."""
         if self.prefixes.is_enabled and request.session_id and row not in self._transfers.arrivals:
             self.commit(row, request, num_computed_tokens)
             self.sessions.keep(request, self._tables[row], num_computed_tokens, now)

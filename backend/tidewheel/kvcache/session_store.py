@@ -13,8 +13,7 @@ class SessionStore:
     """Content of sessions. Their blocks are *kept* in the pool, but count as free.
 
     When nothing else is free, the least recently used session gives its blocks up: to the host tier if there is one,
-    else the session ends. Requests share full blocks and copy the tail, so two may use one session; it keeps the
-    content of the last to end.
+    else the session ends. Requests share full blocks and copy the tail, so two may use one session.
     """
 
     def __init__(

@@ -112,11 +112,7 @@ class SessionTable:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def put(self, session: Session) -> list[Session]:
-        """Add a session and return the evicted ones.
-
-        First the older session of that name, then sessions of the tenant over its block quota, of its account over
-        its limit, and of the largest account over `max_sessions`.
-        """
+        """Add a session and return the evicted ones, first the older session of that name."""
         former = self.remove(*session.name)
         self._count_in(session)
         self._expiries.push(session.expires_at, session, len(self._sessions))

@@ -47,11 +47,11 @@ class _Step(NamedTuple):
 
 
 class TransferQueue:
-    """Copies of the next batch between pool and host tier and within the pool, and what steps in flight hold.
+    """Copies of the next batch, and what steps in flight hold.
 
-    A batch performs its transfers before it computes: out, in, then copies. Blocks written out need no pin, because
-    new content comes later. Blocks copied from are held until the step is done, so that no swap of the batch
-    overwrites them. Slots are pinned as long, so that no batch writes a slot that it reads.
+    A batch performs its transfers before it computes: out, in, then copies. So blocks written out need no pin. Blocks
+    copied from are held until the step is done: no swap of the batch overwrites them. Slots are pinned as long: no
+    batch writes a slot that it reads.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, stats: EngineStats) -> None:

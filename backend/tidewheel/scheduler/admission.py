@@ -5,14 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from tidewheel.errors import (
-    Busy,
-    DeadlineExceeded,
-    InvalidRequest,
-    PromptTooLarge,
-    TidewheelError,
-    WaitingSetFull,
-)
+from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError, WaitingSetFull
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import Breaker
 from tidewheel.scheduler.config import SchedulerConfig
@@ -279,7 +272,7 @@ def check_deadline(
         )
     if not state.requests:
         return
-    num_ahead = num_tokens_ahead(state, service_class)
+    num_ahead = state.waiting.num_tokens_ahead(service_class)
     has_free_rows = state.num_waiting < min(state.columns.num_free_rows, state.config.max_num_seqs)
     queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
     if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
@@ -291,16 +284,6 @@ def check_deadline(
             f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
             f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
         )
-
-
-def num_tokens_ahead(state: State, service_class: Priority) -> int:
-    """Count prompt tokens certain to be served before a newcomer: none if tenants take turns."""
-    policy, waiting = state.policy, state.waiting
-    if policy.by_tenant:
-        return 0
-    if not policy.by_class:
-        return waiting.num_new_tokens
-    return waiting.num_tokens_ahead(service_class if policy.by_arrival else service_class - 1)
 
 
 def _ms(seconds: float) -> int:

@@ -58,9 +58,7 @@ class Breaker:
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:
         self._errors = Signal("error rate", "", error_rate)
-        self._queue_times = [
-            Signal("queue time", " s", queue_time_s) for _ in Priority
-        ]  # of classes served at a level
+        self._queue_times = [Signal("queue time", " s", queue_time_s) for _ in Priority]  # by level
         self.state = BreakerState.CLOSED
         self.level = 0
         self.num_shed = [0] * len(Priority)  # by class

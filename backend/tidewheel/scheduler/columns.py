@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from tidewheel.batch import BoolArray, Int32Array
 from tidewheel.errors import require
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Request, RequestState
 from tidewheel.stats import EngineStats
 
@@ -102,15 +103,7 @@ class Columns:
     def next_free_row(self) -> int:
         return self._free_rows[0]
 
-    def enter(
-        self,
-        request: Request,
-        *,
-        service_class: int,
-        num_cached_tokens: int,
-        num_slots: int,
-        num_shared_slots: int,
-    ) -> int:
+    def enter(self, request: Request, hit: PrefixHit, num_blocks: int, block_size: int, service_class: int) -> int:
         """Give the request the lowest free row."""
         row = heapq.heappop(self._free_rows)
         num_prompt_tokens = request.num_prompt_tokens
@@ -118,10 +111,10 @@ class Columns:
         self.num_tokens[row] = request.num_tokens
         self.min_num_tokens[row] = num_prompt_tokens + request.sampling.min_tokens
         self.max_num_tokens[row] = request.max_num_tokens
-        self.num_computed_tokens[row] = num_cached_tokens
+        self.num_computed_tokens[row] = hit.num_tokens
         self.num_inflight_tokens[row] = 0
         self.num_inflight_samples[row] = 0
-        self.num_slots[row] = num_slots
+        self.num_slots[row] = num_blocks * block_size
         self.num_grown_blocks[row] = 0
         self.last_token_times[row] = NEVER
         self.last_step[row] = -1
@@ -130,7 +123,7 @@ class Columns:
         self._last_rows, self._last_requests = self._last_rows[:0], []
         self.num_recent[row] = 0
         self.num_entered_tokens[row] = request.num_tokens
-        self.num_shared_slots[row] = num_shared_slots
+        self.num_shared_slots[row] = len(hit.block_ids) * block_size
         self.classes[row] = service_class
         self.arrival_times[row] = request.arrival_time
         self.sequences[row] = request.sequence

@@ -21,15 +21,15 @@ KV_LOW = 0.80
 BUSY_LOW = 0.85
 GOVERNOR_PERIOD_S = 0.5
 
-_GAIN = 0.2  # share of the error corrected per step
-_AIM = 0.97  # of the target; the dead band ends at the target
+_GAIN = 0.2
+_AIM = 0.97  # of the target, where the dead band ends
 _DEAD_BAND = 0.03  # around the aim
 _MAX_CHANGE = 0.25  # of the logarithm, per step
 _LIMITED = 0.9  # of the budget: emptier steps never raise it
 _LATENCY_LOW = 0.9  # of the target
 _MEMORY_S = 30.0  # time constant of peak use per request
-_NO_USE = 1e-6  # avoids division by zero
-_MOST_LOWERED = 0.75  # of the running requests, per decision
+_NO_USE = 1e-6
+_MOST_LOWERED = 0.75  # of the running requests
 _SMOOTHING = 0.2  # weight of the newest step
 _BUSY_SECONDS = 1.0  # time constant of the busy fraction
 
@@ -76,14 +76,10 @@ class TpotController:
 class SeqsGovernor:
     """Controller of the number of running requests, from 1 to `max_num_seqs`, twice a second.
 
-        lower    KV use over 90 %, or smoothed step time over target
-        raise    KV use under 80 %, step time under 0.9 target, and limit reached or device under 85 % busy
-
-    A loaded device is always busy: without "limit reached", a lowered limit would stay low.
-
     Requests leave only when they end, so steady lowering would overshoot. Instead the limit falls, by at most a
     quarter, to as many requests as use 85 % of the blocks and meet the target. It rises by 1/32 of `max_num_seqs`, to
-    at most 85 % at the peak blocks per request of the last half minute: young requests still grow.
+    at most 85 % at the peak blocks per request of the last half minute: young requests still grow. A loaded device is
+    always busy, so a reached limit rises too.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:

@@ -25,8 +25,9 @@ class VirtualCounters:
     `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten.
     """
 
-    def __init__(self, weight: Callable[[str], float]) -> None:
+    def __init__(self, weight: Callable[[str], float], max_idle: int = MAX_IDLE_TENANTS) -> None:
         self.weight = weight
+        self._max_idle = max_idle
         self._counters: dict[str, float] = {}
         self._active: dict[str, int] = {}  # activation order, breaks ties
         self._heap: list[tuple[float, int, str]] = []
@@ -52,9 +53,9 @@ class VirtualCounters:
         if not self._active:
             self._last = tenant
         self._refresh()
-        if len(self._counters) - len(self._active) > MAX_IDLE_TENANTS:
+        if len(self._counters) - len(self._active) > self._max_idle:
             idle = [tenant for tenant in self._counters if tenant not in self._active]
-            for name in heapq.nsmallest(len(idle) - MAX_IDLE_TENANTS // 2, idle, key=self._counters.__getitem__):
+            for name in heapq.nsmallest(len(idle) - self._max_idle // 2, idle, key=self._counters.__getitem__):
                 del self._counters[name]
 
     def charge(self, tenant: str, num_input: int, num_output: int) -> None:

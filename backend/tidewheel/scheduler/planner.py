@@ -1,7 +1,7 @@
 """Plan of one step: which rows get its tokens, and which requests enter.
 
-Requests enter in the order of the policy. A request that cannot enter is not overtaken, or smaller ones would starve
-it, unless it waits for the strategy or for a prefix under computation.
+A request that cannot enter is not overtaken, or smaller ones would starve it, unless it waits for the strategy or for
+a prefix under computation.
 """
 
 from __future__ import annotations

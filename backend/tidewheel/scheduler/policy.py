@@ -1,13 +1,6 @@
 """Orders of service: keys of requests, smallest first, computed when a request is queued or changes class.
 
 The order decides which request enters next, gets the rest of the token budget, and keeps its blocks.
-
-    fifo        arrival
-    priority    service class, arrival
-    sjf         service class, predicted output left, arrival
-    deadline    service class, deadline (else soft, else last), arrival
-    density     service class, compute per byte of KV (most first), arrival
-    fair        least served tenant; its requests by service class, arrival
 """
 
 from __future__ import annotations

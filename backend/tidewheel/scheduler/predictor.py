@@ -11,7 +11,7 @@ import numpy.typing as npt
 QUANTILE = 0.5  # least mean absolute error
 MAX_CELLS = 2048
 MIN_SEEN = 8.0  # outputs before a cell counts
-NUM_KNOWN = 200  # ended outputs after which running ones are ignored
+NUM_KNOWN = 200  # outputs after which running ones are ignored
 
 _FORGET = 0.99  # per output: about the last 100 count
 _BINS_PER_OCTAVE = 4
@@ -65,13 +65,11 @@ class Histogram:
 
 
 class OutputPredictor:
-    """Median output length by tenant and prompt length, within a factor of two.
+    """Median output length by tenant and prompt length. Beyond `max_cells` the least recently used is dropped."""
 
-    Cells with fewer than `MIN_SEEN` outputs give way to the tenant, the prompt length, all requests, then the prior.
-    Beyond `MAX_CELLS`, the least recently used cell is dropped.
-    """
-
-    def __init__(self, prior_tokens: int) -> None:
+    def __init__(self, prior_tokens: int, *, quantile: float = QUANTILE, max_cells: int = MAX_CELLS) -> None:
+        self._quantile = quantile
+        self._max_cells = max_cells
         self._prior = float(prior_tokens)
         self._cells: OrderedDict[_Cell, Histogram] = OrderedDict()  # least recently used first
         self._shared: dict[_Cell, Histogram] = {(None, None): Histogram()}  # all tenants, by bucket
@@ -89,7 +87,7 @@ class OutputPredictor:
         ):
             histogram = cells.get(key)
             if histogram is not None and histogram.num_seen >= MIN_SEEN:
-                return min(histogram.quantile(QUANTILE), float(max_tokens))
+                return min(histogram.quantile(self._quantile), float(max_tokens))
         return min(self._prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
@@ -111,7 +109,7 @@ class OutputPredictor:
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
         for bucket in (num_prompt_tokens.bit_length(), None):
             cell = self._cells.pop((tenant, bucket), None) or Histogram()
-            if len(self._cells) >= MAX_CELLS:
+            if len(self._cells) >= self._max_cells:
                 self._cells.popitem(last=False)
             self._cells[tenant, bucket] = cell
             for histogram in (cell, self._shared.setdefault((None, bucket), Histogram())):

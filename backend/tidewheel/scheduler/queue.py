@@ -93,8 +93,13 @@ class WaitingSet:
         request = self._ages.first_from((service_class,))
         return request if request is not None and request.service_class is service_class else None
 
-    def num_tokens_ahead(self, service_class: int) -> int:
-        return sum(count for p, count in self._new_tokens.items() if p <= service_class)
+    def num_tokens_ahead(self, service_class: Priority) -> int:
+        """Count new prompt tokens certain to be served before a newcomer: none if tenants take turns."""
+        policy = self._policy
+        if policy.by_tenant:
+            return 0
+        last = service_class if policy.by_arrival else service_class - 1
+        return sum(count for p, count in self._new_tokens.items() if p <= last or not policy.by_class)
 
     def push(self, request: Request) -> None:
         request.rank = rank_of(self._policy, request)

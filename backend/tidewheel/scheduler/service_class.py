@@ -1,9 +1,8 @@
 """Changes of service class.
 
-* Ageing lifts waiting requests and prompts under way one class per `ageing_s`, up to HIGH. In classes not served by
-  arrival, a request that waits once more in HIGH or CRITICAL is *overdue*: it goes ahead of its class, by arrival.
-* A request drops a class, once, if its tenant is over its block quota when it arrives or enters.
-* A request drops a class at its soft deadline.
+Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that
+waits once more in HIGH or CRITICAL is *overdue*: it goes ahead of its class, by arrival. A request drops a class for
+the block quota of its tenant, once, and at its soft deadline.
 """
 
 from __future__ import annotations

@@ -125,13 +125,7 @@ class State:
         blocks = kv.block_table(row)
         self.waiting.remove(request)
         self._count_waiting(request, -1)
-        columns.enter(
-            request,
-            service_class=self._class_that_counts(request),
-            num_cached_tokens=hit.num_tokens,
-            num_slots=len(blocks) * kv.block_size,
-            num_shared_slots=len(hit.block_ids) * kv.block_size,
-        )
+        columns.enter(request, hit, len(blocks), kv.block_size, self._class_that_counts(request))
         if request.followers:
             self._leaders[request.request_id] = request
         request.state = RequestState.RUNNING

@@ -57,7 +57,8 @@ class TenantTable:
     buckets first (new ones are full too), beyond `MAX_BUCKETS` the least recently used.
     """
 
-    def __init__(self, tenants: Mapping[str, TenantLimits]) -> None:
+    def __init__(self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS) -> None:
+        self._max_buckets = max_buckets
         self._tenants = tenants
         self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
@@ -104,7 +105,7 @@ class TenantTable:
         """Drop up to two tenants per new one: the table shrinks after a crowd."""
         for account, buckets in list(islice(self._unnamed.items(), 2)):
             is_full = all(bucket.level(now) >= bucket.burst for bucket in buckets.values())
-            if len(self._unnamed) < MAX_BUCKETS and not is_full:
+            if len(self._unnamed) < self._max_buckets and not is_full:
                 return
             del self._unnamed[account]
 

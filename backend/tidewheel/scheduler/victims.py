@@ -66,7 +66,7 @@ def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, 
 
 
 def _most_freed(state: State, rows: list[int]) -> int:
-    """Return an upper bound on blocks freed by the rows. O(rows)."""
+    """Return an upper bound. O(rows)."""
     columns, kv = state.columns, state.kv
     stays = columns.running.copy()
     stays[rows] = False
@@ -85,7 +85,7 @@ def protected_row(columns: Columns) -> int:
 def order_of_victims(state: State, lowest_class: int) -> list[int]:
     """Return running rows of `lowest_class` or lower: lowest class, fewest computed tokens, youngest first.
 
-    Rows preempted `max_preemptions` times go last. Rows that end with a token in flight are left out.
+    Rows preempted `max_preemptions` times go last. Rows that are ending are left out.
     """
     columns = state.columns
     rows = (columns.running & ~columns.are_ending() & (columns.classes >= lowest_class)).nonzero()[0]
@@ -154,6 +154,6 @@ def _num_returning_blocks(state: State) -> int:
 
 
 def _num_growing_next(columns: Columns) -> int:
-    """Return an upper bound."""
+    """Return an upper bound on rows that grow next."""
     starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
     return int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))

@@ -141,10 +141,6 @@ class SamplingParams:
                 _check_float(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 

@@ -14,8 +14,8 @@ class BlockPool:
     * *cached*: ``ref_count == 0`` with a hash, in the free list. `lookup` finds it, `allocate` may evict it.
     * *empty*: ``ref_count == 0`` without a hash, in the free list.
 
-    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. It is doubly
-    linked, so that all moves are O(1). Python lists are several times cheaper to read singly than numpy arrays.
+    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. All
+    moves are O(1). Lists are several times cheaper to read singly than numpy arrays.
     """
 
     def __init__(self, num_blocks: int) -> None:

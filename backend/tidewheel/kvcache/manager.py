@@ -97,9 +97,9 @@ class KVCacheManager:
         return tuple(self._tables[row])
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the prompt but its last token as a hit in the leader's row, which must have computed them.
+        """Return the prompt but its last token as a hit in the leader's row, which must have computed it.
 
-        While the row waits for transfers there is no hit.
+        There is none while the row waits for transfers.
         """
         if leader_row in self._transfers.arrivals:
             return NO_HIT
@@ -241,7 +241,7 @@ class KVCacheManager:
         self._transfers.done(step_id)
 
     def all_steps_done(self) -> None:
-        """Free and forget what steps in flight hold, which may never have run. The caller must `forget` the rows."""
+        """Free and forget what steps in flight hold. The caller must `forget` the rows."""
         self._transfers.abandon()
 
     def check_invariants(self) -> None:

@@ -113,10 +113,7 @@ class PrefixCache:
         self._announced: dict[int, list[bytes]] = {}  # row → digests it may be computing
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes.
-
-        O(blocks of the hit) once `request.block_hashes` are extended.
-        """
+        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes."""
         if not self.is_enabled:
             return NO_HIT
         limit = self._extend(request)
@@ -135,7 +132,7 @@ class PrefixCache:
         return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
-        """Return the host slots of the hit, or None if one was evicted."""
+        """Return the hit's host slots, or None if one was evicted."""
         keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
         slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
         return slots if len(slots) == len(keys) else None

@@ -58,7 +58,6 @@ class SessionStore:
         return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
     def reclaim(self, num_free_blocks: int) -> None:
-        """Give up sessions until enough pool blocks are free."""
         while self._pool.num_free < num_free_blocks:
             session = self.table.oldest_resident()
             if session is None:

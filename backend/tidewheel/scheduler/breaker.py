@@ -52,8 +52,8 @@ class Breaker:
         HALF_OPEN  → OPEN        probes over the limit: shed the same classes for twice the time
         HALF_OPEN  → CLOSED      probes within it, or the period ends: shed one class less; half open until none is
 
-    Queue times count for their class and lower ones: a backlog of LOW sheds LOW alone. CRITICAL is never shed. Each
-    transition discards all observations.
+    Queue times count for their class and lower ones: a backlog of LOW sheds LOW alone. Transitions discard all
+    observations.
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:

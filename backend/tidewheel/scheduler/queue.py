@@ -56,7 +56,7 @@ class Lane(NamedTuple):
 
 
 class WaitingSet:
-    """Waiting requests in lanes: one per tenant if tenants take turns, else one. A group's entry is its leader."""
+    """Waiting requests, in a lane per tenant if tenants take turns. A group's entry is its leader."""
 
     def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
         self._policy = policy
@@ -159,11 +159,10 @@ class WaitingSet:
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield entries in the order in which `count` newcomers displace them.
+        """Yield entries in the order in which newcomers displace them: lower classes, lowest and newest first.
 
-        Lower classes give way, lowest and newest first. If tenants take turns, first the tenant with most waiting
-        over its weight gives way, in any class, while it has more than the newcomer's tenant would. Then the
-        newcomer's tenant gives its lower classes.
+        If tenants take turns, first the tenant with most waiting over its weight gives way, in any class, while it
+        has more than the newcomer's tenant would.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)

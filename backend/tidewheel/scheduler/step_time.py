@@ -61,10 +61,7 @@ class StepTime:
 
 
 class ServiceEstimate:
-    """Waiting and prefill times, from step times and the pace of starts. Both are 0 without fresh evidence.
-
-    The pace is measured only while requests wait: an idle engine is not slow.
-    """
+    """Waiting and prefill times, from step times and the pace of starts while requests wait. 0 without evidence."""
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time

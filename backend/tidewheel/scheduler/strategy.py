@@ -61,7 +61,7 @@ class Strategy:
 
 
 class Continuous(Strategy):
-    """Joins in any step."""
+    """Requests that join in any step."""
 
     def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
         return view.num_waiting

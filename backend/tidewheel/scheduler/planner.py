@@ -76,10 +76,10 @@ def _grow(state: State, plan: StepPlan) -> None:
 
 def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> None:
     columns = state.columns
-    admission = _Admission(state, plan, now)
+    entering = _Entering(state, plan, now)
     running = columns.requests(rows[columns.running[rows]])
     for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
-        admission.run(before=key)
+        entering.run(before=key)
         if plan.token_budget < 1:
             return
         row = request.row
@@ -89,11 +89,11 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
         end = int(columns.num_tokens[row])
         if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
             plan.add_chunk(row, start, end, shared_level(state.policy, request))
-    admission.run()
+    entering.run()
     plan.give_back()
 
 
-class _Admission:
+class _Entering:
     def __init__(self, state: State, plan: StepPlan, now: float) -> None:
         self._state = state
         self._plan = plan

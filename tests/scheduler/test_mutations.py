@@ -15,7 +15,7 @@ that dies of a `TypeError` or a `KeyError` of its own has shown nothing.
 * *budget overdrawn*: every chunk is as long as its prompt.
 * *rows not announced*: the runner is not told which rows are free.
 * *most progress lost*: of a class, the row that has computed most loses its blocks.
-* *preempted without bound*: `max_preemptions` protects nobody.
+* *preempted without bound*: `max_preemptions` has no effect.
 * *oldest evicted*: a full waiting set gives up the oldest of the best class that it may.
 * *half a group admitted*: room is looked for as if a group were one request.
 * *aged to CRITICAL*: a waiting request is lifted two classes at a time.
@@ -24,9 +24,9 @@ that dies of a `TypeError` or a `KeyError` of its own has shown nothing.
 * *children not parked*: sequences enter before their leader has computed the prompt that they share.
 * *copies forgotten*: the runner is not told what to copy for forks, swaps and sessions.
 * *long prompts unlimited*: one prompt takes the whole budget.
-* *lower classes share*: what a long prompt leaves goes to whoever comes next, of whatever class.
+* *lower classes share*: what a long prompt leaves goes to the next request, of any class.
 * *long ones share*: or however long.
-* *nothing given back*: what nobody takes of what a long prompt leaves is lost.
+* *nothing given back*: what is left of the rest of a long prompt is lost.
 * *strategy ignored*: requests join a static batch that runs.
 * *every deadline refused*: no request with a deadline gets in, though the engine is idle.
 * *critical takes all*: every row of a lower class leaves for one CRITICAL request.

@@ -99,7 +99,7 @@ NO_HIT = PrefixHit((), 0)
 
 
 class PrefixCache:
-    """Prefixes in pool, host tier and sessions, and those under computation. Disabled, it finds nothing."""
+    """Prefixes in pool, host tier and sessions, or under computation. Disabled, it finds nothing."""
 
     def __init__(
         self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int, *, is_enabled: bool

@@ -162,7 +162,7 @@ class _Entering:
         if not plan.may_share(level_of(self._state.policy, request)):
             return False
         if self._may_make_way(request):
-            return plan.token_budget > 0 or not plan.chunk_ends  # may take those of decodes
+            return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
         return plan.token_budget > 0 and not plan.is_scarce and not self._needs_row()
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:

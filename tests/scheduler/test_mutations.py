@@ -356,9 +356,15 @@ MACHINES = {
     "preempted_without_bound": crowded_machine(),
     "one_victim_too_many": crowded_machine(),
     "most_progress_lost": crowded_machine(),
+    "critical_takes_all": crowded_machine(),
+    "critical_waits": crowded_machine(),
+    "lower_classes_share": crowded_machine(max_num_batched_tokens=8),
+    "long_ones_share": crowded_machine(max_num_batched_tokens=8),
+    "strategy_ignored": crowded_machine(strategy=StrategyConfig(name="static", batch_size=2)),
     "shared_blocks_counted_twice": crowded_machine(enable_prefix_caching=True),
     "rows_taken_that_end_anyway": crowded_machine(max_inflight_steps=2),
     "cached_prefix_first_for_ever": crowded_machine(enable_prefix_caching=True, max_num_seqs=2, ageing_s=3.0),
+    "cached_prefix_before_class": crowded_machine(enable_prefix_caching=True, max_num_seqs=2),
 }
 
 

@@ -352,14 +352,16 @@ MUTATIONS = (
 
 
 # Machines in which these are found among fewer lives.
+CROWDED = crowded_machine()
+TIGHT = crowded_machine(max_num_batched_tokens=8)
 MACHINES = {
-    "preempted_without_bound": crowded_machine(),
-    "one_victim_too_many": crowded_machine(),
-    "most_progress_lost": crowded_machine(),
-    "critical_takes_all": crowded_machine(),
-    "critical_waits": crowded_machine(),
-    "lower_classes_share": crowded_machine(max_num_batched_tokens=8),
-    "long_ones_share": crowded_machine(max_num_batched_tokens=8),
+    "preempted_without_bound": CROWDED,
+    "one_victim_too_many": CROWDED,
+    "most_progress_lost": CROWDED,
+    "critical_takes_all": CROWDED,
+    "critical_waits": CROWDED,
+    "lower_classes_share": TIGHT,
+    "long_ones_share": TIGHT,
     "strategy_ignored": crowded_machine(strategy=StrategyConfig(name="static", batch_size=2)),
     "shared_blocks_counted_twice": crowded_machine(enable_prefix_caching=True),
     "rows_taken_that_end_anyway": crowded_machine(max_inflight_steps=2),
@@ -368,8 +370,9 @@ MACHINES = {
 }
 
 
-def test_without_a_bug_it_is_content() -> None:
-    run_state_machine_as_test(SchedulerMachine, settings=settings(SETTINGS, max_examples=20))
+@pytest.mark.parametrize("machine", dict.fromkeys([SchedulerMachine, *MACHINES.values()]))
+def test_without_a_bug_it_is_content(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=20))
 
 
 @pytest.mark.parametrize("name", [*SETTINGS_FORGOTTEN, *(mutate.__name__ for mutate in MUTATIONS)])

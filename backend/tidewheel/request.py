@@ -13,7 +13,7 @@ from tidewheel.sampling import LogitBias, SamplingParams
 
 
 class Priority(enum.IntEnum):
-    """QoS classes, best first. On the wire 0 means NORMAL, because 0 is Triton's default."""
+    """QoS classes, best first."""
 
     CRITICAL = 1
     HIGH = 2
@@ -22,15 +22,15 @@ class Priority(enum.IntEnum):
 
     @classmethod
     def from_wire(cls, value: int) -> Priority:
-        """Return the class. Raise `ValueError` for values outside 0…4."""
+        """Return the class; 0, Triton's default, means NORMAL. Raise `ValueError` for values outside 0…4."""
         return cls.NORMAL if value == 0 else cls(value)
 
     def lifted(self) -> Priority:
-        """Return the class above, at most HIGH."""
+        """Return the class above, HIGH at most."""
         return self if self <= Priority.HIGH else Priority(self - 1)
 
     def dropped(self) -> Priority:
-        """Return the class below, at least LOW."""
+        """Return the class below, LOW at least."""
         return Priority(min(self + 1, Priority.LOW))
 
 
@@ -55,8 +55,8 @@ class FinishReason(enum.StrEnum):
 class Request:
     """Identity, limits and progress of one request, owned by the scheduler once added.
 
-    While a request runs, its counters and newest tokens live in the scheduler's columns at `row`. They are written
-    back when it leaves the row. Times are monotonic seconds of the caller's clock.
+    While it runs, counters and newest tokens are in the scheduler's columns at `row`, and written back afterwards.
+    Times are monotonic seconds of the caller's clock.
     """
 
     request_id: str
@@ -133,7 +133,6 @@ class Request:
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens, prompt and output."""
         return len(self.prompt_token_ids) + self.max_tokens
 
     @property

@@ -28,7 +28,7 @@ class LogitBias(Mapping[int, float]):
     __slots__ = ("amounts", "token_ids")
 
     def __init__(self, token_ids: npt.NDArray[np.int32], amounts: npt.NDArray[np.float32]) -> None:
-        """Raise `InvalidRequest` for a wrong number of entries, ids that do not ascend, and values out of range."""
+        """Raise `InvalidRequest` for wrong counts, ids that do not ascend, and values out of range."""
         self.token_ids = token_ids  # [num_entries]
         self.amounts = amounts  # [num_entries]
         if not 0 < len(token_ids) == len(amounts):
@@ -139,10 +139,6 @@ class SamplingParams:
             for token_id, bias in self.logit_bias.items():
                 _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
                 _check_float(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:

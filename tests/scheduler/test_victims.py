@@ -6,6 +6,7 @@ import pytest
 
 from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler, numbered
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import victims
 from tidewheel.scheduler.state import State
@@ -21,13 +22,7 @@ def state_with(*rows: tuple[int, int, float, int], max_preemptions: int = 4) -> 
     for number, (level, computed, arrival, num_preemptions) in enumerate(rows):
         request = numbered(make_request(f"r{number}", max_tokens=100, arrival_time=arrival), number)
         request.num_preemptions = num_preemptions
-        state.columns.enter(
-            request,
-            service_class=level,
-            num_cached_tokens=computed,
-            num_slots=computed,
-            num_shared_slots=0,
-        )
+        state.columns.enter(request, PrefixHit((), computed), computed, 1, level)
     return state
 
 

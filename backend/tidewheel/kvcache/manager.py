@@ -16,7 +16,7 @@ from tidewheel.stats import EngineStats
 
 
 class Departures:
-    """Counter of unkept blocks that only departing rows hold. Calls are O(blocks of the row)."""
+    """Counter of unkept blocks that only departing rows hold. O(blocks of the row)."""
 
     def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: Collection[int]) -> None:
         self._ref_count = ref_count
@@ -39,10 +39,10 @@ class Departures:
 
 
 class KVCacheManager:
-    """Block tables of rows, on a `BlockPool` with a `HostTier`, cached prefixes and sessions.
+    """Block tables of rows, with cached prefixes, sessions and a host tier.
 
-    Each block has one writer: shared blocks are full and computed, new tokens go to the row's own blocks. If a row
-    ends while a batch in flight may use its blocks, they are held until that step is done.
+    Each block has one writer: shared blocks are full and computed, new tokens go to the row's own blocks. Blocks that
+    a batch in flight may use are held until its step is done.
     """
 
     def __init__(
@@ -73,16 +73,15 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Empty or evictable blocks, and blocks of sessions alone."""
+        """Empty and evictable blocks, and blocks of sessions alone."""
         return self._pool.num_free + self._pool.num_kept
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that steps in flight will free. O(held blocks)."""
+        """Blocks that steps in flight will free."""
         return self._transfers.num_returning_blocks()
 
     def update_stats(self) -> EngineStats:
-        """Update and return the cache's figures."""
         stats = self.stats
         stats.num_free_blocks = self.num_free_blocks
         stats.num_cached_blocks = self._pool.num_cached
@@ -98,11 +97,11 @@ class KVCacheManager:
         return tuple(self._tables[row])
 
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the prompt but its last token as a hit in the row of a request with equal prompt, tenant and salt.
+        """Return the prompt but its last token as a hit in the leader's row, which must have computed it.
 
-        The row must have computed these tokens. While it waits for transfers there is no hit.
+        There is none while the row waits for transfers.
         """
-        if self._transfers.is_arriving(leader_row):
+        if leader_row in self._transfers.arrivals:
             return NO_HIT
         num_tokens, table = request.num_prompt_tokens - 1, self._tables[leader_row]
         num_full = num_tokens // self.block_size
@@ -111,21 +110,16 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return how many free blocks are lacking; at most 0 if the row can be allocated.
-
-        `keep_free` blocks must stay free, besides one that the next batch copies from. Free blocks of the hit count
-        as taken.
-        """
+        """Return how many free blocks are lacking if `keep_free` stay free, beside one that the batch copies from."""
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
         return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Give a new row the blocks of `hit`, and more up to `num_tokens` tokens.
+        """Give a new row the hit and further blocks; return False without effect if these or a host content lack.
 
-        Return False without effect if blocks are lacking or the host tier lost a content. A session loses its tail if
-        no block is left for the copy.
+        A session loses its tail if no block is left for the copy.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
@@ -141,7 +135,6 @@ class KVCacheManager:
         return True
 
     def _take_and_fill(self, row: int, num_new: int, hit: PrefixHit, slots: list[int], *, num_left: int) -> list[int]:
-        """Take the row's own blocks and queue the transfers into them."""
         sources = [hit.tail_block] if hit.tail_block >= 0 else []
         takes_over = bool(sources) and num_left < 1 and self._pool.ref_count[hit.tail_block] == 0
         if takes_over and hit.session is not None:
@@ -154,7 +147,7 @@ class KVCacheManager:
         if takes_over:
             own.insert(first, sources.pop())  # the pin becomes the row's hold
         targets = own[first : first + len(sources)]
-        self._transfers.arrive(row, Arrival(hit.host_keys, slots, own[: len(slots)], sources, targets))
+        self._transfers.arrivals[row] = Arrival(hit.host_keys, slots, own[: len(slots)], sources, targets)
         return own
 
     def _take(self, count: int) -> list[int]:
@@ -177,7 +170,7 @@ class KVCacheManager:
             stats.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
-        """Add one block to each row; return the blocks, or None without effect if too few are free."""
+        """Add a block to each row; return the blocks, or None without effect if too few are free."""
         if len(rows) > self.num_free_blocks:
             return None
         new_blocks = self._take(len(rows))
@@ -186,12 +179,11 @@ class KVCacheManager:
         return new_blocks
 
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
-        """Publish the full blocks of the first `num_computed_tokens` tokens."""
-        if self.prefixes.is_enabled and not self._transfers.is_arriving(row):
+        """Publish the full blocks of the computed tokens."""
+        if self.prefixes.is_enabled and row not in self._transfers.arrivals:
             self._seal(row, request, num_computed_tokens // self.block_size)
 
     def _seal(self, row: int, request: Request, num_full: int) -> None:
-        """Mark the first `num_full` blocks as full and computed."""
         first = self._num_sealed[row]
         if first >= num_full:
             return
@@ -204,29 +196,28 @@ class KVCacheManager:
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
-        """Queue copies of full blocks to the host tier, before `free`. Return how many will be there."""
+        """Queue copies of full blocks to the host tier, before `free`; return how many will be there."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
         return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens as the request's session. Call before `free`, and never for wrong content."""
-        if self.prefixes.is_enabled and request.session_id and not self._transfers.is_arriving(row):
+        """Keep the computed tokens as the request's session, before `free`, never for wrong content."""
+        if self.prefixes.is_enabled and request.session_id and row not in self._transfers.arrivals:
             self.commit(row, request, num_computed_tokens)
             self.sessions.keep(request, self._tables[row], num_computed_tokens, now)
 
     def forget(self, row: int) -> None:
-        """Forget the row's blocks, whose content is wrong."""
+        """Forget the content of the row's blocks, which is wrong."""
         for block_id in self._tables[row]:
             self._host.drop(self._pool.hash_of(block_id))
             self._pool.drop_hash(block_id)
 
     def departures(self, kept: Collection[int] = ()) -> Departures:
-        """Return a counter of blocks that leaving rows free, without `kept` ones."""
         return Departures(self._pool.ref_count, self._tables, kept)
 
     def free(self, row: int, *, after_step: int | None = None) -> None:
-        """End the row's table, but hold its blocks until `after_step` is done."""
+        """End the row's table; hold its blocks until `after_step` is done."""
         # Evict the last block first: a prefix is useful without its tail.
         table = self._tables.pop(row)[::-1]
         del self._num_sealed[row]
@@ -238,7 +229,7 @@ class KVCacheManager:
             self._transfers.hold(table, after_step)
 
     def take_transfers(self, step_id: int) -> Transfers:
-        """Return the queued copies, which this step must perform. Sources are held until `step_done`."""
+        """Return the queued copies, which this step must perform."""
         transfers, arrivals = self._transfers.take(step_id)
         for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.
             first = self._num_sealed[row]
@@ -250,14 +241,11 @@ class KVCacheManager:
         self._transfers.done(step_id)
 
     def all_steps_done(self) -> None:
-        """Free and forget what steps in flight hold, because they may never have run.
-
-        The caller must `forget` the remaining rows before freeing them.
-        """
+        """Free and forget what steps in flight hold. The caller must `forget` the rows."""
         self._transfers.abandon()
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(blocks)."""
+        """Raise `InternalError`. O(blocks)."""
         self._pool.check_invariants()
         self._host.check_invariants()
         self._transfers.check_invariants()

@@ -2,8 +2,8 @@
 
     root = H(domain, tenant, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
 
-A digest stands for tenant, salt and all tokens up to the end of its block. SHA-256 is collision-safe, unlike `hash()`
-(CVE-2025-25183), so a hit compares no tokens. Different tenants or salts never share a block.
+SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183), so a hit compares no tokens. Different tenants or salts
+never share a block.
 """
 
 from __future__ import annotations
@@ -80,17 +80,14 @@ def _int32_struct(count: int) -> struct.Struct:
 
 
 class PrefixHit(NamedTuple):
-    """Prefix of a request: whole blocks of the pool, then of the host tier, then part of a block.
-
-    The row gets a copy of the part, because it writes the rest (copy on write).
-    """
+    """Whole blocks of the pool, then of the host tier, then part of a block, which is copied on write."""
 
     block_ids: tuple[int, ...]  # shared, in the pool
     num_tokens: int  # in all three
     host_keys: tuple[bytes, ...] = ()  # next, in the host tier
-    tail_block: int = -1  # holds the part; -1: none in the pool
-    tail_key: bytes = b""  # its host content; empty: none
-    session: Session | None = None  # owner of the part; None: a fork's leader, or no part
+    tail_block: int = -1  # of the part, if in the pool
+    tail_key: bytes = b""  # of the part, if in the host tier
+    session: Session | None = None  # owner of the part; None: a fork's leader
     num_session_tokens: int = 0  # of these, from the request's session
 
     @property
@@ -102,7 +99,7 @@ NO_HIT = PrefixHit((), 0)
 
 
 class PrefixCache:
-    """Prefixes in pool, host tier and sessions, and blocks under computation. Disabled, it finds nothing."""
+    """Prefixes in pool, host tier and sessions, or under computation. Disabled, it finds nothing."""
 
     def __init__(
         self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int, *, is_enabled: bool
@@ -116,10 +113,7 @@ class PrefixCache:
         self._announced: dict[int, list[bytes]] = {}  # row → digests it may be computing
 
     def find(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes.
-
-        Extends `request.block_hashes`. O(blocks of the hit) once the digests are known.
-        """
+        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes."""
         if not self.is_enabled:
             return NO_HIT
         limit = self._extend(request)
@@ -138,7 +132,7 @@ class PrefixCache:
         return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
 
     def slots_of(self, hit: PrefixHit) -> list[int] | None:
-        """Return the host slots of the hit, or None if one has been evicted."""
+        """Return the hit's host slots, or None if one was evicted."""
         keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
         slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
         return slots if len(slots) == len(keys) else None
@@ -153,20 +147,19 @@ class PrefixCache:
         return (0, -1) if row is None else (len(list(run)), row)
 
     def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
-        """Let `find_computing` find the blocks that a new row computes."""
+        """Add the blocks that a new row computes."""
         num_full = request.num_tokens // self._block_size
         self._announced[row] = announced = request.block_hashes[hit.num_blocks : num_full]
         for block_hash in announced:
             self.computing.setdefault(block_hash, row)
 
     def drop_announced(self, row: int, block_hashes: Sequence[bytes] | None = None) -> None:
-        """Withdraw blocks that the row has computed; None: all it announced."""
+        """Withdraw these blocks of the row, or all."""
         for block_hash in self._announced.pop(row, ()) if block_hashes is None else block_hashes:
             if self.computing.get(block_hash) == row:
                 del self.computing[block_hash]
 
     def _extend(self, request: Request) -> int:
-        """Compute the digests that a hit may need; return their number."""
         limit = max_hit_blocks(request.num_tokens, self._block_size)
         extend_block_hashes(request, limit, self._block_size)
         return limit
@@ -193,7 +186,7 @@ class PrefixCache:
         )
 
     def _num_tail_tokens(self, hit: PrefixHit, session: Session, request: Request) -> int:
-        """Count tail tokens that both share, leaving one to compute."""
+        """Count shared tail tokens, leaving one to compute."""
         if not session.tail_tokens or len(session.keys) != hit.num_blocks:
             return 0
         if session.parent != parent_hash(request, hit.num_blocks):
@@ -203,7 +196,6 @@ class PrefixCache:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Count the common leading int32 tokens."""
     size = min(len(one), len(other)) // 4
     differs = np.frombuffer(one, "<i4", size) != np.frombuffer(other, "<i4", size)
     return int(differs.argmax()) if differs.any() else size

@@ -10,12 +10,10 @@ from tidewheel.request import Request
 
 
 class SessionStore:
-    """Content of sessions: in the pool while there is room, then in the host tier.
+    """Content of sessions. Their blocks are *kept* in the pool, but count as free.
 
-    Session blocks are *kept* in the pool: they count as free and are given up when nothing else is free, least
-    recently used session first. With a host tier they are copied there, else the session ends. Sessions are never
-    written: requests share full blocks and copy the tail. So two requests may use one session; it keeps the content
-    of the last to end.
+    When nothing else is free, the least recently used session gives its blocks up: to the host tier if there is one,
+    else the session ends. Requests share full blocks and copy the tail, so two may use one session.
     """
 
     def __init__(
@@ -28,10 +26,7 @@ class SessionStore:
         self._block_size = block_size
 
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
-        """Keep the request's first `num_computed_tokens` tokens as its session, within quotas.
-
-        Full blocks must have hashes. Without time to live the session ends.
-        """
+        """Keep the computed tokens, within quotas. Without time to live the session ends. Full blocks have hashes."""
         if request.session_ttl <= 0.0:
             self._remove(request.tenant, request.session_id)
             return
@@ -45,7 +40,7 @@ class SessionStore:
         num_full = num_computed_tokens // size
         extend_block_hashes(request, num_full, size)
         hashes = request.block_hashes
-        # Of equal contents, a lookup finds the block to keep. It stops at content forgotten as wrong.
+        # The lookup finds one block of equal contents. It stops at content forgotten as wrong.
         blocks = self._pool.lookup_prefix(hashes[: self._limited(request.tenant, num_full)])
         keys = tuple(hashes[: len(blocks)])
         parent = parent_hash(request, len(keys))
@@ -63,7 +58,6 @@ class SessionStore:
         return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
     def reclaim(self, num_free_blocks: int) -> None:
-        """Give up sessions until enough pool blocks are free or no session has any."""
         while self._pool.num_free < num_free_blocks:
             session = self.table.oldest_resident()
             if session is None:
@@ -94,7 +88,7 @@ class SessionStore:
         return session is not None
 
     def _write_out(self, session: Session) -> bool:
-        """Queue copies to the host tier, head first. Return False if none will be there."""
+        """Queue copies to the host tier, head first; return whether any will be there."""
         blocks = self._pool.lookup_prefix(session.keys)  # stops at content forgotten as wrong
         keys = session.keys[: len(blocks)]
         if session.tail_tokens and keys == session.keys:

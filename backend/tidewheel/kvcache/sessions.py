@@ -14,8 +14,6 @@ SessionName = tuple[str, str]  # tenant, session_id
 
 
 class SessionLimits(NamedTuple):
-    """Limits; None: no limit. Blocks are those of the pool."""
-
     max_sessions: int = 4096  # of all tenants together
     max_session_blocks: int | None = None
     tenants: Mapping[str, TenantLimits] = MappingProxyType({})
@@ -23,7 +21,7 @@ class SessionLimits(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Content of a session: digests of full blocks, then tokens of the partial last block."""
+    """Digests of full blocks, then tokens of the partial last block."""
 
     tenant: str
     session_id: str
@@ -70,7 +68,7 @@ class Tally:
             self._highest = new
 
     def leader(self) -> str:
-        """Return the name with the highest count, of equals the longest unchanged."""
+        """Return the name with the highest count, longest unchanged."""
         return next(iter(self._names[self._highest]))
 
 
@@ -86,9 +84,8 @@ class _TenantSessions:
 class SessionTable:
     """Sessions by name, and by tenant in order of use. Calls are O(1) amortised.
 
-    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most.
-    Tenants without an entry share an account unless `*` says `each`. The caller releases the blocks of removed
-    sessions.
+    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most. The
+    caller releases the blocks of removed sessions.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
@@ -107,20 +104,15 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        """Return how many pool blocks the tenant's sessions keep, shared ones counted twice."""
+        """Return the blocks that the tenant's sessions keep, shared ones counted twice."""
         return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def max_blocks(self, tenant: str) -> int | None:
-        """Return the most blocks of one session; None: no limit."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def put(self, session: Session) -> list[Session]:
-        """Add a session as just used and return the evicted ones.
-
-        First an older session of the same name, then sessions of the tenant over its block quota, of its account over
-        its limit, and of the largest account over `max_sessions`.
-        """
+        """Add a session and return the evicted ones, first the older session of that name."""
         former = self.remove(*session.name)
         self._count_in(session)
         self._expiries.push(session.expires_at, session, len(self._sessions))
@@ -140,15 +132,14 @@ class SessionTable:
         return None if session is None else self._drop(session)
 
     def expire(self, now: float) -> list[Session]:
-        """Remove and return expired sessions."""
         return [self._drop(event.subject) for event in self._expiries.pop_due(now)]
 
     def oldest_resident(self) -> Session | None:
-        """Return the least recently used session with blocks in the pool."""
+        """Return the least recently used session with blocks."""
         return next(iter(self._resident.values()), None)
 
     def give_up_blocks(self, session: Session, num_kept: int = 0) -> tuple[int, ...]:
-        """Take all but the first `num_kept` blocks from the session."""
+        """Take all but the first `num_kept` blocks."""
         given = session.blocks[num_kept:]
         self._take_blocks(session, len(given))
         session.blocks = session.blocks[:num_kept]

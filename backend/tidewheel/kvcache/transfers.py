@@ -14,7 +14,7 @@ from tidewheel.stats import EngineStats
 
 
 class Transfers(NamedTuple):
-    """Columns of `ScheduledBatch`, by name."""
+    """Columns of `ScheduledBatch`."""
 
     copy_sources: Int32Array
     copy_targets: Int32Array
@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Content that a step in flight pins or holds until it is done."""
+    """Slots pinned and blocks held until a step is done."""
 
     out_slots: list[int]
     in_slots: list[int]
@@ -47,13 +47,11 @@ class _Step(NamedTuple):
 
 
 class TransferQueue:
-    """Copies of the next batch between pool and host tier and within the pool, and what steps in flight hold.
+    """Copies of the next batch, and what steps in flight hold.
 
-    A batch performs its transfers before it computes: out, in, then copies. Therefore
-
-    * blocks written out need no pin: new content comes later in the batch;
-    * blocks copied from are held until the step is done, so that no swap of the batch overwrites them;
-    * slots of both directions are pinned as long, so that no batch writes a slot that it reads.
+    A batch performs its transfers before it computes: out, in, then copies. So blocks written out need no pin. Blocks
+    copied from are held until the step is done: no swap of the batch overwrites them. Slots are pinned as long: no
+    batch writes a slot that it reads.
     """
 
     def __init__(self, pool: BlockPool, host: HostTier, stats: EngineStats) -> None:
@@ -62,11 +60,11 @@ class TransferQueue:
         self._host = host
         self._out_blocks: list[int] = []
         self._out_slots: list[int] = []
-        self._arrivals: dict[int, Arrival] = {}
+        self.arrivals: dict[int, Arrival] = {}  # by row, with the next batch; sources are pinned
         self._steps: defaultdict[int, _Step] = defaultdict(lambda: _Step([], [], [], []))  # in flight
 
     def swap_out(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> int:
-        """Queue copies until the host tier is full. Return how many leading keys will be there."""
+        """Queue copies until the host tier is full; return how many leading keys will be there."""
         for index, (block_id, key) in enumerate(zip(block_ids, keys, strict=False)):
             if self._host.lookup(key) is not None:
                 continue
@@ -78,29 +76,22 @@ class TransferQueue:
         return len(keys)
 
     def pin(self, slots: Sequence[int], copy_sources: Sequence[int]) -> None:
-        """Protect the sources of an arrival. Call before taking its blocks, which may evict them."""
+        """Protect the sources of an arrival, before blocks are taken for it."""
         self._host.pin(slots)
         self._pool.touch(copy_sources)
 
-    def arrive(self, row: int, arrival: Arrival) -> None:
-        """Queue an arrival whose sources are pinned."""
-        self._arrivals[row] = arrival
-
-    def is_arriving(self, row: int) -> bool:
-        return row in self._arrivals
-
     def cancel(self, row: int) -> None:
         """Drop the transfers of a row that leaves early."""
-        arrival = self._arrivals.pop(row, None)
+        arrival = self.arrivals.pop(row, None)
         if arrival is not None:
             self._host.unpin(arrival.slots[::-1])
             self._pool.free(arrival.copy_sources)
 
     def take(self, step_id: int) -> tuple[Transfers, dict[int, Arrival]]:
-        """Assign queued transfers to this step; return them and arrivals by row."""
-        if not self._arrivals and not self._out_blocks:
+        """Assign queued transfers to a step; return them and arrivals by row."""
+        if not self.arrivals and not self._out_blocks:
             return NO_TRANSFERS, {}
-        arrivals, self._arrivals = self._arrivals, {}
+        arrivals, self.arrivals = self.arrivals, {}
         in_slots = [slot for arrival in arrivals.values() for slot in arrival.slots]
         in_blocks = [block_id for arrival in arrivals.values() for block_id in arrival.blocks]
         sources = [block_id for arrival in arrivals.values() for block_id in arrival.copy_sources]
@@ -128,7 +119,7 @@ class TransferQueue:
                 self._pool.free(table)
 
     def abandon(self) -> None:
-        """End all steps in flight, which may never have run: forget what they would have written."""
+        """End all steps in flight and forget what they may never have written."""
         steps = [*self._steps.values(), _Step(self._out_slots, [], [], [])]
         self._steps.clear()
         self._out_blocks, self._out_slots = [], []
@@ -145,20 +136,18 @@ class TransferQueue:
 
     def check_invariants(self) -> None:
         require(len(self._out_blocks) == len(self._out_slots), "blocks to write out have no slots")
-        for row, arrival in self._arrivals.items():
+        for row, arrival in self.arrivals.items():
             require(len(arrival.slots) == len(arrival.blocks), f"row {row} reads slots into no blocks")
 
     def held_sources(self) -> list[int]:
-        """Return the copy sources, once per copy."""
-        queued = [block_id for arrival in self._arrivals.values() for block_id in arrival.copy_sources]
+        queued = [block_id for arrival in self.arrivals.values() for block_id in arrival.copy_sources]
         return queued + self._carried_sources()
 
     def held_blocks(self) -> list[int]:
-        """Return the blocks of held tables, once per table."""
         return [block_id for step in self._steps.values() for table in step.tables for block_id in table]
 
     def num_returning_blocks(self) -> int:
-        """Count blocks that only steps in flight hold. O(held blocks)."""
+        """Count blocks that only steps in flight hold."""
         held = Counter(self.held_blocks() + self._carried_sources())
         return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
 

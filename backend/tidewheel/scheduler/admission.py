@@ -1,18 +1,11 @@
-"""Admission to the waiting set: limits, deadlines, rates and breaker, which learn from starts and ends."""
+"""Admission to the waiting set: limits, deadlines, rates, breaker."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 
-from tidewheel.errors import (
-    Busy,
-    DeadlineExceeded,
-    InvalidRequest,
-    PromptTooLarge,
-    TidewheelError,
-    WaitingSetFull,
-)
+from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError, WaitingSetFull
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import Breaker
 from tidewheel.scheduler.config import SchedulerConfig
@@ -59,11 +52,7 @@ class Admission:
         state.stats.num_shed_by_class = self.breaker.num_shed
 
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Queue all requests, which share prompt and limits, or raise; return the evicted ones.
-
-        The tenant's limits lower their class. `InvalidRequest` precedes `Busy`, so that no client retries the
-        impossible.
-        """
+        """Queue all requests or raise; return the evicted ones. Check first what no retry can change."""
         tenant, count = requests[0].tenant, len(requests)
         self._tenant_counts.observe_arrival(tenant, count)
         for request in requests:
@@ -112,10 +101,7 @@ class Admission:
             self.breaker.observe_queue_time(seconds, request.priority, now)
 
     def observe_ends(self, requests: list[Request], now: float) -> None:
-        """Settle ended requests.
-
-        Only STOP and LENGTH teach lengths. Refusals and cancels say nothing about engine health.
-        """
+        """Settle ended requests. Only STOP and LENGTH teach lengths; refusals and cancels are no failures."""
         for request in requests:
             self._tenants.settle(request, now)
             self._tenant_counts.observe_end(request)
@@ -132,14 +118,13 @@ class Admission:
                 self.breaker.observe_end(True, now)
 
     def _check_ids(self, requests: Sequence[Request]) -> None:
-        seen = set()
-        for request in requests:
-            if request.request_id in self._state.requests or request.request_id in seen:
-                raise InvalidRequest(f"request id {request.request_id!r} is in use by a request that has not ended")
-            seen.add(request.request_id)
+        request_ids = [request.request_id for request in requests]
+        for request_id in request_ids:
+            if request_id in self._state.requests or request_ids.count(request_id) > 1:
+                raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
 
     def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
-        """Raise `DeadlineExceeded` or `Busy`, or reserve `num_tokens` per request."""
+        """Reserve `num_tokens` per request, or raise `DeadlineExceeded` or `Busy`."""
         request, count = requests[0], len(requests)
         try:
             check_deadline(self._state, self._estimate, request, service_class, now)
@@ -189,18 +174,27 @@ class WaitingLimits:
 
     def check(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests can never wait together or never run."""
-        limit = self._config.max_model_len
-        check_lengths(request.num_prompt_tokens, request.max_tokens, request.sampling.min_tokens, limit)
-        self._check_count(request, count)
-        self._check_pool(request)
+        limits, num_prompt_tokens, max_tokens = self._config, request.num_prompt_tokens, request.max_tokens
+        check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
+        size = f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens}"
+        if count > limits.max_waiting_requests:
+            raise InvalidRequest(f"n is {count}: at most {limits.max_waiting_requests} requests may wait")
+        if count * num_prompt_tokens > limits.max_waiting_tokens:
+            times = "" if count == 1 else f", {count} times"
+            raise PromptTooLarge(
+                f"prompt of {num_prompt_tokens} tokens{times}: at most {limits.max_waiting_tokens} tokens may wait"
+            )
+        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)  # the last token is never fed back
+        if num_blocks > self._num_blocks:
+            raise InvalidRequest(
+                f"{size} need {num_blocks} blocks of {self._block_size} tokens: the KV cache has {self._num_blocks}, "
+                f"enough for {self._num_blocks * self._block_size + 1} tokens in all"
+            )
 
     def choose_evictions(
         self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
     ) -> list[Request]:
-        """Choose the waiting requests to evict for `count` new ones, at most `MAX_DISPLACED`.
-
-        Raise `WaitingSetFull` if that is too little.
-        """
+        """Choose at most `MAX_DISPLACED` requests to evict for `count` new ones, or raise `WaitingSetFull`."""
         limits = self._config
         num_requests = waiting.num_new + count - limits.max_waiting_requests  # excess
         num_tokens = waiting.num_new_tokens + count * request.num_prompt_tokens - limits.max_waiting_tokens
@@ -236,7 +230,6 @@ class WaitingLimits:
         )
 
     def waiting_room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
-        """Return the figures that front ends check."""
         return WaitingRoom(
             num_requests=waiting.num_new,
             max_requests=self._config.max_waiting_requests,
@@ -254,35 +247,12 @@ class WaitingLimits:
         self._last_start = now
 
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
-        """Estimate the milliseconds until half of the waiting set has started.
-
-        If nothing has started for longer than usual, that time counts as the interval between starts.
-        """
+        """Estimate the time until half of the waiting set has started. A long silence counts as the interval."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
         silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)
         estimate = 1e3 * max(self._start_interval, silence) * waiting.num_new / 2
         return round(min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS))
-
-    def _check_count(self, request: Request, count: int) -> None:
-        limits, num_prompt_tokens = self._config, request.num_prompt_tokens
-        if count > limits.max_waiting_requests:
-            raise InvalidRequest(f"n is {count}: at most {limits.max_waiting_requests} requests may wait")
-        if count * num_prompt_tokens > limits.max_waiting_tokens:
-            times = "" if count == 1 else f", {count} times"
-            raise PromptTooLarge(
-                f"prompt of {num_prompt_tokens} tokens{times}: at most {limits.max_waiting_tokens} tokens may wait"
-            )
-
-    def _check_pool(self, request: Request) -> None:
-        # The last token is never fed back, so it needs no slot.
-        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)
-        if num_blocks > self._num_blocks:
-            raise InvalidRequest(
-                f"prompt of {request.num_prompt_tokens} tokens and max_tokens {request.max_tokens} need {num_blocks} "
-                f"blocks of {self._block_size} tokens: the KV cache has {self._num_blocks}, "
-                f"enough for {self._num_blocks * self._block_size + 1} tokens in all"
-            )
 
     def _what_is_full(self, request: Request, count: int, waiting: WaitingSet) -> str:
         limits = self._config
@@ -299,10 +269,7 @@ class WaitingLimits:
 def check_deadline(
     state: State, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
 ) -> None:
-    """Raise `DeadlineExceeded` if the deadline has passed or precedes the expected first token.
-
-    An engine without requests tries every request with time left.
-    """
+    """Raise `DeadlineExceeded` if the deadline precedes now, or the first token expected by a busy engine."""
     if request.deadline is None:
         return
     left = request.deadline - now
@@ -312,7 +279,7 @@ def check_deadline(
         )
     if not state.requests:
         return
-    num_ahead = num_tokens_ahead(state, service_class)
+    num_ahead = state.waiting.num_tokens_ahead(service_class)
     has_free_rows = state.num_waiting < min(state.columns.num_free_rows, state.config.max_num_seqs)
     queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
     if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
@@ -324,19 +291,6 @@ def check_deadline(
             f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
             f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
         )
-
-
-def num_tokens_ahead(state: State, service_class: Priority) -> int:
-    """Count prompt tokens certain to be served before a newcomer of the class.
-
-    Its own class counts only if served by arrival. Nothing is certain if tenants take turns.
-    """
-    policy, waiting = state.policy, state.waiting
-    if policy.by_tenant:
-        return 0
-    if not policy.by_class:
-        return waiting.num_new_tokens
-    return waiting.num_tokens_ahead(service_class if policy.by_arrival else service_class - 1)
 
 
 def _ms(seconds: float) -> int:

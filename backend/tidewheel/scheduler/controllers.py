@@ -21,15 +21,15 @@ KV_LOW = 0.80
 BUSY_LOW = 0.85
 GOVERNOR_PERIOD_S = 0.5
 
-_GAIN = 0.2  # share of the error corrected per step
-_AIM = 0.97  # of the target; the dead band ends at the target
+_GAIN = 0.2
+_AIM = 0.97  # of the target, where the dead band ends
 _DEAD_BAND = 0.03  # around the aim
 _MAX_CHANGE = 0.25  # of the logarithm, per step
 _LIMITED = 0.9  # of the budget: emptier steps never raise it
 _LATENCY_LOW = 0.9  # of the target
 _MEMORY_S = 30.0  # time constant of peak use per request
-_NO_USE = 1e-6  # avoids division by zero
-_MOST_LOWERED = 0.75  # of the running requests, per decision
+_NO_USE = 1e-6
+_MOST_LOWERED = 0.75  # of the running requests
 _SMOOTHING = 0.2  # weight of the newest step
 _BUSY_SECONDS = 1.0  # time constant of the busy fraction
 
@@ -49,9 +49,8 @@ class TpotController:
 
     Clamped integral control:  ln B ← ln B + gain · ln(0.97 · target / step time)
 
-    In full steps, d ln t / d ln B is between 0 and 1 on any device. So the loop gain is at most 0.2: no overshoot,
-    even if the effect comes two steps late (z² - z + g has real roots for g ≤ 1/4). Anti-windup: the state is
-    clamped, and only steps that use the budget raise it.
+    In full steps, d ln t / d ln B is between 0 and 1 on any device, so the loop gain is at most 0.2: no overshoot,
+    even two steps late (z² - z + g has real roots for g ≤ 1/4). Only steps that use the budget raise it.
     """
 
     def __init__(self, target_s: float, max_budget: int, min_budget: int) -> None:
@@ -77,15 +76,10 @@ class TpotController:
 class SeqsGovernor:
     """Controller of the number of running requests, from 1 to `max_num_seqs`, twice a second.
 
-        lower    KV use over 90 %, or smoothed step time over target
-        raise    KV use under 80 %, step time under 0.9 target, and limit reached or device under 85 % busy
-        keep     otherwise
-
-    A loaded device is always busy: without "limit reached", a lowered limit would stay low.
-
-    Requests leave only when they end, so lowering while KV use is high would overshoot. Instead the limit falls, by
-    at most a quarter, to as many requests as use 85 % of the blocks and meet the target. It rises by 1/32 of
-    `max_num_seqs`, to at most 85 % at the peak blocks per request of the last half minute: young requests still grow.
+    Requests leave only when they end, so steady lowering would overshoot. Instead the limit falls, by at most a
+    quarter, to as many requests as use 85 % of the blocks and meet the target. It rises by 1/32 of `max_num_seqs`, to
+    at most 85 % at the peak blocks per request of the last half minute: young requests still grow. A loaded device is
+    always busy, so a reached limit rises too.
     """
 
     def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:
@@ -122,7 +116,7 @@ class SeqsGovernor:
 
 
 class StepControl:
-    """Strategy, controllers and learned costs. Each controller moves one limit."""
+    """Strategy, controllers and learned costs."""
 
     def __init__(self, config: SchedulerConfig, keep_free: int) -> None:
         self._config = config
@@ -153,7 +147,7 @@ class StepControl:
         )
 
     def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
-        """Learn from an applied batch. A second one in flight starts when the first ends."""
+        """Learn from an applied batch, which started when the one before it ended."""
         last = step.scheduled_at if self._last_applied is None else self._last_applied
         seconds = max(now - max(step.scheduled_at, last), 0.0)
         self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)

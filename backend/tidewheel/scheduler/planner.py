@@ -1,8 +1,7 @@
-"""Plan of one step.
+"""Plan of one step: which rows get its tokens, and which requests enter.
 
-Requests enter in the order of the policy. A request that cannot enter is not overtaken, or smaller ones would starve
-it. Two kinds hold up nothing: new requests that the strategy keeps waiting, and requests that wait for a prefix under
-computation.
+A request that cannot enter is not overtaken, or smaller ones would starve it, unless it waits for the strategy or for
+a prefix under computation.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 import enum
 
 import numpy as np
+import numpy.typing as npt
 
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import RowArray
-from tidewheel.scheduler.growth import Growth
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota
@@ -24,8 +23,12 @@ from tidewheel.scheduler.state import State
 from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
 from tidewheel.scheduler.victims import free_blocks_to_grow, victims_for
 
-MAX_DIGESTS = 1024  # digests of blocks computed per step, to compare cached prefixes
-MAX_SKIPPED = 16  # requests passed over per step because they wait for a prefix
+FloatArray = npt.NDArray[np.float64]
+
+AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps from now: 4 to 131,072
+CAUTION = 2.0  # standard deviations that must be free beside the mean
+MAX_DIGESTS = 1024  # computed per step, to compare cached prefixes
+MAX_SKIPPED = 16  # requests per step that wait for a prefix
 
 
 class Entry(enum.Enum):
@@ -36,7 +39,7 @@ class Entry(enum.Enum):
 
 
 def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
-    """Plan decodes first, so that long prompts never delay them, then prompts in order."""
+    """Plan decodes first, so that no prompt delays them, then prompts in order."""
     plan = StepPlan(limits)
     decode_rows, decode_starts, chunk_rows = state.columns.gaps()
     _plan_decodes(state, plan, decode_rows, decode_starts, now)
@@ -58,7 +61,6 @@ def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Arr
 
 
 def _grow(state: State, plan: StepPlan) -> None:
-    """Give each growing row a block; admission has left enough."""
     rows = plan.growing_rows
     if not len(rows):
         return
@@ -74,10 +76,10 @@ def _grow(state: State, plan: StepPlan) -> None:
 
 def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> None:
     columns = state.columns
-    admission = _Admission(state, plan, now)
+    entering = _Entering(state, plan, now)
     running = columns.requests(rows[columns.running[rows]])
     for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
-        admission.run(before=key)
+        entering.run(before=key)
         if plan.token_budget < 1:
             return
         row = request.row
@@ -87,11 +89,11 @@ def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> N
         end = int(columns.num_tokens[row])
         if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
             plan.add_chunk(row, start, end, shared_level(state.policy, request))
-    admission.run()
+    entering.run()
     plan.give_back()
 
 
-class _Admission:
+class _Entering:
     def __init__(self, state: State, plan: StepPlan, now: float) -> None:
         self._state = state
         self._plan = plan
@@ -104,7 +106,7 @@ class _Admission:
         self._cached: dict[str, int] = {}
 
     def run(self, before: Rank | None = None) -> None:
-        """Admit requests that precede this key, until one cannot enter."""
+        """Admit requests before this key, until one cannot enter."""
         while self._is_open and self._state.waiting:
             request = self._next()
             if request is None or (before is not None and self._state.waiting.key(request) >= before):
@@ -126,7 +128,7 @@ class _Admission:
         return next(waiting, None)
 
     def _num_cached_tokens(self, request: Request) -> int:
-        """Return cached tokens; 0 if the step has too few digests left."""
+        """Return 0 if the step has too few digests left."""
         count = self._cached.get(request.request_id)
         if count is None:
             kv = self._state.kv
@@ -138,7 +140,7 @@ class _Admission:
         return count
 
     def _try(self, request: Request) -> Entry:
-        """Admit the request if possible, with blocks for all its tokens: no prompt under way runs out."""
+        """Admit the request with blocks for all its tokens, so that no prompt under way runs out."""
         state, plan = self._state, self._plan
         if not self._has_turn(request):
             return Entry.BLOCKED
@@ -156,12 +158,11 @@ class _Admission:
         return Entry.ENTERED if self._enter(request, hit) else Entry.BLOCKED
 
     def _has_turn(self, request: Request) -> bool:
-        """Return whether the step has tokens for the request."""
         plan = self._plan
         if not plan.may_share(level_of(self._state.policy, request)):
             return False
         if self._may_make_way(request):
-            return plan.token_budget > 0 or not plan.has_chunks  # may take those of decodes
+            return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
         return plan.token_budget > 0 and not plan.is_scarce and not self._needs_row()
 
     def _enter(self, request: Request, hit: PrefixHit) -> bool:
@@ -174,13 +175,13 @@ class _Admission:
             plan.num_joined += 1 + len(request.followers)
         if request.first_scheduled_time is None:
             _start(state, plan, request, hit.num_tokens, self._now)
-        plan.add_row(new_row(request))
+        plan.new_rows.append(new_row(request))
         plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
         plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, shared_level(state.policy, request))
         return True
 
     def _fits(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a row and blocks beyond the expected growth are free."""
+        """Return whether row and tokens, or blocks beyond the expected growth, are free."""
         state, plan = self._state, self._plan
         if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
             return not self._needs_row() and plan.token_budget > 0
@@ -189,7 +190,7 @@ class _Admission:
         return self._growth.allows(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
 
     def _make_way(self, request: Request, hit: PrefixHit) -> bool:
-        """Preempt lower classes for a CRITICAL request; return whether rows left."""
+        """Preempt rows for a CRITICAL request; return whether any left."""
         state, plan = self._state, self._plan
         if not self._may_make_way(request):
             return False
@@ -208,7 +209,7 @@ class _Admission:
         return not columns.num_free_rows or columns.num_running >= self._plan.limits.max_running
 
     def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
-        """Return whether a row computes a prefix worth waiting for: in this step, or most of what is missing."""
+        """Return whether a row computes the prefix in this step, or most of the missing tokens later."""
         state = self._state
         num_blocks, row = state.kv.prefixes.find_computing(request, hit)
         if not num_blocks:
@@ -232,3 +233,60 @@ def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: in
     if state.kv.prefixes.is_enabled:
         state.stats.num_prefix_queries += request.num_prompt_tokens
         state.stats.num_prefix_hits += num_cached_tokens
+
+
+class Growth:
+    """Need for cache slots t steps from now: a request has grown by t, or ended and given back its own slots.
+
+    With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds
+
+        mean        p · (t + o) - o
+        variance    p · (1 - p) · (t + o)²
+
+    Past-Future scheduling (Gong et al., ASPLOS 2025) admits by the peak of predicted memory, too.
+    """
+
+    def __init__(self, state: State) -> None:
+        columns = state.columns
+        rows = columns.running.nonzero()[0]
+        self._state = state
+        self._rows = rows
+        self._num_most = int((columns.max_num_tokens[rows] - columns.num_slots[rows]).clip(0).sum())
+        self._newcomers: list[tuple[int, int, int]] = []  # output tokens, tokens left, own slots
+        self._curve: tuple[FloatArray, FloatArray] | None = None
+        self._of_rows = np.zeros((2, len(AHEAD)))
+
+    def allows(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
+        """Return whether the request may enter, and count it if so. Longest outputs that fit need no estimate."""
+        kv = self._state.kv
+        num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
+        left = request.max_tokens - request.num_output_tokens
+        own = kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids))
+        newcomers = [*self._newcomers, (request.num_output_tokens, left, own)]
+        if self._num_most + left > num_free and self._need(newcomers) > num_free:
+            return False
+        self._num_most += left
+        self._newcomers = newcomers
+        return True
+
+    def _need(self, newcomers: list[tuple[int, int, int]]) -> float:
+        columns, rows = self._state.columns, self._rows
+        if self._curve is None:
+            outputs = (columns.num_tokens[rows] - columns.num_prompt_tokens[rows]).astype(np.float64)
+            lefts = (columns.max_num_tokens[rows] - columns.num_tokens[rows]).astype(np.float64)
+            self._curve = self._state.predictor.survival(outputs)
+            self._of_rows = _moments(self._curve, outputs, lefts, columns.num_own_slots(rows))
+        mean, variance = self._of_rows + _moments(self._curve, *np.array(newcomers, dtype=np.float64).T)
+        return float((mean + CAUTION * np.sqrt(variance)).max())
+
+
+def _moments(
+    curve: tuple[FloatArray, FloatArray], outputs: FloatArray, lefts: FloatArray, own: FloatArray
+) -> FloatArray:
+    """Return mean and variance, [2, len(AHEAD)]."""
+    now = np.interp(outputs, *curve).clip(1e-9)[:, None]
+    alive = np.interp(outputs[:, None] + AHEAD, *curve) / now
+    alive *= lefts[:, None] > AHEAD
+    held = AHEAD + own[:, None]
+    mean = (alive * held - own[:, None]).sum(axis=0)
+    return np.stack((mean, (alive * (1.0 - alive) * held * held).sum(axis=0)))

@@ -1,11 +1,8 @@
 """Continuous batching without prefill and decode phases.
 
-Each step spends a token budget on the gaps between tokens and computed tokens. Chunked prefill, prefix hits, return
-after preemption and mixed batches follow.
-
-`schedule` reserves and `apply` commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next is
-scheduled before the sampled tokens are known. Ends by length are known ahead. Other ends show in `apply`, which drops
-the extra token.
+Each step spends a token budget on the gaps between tokens and computed tokens. `schedule` reserves and `apply`
+commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next is scheduled before the sampled
+tokens are known. Ends by length are known ahead. Other ends show in `apply`, which drops the extra token.
 """
 
 from __future__ import annotations
@@ -55,28 +52,21 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """New and preempted requests."""
         return self._state.num_waiting
 
     def add(self, request: Request, now: float) -> list[Request]:
-        """Add a request; return the waiting requests evicted for it.
-
-        Raise `InvalidRequest` (never possible), `Busy` (not now) or `DeadlineExceeded`.
-        """
+        """Add a request; return the evicted ones. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
         return self.add_group([request], now)
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Add all requests or none, like `add`.
-
-        They differ only in id and seed. All but the first name it as `leader` and wait for its prompt.
-        """
+        """Add all requests or none. They differ in id and seed; all but the first name it as `leader`."""
         self._now = now
         evicted = self._admission.admit(requests, now)
         self._admission.observe_ends(evicted, now)
         return evicted
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
-        """End a request in any state, without further tokens; None if unknown or finished."""
+        """End a request in any state; return None if unknown or finished."""
         request = self._state.requests.get(request_id)
         if request is not None:
             self._state.end(request, reason, self._now)
@@ -84,10 +74,7 @@ class Scheduler:
         return request
 
     def expire(self, now: float) -> list[Request]:
-        """End requests past their deadline, and expire sessions.
-
-        Requests that never started get an error, others `FinishReason.DEADLINE` and their output.
-        """
+        """End requests past their deadline, and sessions. Only requests that never started get an error."""
         self._now = now
         self._state.kv.sessions.expire(now)
         state, expired = self._state, []
@@ -106,7 +93,7 @@ class Scheduler:
         return expired
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """Drop the session. Raise `NotFound` if it is unknown."""
+        """Raise `NotFound` if the session is unknown."""
         self._state.kv.sessions.close(tenant, session_id)
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
@@ -148,10 +135,7 @@ class Scheduler:
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
-        """Apply the oldest batch in flight.
-
-        Raise `InternalError`, without effect, for another batch or an unfit answer.
-        """
+        """Apply the oldest batch in flight. Raise `InternalError`, without effect, for another batch or answer."""
         if not self._in_flight or self._in_flight[0].step_id != batch.step_id:
             raise InternalError(f"step {batch.step_id} is not the oldest one in flight")
         check_answer(batch, sampled)
@@ -167,7 +151,7 @@ class Scheduler:
         return outputs
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
-        """Count requests by tenant that a front end refused."""
+        """Count requests that a front end refused, by tenant."""
         self._admission.observe_refused(refused)
 
     def stats(self) -> EngineStats:
@@ -183,11 +167,10 @@ class Scheduler:
         return stats.snapshot()
 
     def waiting_room(self, now: float) -> WaitingRoom:
-        """Return how full the waiting set is. Cheap."""
         return self._admission.waiting_room(now)
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` if anything is broken. O(blocks + requests)."""
+        """Raise `InternalError`. O(blocks + requests)."""
         state = self._state
         state.check_invariants()
         require(len(self._in_flight) <= self._config.max_inflight_steps, "too many batches in flight")

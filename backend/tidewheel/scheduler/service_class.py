@@ -1,12 +1,8 @@
 """Changes of service class.
 
-* Ageing lifts a request one class per `ageing_s` of waiting, up to HIGH. Prompts under way age too. In classes not
-  served by arrival (`sjf`, `deadline`, `density`), a request that waits once more in HIGH or CRITICAL is *overdue*:
-  it goes by arrival, ahead of its class. So no request starves.
-* A request drops a class, once, if its tenant is over its block quota when it arrives or enters.
-* A request drops a class at its soft deadline.
-
-Ageing restores a dropped class, except CRITICAL.
+Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that
+waits once more in HIGH or CRITICAL is *overdue*: it goes ahead of its class, by arrival. A request drops a class for
+the block quota of its tenant, once, and at its soft deadline.
 """
 
 from __future__ import annotations
@@ -33,10 +29,7 @@ def reclassify_due(state: State, now: float) -> None:
 
 
 def is_over_quota(state: State, request: Request) -> bool:
-    """Return whether the request takes its tenant over its quota: blocks of running requests and sessions.
-
-    Shared blocks count for each.
-    """
+    """Return whether the request takes its tenant over quota. Shared blocks count for each request or session."""
     limit = state.config.limits_of(request.tenant).max_blocks
     if limit is None or request.was_over_quota:
         return False
@@ -48,7 +41,7 @@ def is_over_quota(state: State, request: Request) -> bool:
 
 
 def drop_over_quota(state: State, request: Request, now: float) -> bool:
-    """Drop a request and followers a class if over quota; return whether it moved."""
+    """Drop a group a class if over quota; return whether it moved."""
     if not is_over_quota(state, request):
         return False
     for member in (request, *request.followers):

@@ -15,7 +15,7 @@ from tidewheel.scheduler.step_time import PreemptionCost
 
 
 class Timetable:
-    """Deadlines and changes of class to come."""
+    """Deadlines and lifts to come."""
 
     def __init__(self, ageing_s: float, *, ages_all: bool) -> None:
         self.deadlines = EventHeap[Request](_is_unfinished)
@@ -37,20 +37,18 @@ class Timetable:
             self.lifts.push(request.lift_time, request, num_unfinished)
 
     def ages_since(self, request: Request) -> float | None:
-        """Return the start of ageing; None if the request does not age."""
         return None if request.lift_time is None else request.lift_time - self._ageing_s
 
 
 class State:
-    """Waiting set, running set and block tables, changed together and only here.
+    """Waiting set, rows and block tables, changed together and only here.
 
         wait          → WAITING
         enter         WAITING, PREEMPTED → RUNNING
         preempt       RUNNING → PREEMPTED
         end           any → FINISHED
 
-    Followers wait with their leader, outside the waiting set, until it has computed their prompt. Blocks of a row
-    left in flight are held until the batch is applied, and the row's new epoch voids the result.
+    Followers wait with their leader, outside the waiting set, until it has computed their prompt.
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig, preemption_cost: PreemptionCost) -> None:
@@ -76,7 +74,6 @@ class State:
         return len(self.requests) - self.columns.num_running
 
     def wait(self, group: list[Request]) -> None:
-        """Queue a group as one entry."""
         leader = group[0]
         leader.followers = group[1:]
         for request in group:
@@ -91,7 +88,7 @@ class State:
         self.timetable.start_ageing(leader, leader.arrival_time, len(self.requests))
 
     def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
-        """Move a request and its followers to a class, where they wait since `since`; None: they are overdue."""
+        """Move a request and its followers to a class, waiting since `since`; None: overdue."""
         is_overdue = since is None
         if request.state is RequestState.RUNNING:
             request.service_class = service_class
@@ -108,7 +105,7 @@ class State:
             self.timetable.start_ageing(request, since, len(self.requests))
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Find tokens in the cache or in the leader's row."""
+        """Find a prefix in the cache or in the leader's row."""
         hit = self.kv.prefixes.find(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:
@@ -119,7 +116,7 @@ class State:
         return fork if fork.num_tokens > hit.num_tokens else hit
 
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
-        """Give the request a row and blocks; return its block table, None if blocks are short."""
+        """Give the request a row; return its block table, or None if blocks are short."""
         kv, columns = self.kv, self.columns
         row = columns.next_free_row()
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
@@ -128,13 +125,7 @@ class State:
         blocks = kv.block_table(row)
         self.waiting.remove(request)
         self._count_waiting(request, -1)
-        columns.enter(
-            request,
-            service_class=self._class_that_counts(request),
-            num_cached_tokens=hit.num_tokens,
-            num_slots=len(blocks) * kv.block_size,
-            num_shared_slots=len(hit.block_ids) * kv.block_size,
-        )
+        columns.enter(request, hit, len(blocks), kv.block_size, self._class_that_counts(request))
         if request.followers:
             self._leaders[request.request_id] = request
         request.state = RequestState.RUNNING
@@ -157,7 +148,7 @@ class State:
         self.timetable.start_ageing(request, now, len(self.requests))
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
-        """End a request; nothing else does. Without `keep_cached`, drop its blocks from the cache."""
+        """End a request. Without `keep_cached`, drop its blocks from the cache."""
         if request.state is RequestState.RUNNING:
             if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row
@@ -174,10 +165,7 @@ class State:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Queue followers whose leader has computed the prompt but its last token.
-
-        Each follower computes that token itself and samples from it.
-        """
+        """Queue followers whose leader has computed the prompt but its last token, which each computes itself."""
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self._leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:
@@ -236,7 +224,6 @@ class State:
         return request.service_class if self.policy.by_class else 0
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` if anything is broken. O(blocks + requests)."""
         self.kv.check_invariants()
         self.columns.check_invariants()
         self.waiting.check_invariants()

@@ -28,8 +28,6 @@ class Chunk(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Chunk that the budget cuts short."""
-
     position: int  # index of the chunk
     num_missing: int  # uncomputed tokens of the request
     level: Rank  # largest that may share the budget
@@ -39,8 +37,7 @@ class StepPlan:
     """Next batch, within a token budget.
 
     A prompt that exceeds the budget left takes half of it. The other half goes to requests behind it, of its level,
-    with less than half as much to compute. They end before it would and gain more than it loses. What they leave
-    returns to it.
+    with less than half as much to compute: they gain more than it loses. The unused rest returns to it.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -55,7 +52,7 @@ class StepPlan:
         self._decode_starts = _ids([])
         self._chunks: list[Chunk] = []
         self._cut: Cut | None = None
-        self._new_rows: list[NewRow] = []
+        self.new_rows: list[NewRow] = []
         self._block_rows: list[int] = []
         self._block_indices: list[int] = []
         self._block_ids: list[int] = []
@@ -74,11 +71,9 @@ class StepPlan:
         self.token_budget -= len(rows)
 
     def num_blocks_kept(self, num_running: int) -> int:
-        """Return the blocks that an admission must leave free."""
         return len(self.growing_rows) + self.num_sitting_out + (self.limits.keep_free if num_running else 0)
 
     def drop_decodes(self, victims: list[int]) -> None:
-        """Remove rows that left since `set_decodes`."""
         if not victims:
             return
         stays = ~np.isin(self.decode_rows, victims)
@@ -87,23 +82,17 @@ class StepPlan:
         self.growing_rows = self.growing_rows[~np.isin(self.growing_rows, victims)]
 
     @property
-    def has_chunks(self) -> bool:
-        return bool(self._chunks)
-
-    @property
     def chunk_ends(self) -> dict[int, int]:
         return {chunk.row: chunk.start + chunk.num_tokens for chunk in self._chunks}
 
     def may_share(self, level: Rank) -> bool:
-        """Return whether the level may share a cut prompt's budget."""
         return self._cut is None or level <= self._cut.level
 
     def is_short(self, num_missing: int) -> bool:
-        """Return whether so few tokens may share a cut prompt's budget."""
+        """Return whether so few tokens may share a cut budget."""
         return self._cut is None or 2 * num_missing < self._cut.num_missing
 
     def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
-        """Schedule what one request may have, or half of a budget that cuts it."""
         num_tokens = min(end - start, self.limits.max_chunk_tokens)
         if end - start > self.token_budget <= self.limits.max_chunk_tokens:
             num_tokens = (self.token_budget + 1) // 2
@@ -112,16 +101,12 @@ class StepPlan:
         self.token_budget -= num_tokens
 
     def give_back(self) -> None:
-        """Return unused budget to the last cut prompt."""
         if self._cut is not None:
             position, num_missing, _ = self._cut
             chunk = self._chunks[position]
             num_tokens = min(chunk.num_tokens + self.token_budget, num_missing, self.limits.max_chunk_tokens)
             self.token_budget -= num_tokens - chunk.num_tokens
             self._chunks[position] = Chunk(chunk.row, chunk.start, num_tokens, num_tokens == num_missing)
-
-    def add_row(self, new_row: NewRow) -> None:
-        self._new_rows.append(new_row)
 
     def add_blocks(self, rows: Sequence[int], indices: Sequence[int], block_ids: Sequence[int]) -> None:
         self._block_rows += rows
@@ -145,7 +130,7 @@ class StepPlan:
             samples=samples,
             num_decodes=num_decodes + sum([chunk.num_tokens == 1 for chunk in chunks]),
             num_tokens=num_decodes + sum([chunk.num_tokens for chunk in chunks]),
-            new_rows=tuple(self._new_rows),
+            new_rows=tuple(self.new_rows),
             freed_rows=freed_rows,
             block_rows=_ids(self._block_rows),
             block_indices=_ids(self._block_indices),

@@ -325,7 +325,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def move(self, step_id: int) -> None:
         """The transfers of the batch, in the order that it promises."""
-        arriving = dict(self.kv._transfers._arrivals)
+        arriving = dict(self.kv._transfers.arrivals)
         moves = self.kv.take_transfers(step_id)
         for target in (moves.copy_targets, moves.swap_in_blocks):
             assert len(set(target.tolist())) == len(target), "a block is filled twice"
@@ -370,7 +370,7 @@ class KVMachine(RuleBasedStateMachine):
     def commit(self, index: int) -> None:
         row = self.rows[index]
         self.kv.commit(index, row.request, row.num_computed)
-        if not self.kv._transfers.is_arriving(index):
+        if index not in self.kv._transfers.arrivals:
             self.note_commit(row, row.num_computed // self.kv.block_size)
 
     def note_commit(self, row: NaiveRow, num_full: int) -> None:
@@ -403,7 +403,7 @@ class KVMachine(RuleBasedStateMachine):
         if index is None:
             index = self.any_row()
         row = self.rows[index]
-        is_arriving = self.kv._transfers.is_arriving(index)
+        is_arriving = index in self.kv._transfers.arrivals
         self.commit(index)
         self.kv.keep_session(index, row.request, row.num_computed, self.now)
         if row.request.session_id and not is_arriving:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -71,6 +71,7 @@ SETTINGS = st.fixed_dictionaries(
 
 class SchedulerMachine(RuleBasedStateMachine):
     driver: SchedulerDriver
+    bugs: ClassVar[dict[str, Any]] = {}  # settings of the scheduler that driver and model do not know
 
     @initialize(settings=SETTINGS, pool=POOLS, seed=st.integers(0, 99))
     def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
@@ -83,6 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_waiting_tokens=MAX_WAITING_TOKENS,
             preemption_mode="swap" if settings["num_host_blocks"] else "auto",
             tenants=TENANTS,
+            bugs=self.bugs,
             **settings,
         )
         self.model = Model(self.driver.config)
@@ -370,29 +372,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.run()
 
 
-class CrowdedMachine(SchedulerMachine):
-    """Nothing but requests that outgrow the pool, so that rows are preempted again and again."""
+def crowded_machine(**changes: Any) -> type[SchedulerMachine]:
+    """Return a machine whose rows soon compete for blocks, by the simplest rules but for `changes`."""
+    fixed = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 6,
+        "max_inflight_steps": 1,
+        "policy": "priority",
+        "watermark": 0.0,
+        "admit_by_growth": False,
+        "max_preemptions": 1,
+        "strategy": StrategyConfig(),
+        "enable_seqs_governor": False,
+    } | changes
 
-    @initialize(
-        settings=SETTINGS.map(
-            lambda settings: {
-                **settings,
-                "enable_prefix_caching": False,
-                "max_num_seqs": 6,
-                "max_inflight_steps": 1,
-                "policy": "priority",
-                "watermark": 0.0,
-                "admit_by_growth": False,
-                "max_preemptions": 1,
-                "strategy": StrategyConfig(),
-                "enable_seqs_governor": False,
-            }
-        ),
-        pool=st.sampled_from([(24, 1), (32, 1), (16, 2)]),
-        seed=st.integers(0, 99),
-    )
-    def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
-        super().start(settings, pool, seed)
+    class CrowdedMachine(SchedulerMachine):
+        @initialize(
+            settings=SETTINGS.map(lambda settings: settings | fixed),
+            pool=st.sampled_from([(24, 1), (32, 1), (16, 2)]),
+            seed=st.integers(0, 99),
+        )
+        def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
+            super().start(settings, pool, seed)
+
+    return CrowdedMachine
 
 
 def has_begun(request: Request) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,12 @@ def make_scheduler(
 class SchedulerDriver(RequestLedger):
     """Scheduler and fake runner together, stepped by a test; what comes out goes into the ledger."""
 
-    def __init__(self, *, num_blocks: int = 32, block_size: int = 4, **changes: Any) -> None:
+    def __init__(
+        self, *, num_blocks: int = 32, block_size: int = 4, bugs: Mapping[str, Any] | None = None, **changes: Any
+    ) -> None:
+        """`bugs` are settings of the scheduler that the books do not know."""
         super().__init__()
-        self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **changes)
+        self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **changes | dict(bugs or {}))
         for name in ("enable_prefix_caching", "num_host_blocks"):
             changes.pop(name, None)
         self.config = config = make_config(**changes)

@@ -10,12 +10,12 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client.errors import InvalidRequest
-from tidewheel_client.values import Chunk, PerfMetrics, TokenLogprob
+from tidewheel_client.answers import Chunk, PerfMetrics, TokenLogprob
+from tidewheel_client.request_errors import InvalidRequest
 
 Message = str | Mapping[str, object]
 
-# Output flags with defaults. Counts are cheap and tell how many tokens a coalesced chunk holds.
+# Output flags with defaults. Counts tell how many tokens a coalesced chunk holds.
 OUTPUT_FLAGS: dict[str, bool] = {
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
@@ -45,7 +45,7 @@ def encode(
     *,
     stream: bool,
 ) -> service_pb2.ModelInferRequest:
-    """Encode a request; `prompt` comes from `prompt_input`, `params` hold sampling keys and `return_…` flags."""
+    """Encode a request with a `prompt` of `prompt_input`."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     (name, value), *_ = prompt.items()
     if name == "input_ids":
@@ -193,7 +193,7 @@ def _json(what: str, value: object) -> str:
 
 
 def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[str, object]) -> None:
-    """Copy priority and deadline to where Triton's queue reads them; the model refuses bad values."""
+    """Copy priority and deadline to where Triton's queue reads them."""
     priority, deadline_ms = params.get("priority"), params.get("deadline_ms")
     if isinstance(priority, int) and 0 < priority < 2**31:
         request.parameters["priority"].uint64_param = int(priority)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tidewheel_client.errors import Busy, RequestTimeout
-from tidewheel_client.load import report
-from tidewheel_client.load.options import LoadOptions
-from tidewheel_client.load.report import Reporter, Timing
-from tidewheel_client.load.work import Ask, Work
+from tidewheel_client.load import locust_rows
+from tidewheel_client.load.load_options import Ask, LoadOptions, Work
+from tidewheel_client.load.locust_rows import Reporter, Timing
+from tidewheel_client.request_errors import Busy, RequestTimeout
 
 ASK = Ask(prompt="a b", qos="high", max_tokens=8, ignore_eos=True, tenant=None)
 
@@ -29,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     one = Clock()
-    monkeypatch.setattr(report, "time", one)
+    monkeypatch.setattr(locust_rows, "time", one)
     return one
 
 
@@ -127,7 +126,7 @@ def test_a_whole_answer_has_no_first_token(clock: Clock) -> None:
 
 
 def test_failures_are_counted_by_tag(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    report._logged.clear()
+    locust_rows._logged.clear()
     event, timing = Event(), Timing()
     reporter = Reporter(event, "GRPC", "demo")
     clock.now += 0.5

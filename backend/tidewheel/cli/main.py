@@ -60,7 +60,7 @@ def _exit_code(error: Exception) -> int | None:
         ("tidewheel.server", "ServeError", 1),
         ("tidewheel.errors", "ConfigError", 1),
         ("tidewheel.cli.usage", "UsageError", 2),
-        ("tidewheel_client.errors", "RequestError", 2),
+        ("tidewheel_client.request_errors", "RequestError", 2),
     ):
         cls = getattr(sys.modules.get(module), name, None)
         if cls is not None and isinstance(error, cls):

@@ -1,8 +1,7 @@
 """Users that stream over gRPC, stream over HTTP, or wait for whole answers over HTTP.
 
-Each has its own connections, as client programs do. The gRPC user needs the raw stub: `tritonclient`'s callback
-stream and gevent do not end together. HTTP users need `requests`, which delivers a body as it comes; locust's
-FastHttpUser first collects a kilobyte and so shows a late first token.
+Each has its own connections. HTTP users need `requests`, which delivers a body as it comes: locust's FastHttpUser
+first collects a kilobyte and so shows a late first token.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ import requests
 from gevent import GreenletExit
 from locust import User, task
 
-from tidewheel_client.client import Client
-from tidewheel_client.errors import RequestError, RequestTimeout, ServerUnavailable, from_text
-from tidewheel_client.load.options import LoadOptions, OptionError
-from tidewheel_client.load.report import Reporter, Timing
-from tidewheel_client.load.work import Ask, Work
+from tidewheel_client.grpc_client import Client
+from tidewheel_client.load.load_options import Ask, LoadOptions, OptionError, Work
+from tidewheel_client.load.locust_rows import Reporter, Timing
+from tidewheel_client.request_errors import RequestError, RequestTimeout, ServerUnavailable, from_text
 
 _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """User that asks, reads the answer, thinks and repeats, but not before a refusal's retry time."""
+    """User that asks, reads, thinks and repeats, but not before a refusal's retry time."""
 
     abstract = True
     kind: ClassVar[str]
@@ -177,11 +175,7 @@ def _tensor(name: str, datatype: str, value: object) -> dict[str, object]:
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """Yield server-sent events as they come.
-
-    Whole body chunks cost 3 µs an event; a chunk_size of 1 is no sooner and takes 130.
-    """
-    for line in response.iter_lines(chunk_size=None):
+    for line in response.iter_lines(chunk_size=None):  # a chunk_size of 1 is no sooner and takes 130 µs, not 3
         if line.startswith(b"data:"):
             yield json.loads(line[5:])
 

@@ -1,11 +1,11 @@
-"""Reports to locust. Rows of its statistics, by request type:
+"""Rows of locust's statistics, by request type:
 
     GRPC, SSE, INFER   whole requests, from sending to last token; failures count here, under their tag
     TTFT               first tokens of successful streams
     TPOT               mean times between their tokens, if more than one
 
-A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds; locust rounds
-percentiles, not averages, to whole ones. Its "Aggregated" row mixes all of these, so read the rows.
+A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds. The
+"Aggregated" row mixes all of these.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import logging
 import time
 from typing import Any
 
-from tidewheel_client.errors import RequestError
-from tidewheel_client.load.work import Ask
+from tidewheel_client.load.load_options import Ask
+from tidewheel_client.request_errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ class Timing:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None before the second token."""
         if self._first is None or self._num_tokens < 2:
             return None
         return 1e3 * (self._last - self._first) / (self._num_tokens - 1)
@@ -59,7 +58,6 @@ class Reporter:
     """Sender of locust's `request` events for one kind of user."""
 
     def __init__(self, event: Any, kind: str, model: str) -> None:
-        """Take `environment.events.request` as `event`; `kind` is GRPC, SSE or INFER."""
         self._event = event
         self._kind = kind
         self._model = model

@@ -72,7 +72,7 @@ def encode(
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """Return the prompt's input by tensor name; raise `InvalidRequest` unless exactly one is given."""
+    """Return the prompt by tensor name; raise `InvalidRequest` unless exactly one is given."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt
@@ -115,7 +115,6 @@ def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, .
 
 
 def _element(outputs: Mapping[str, tuple[Any, ...]], name: str, index: int) -> Any:
-    """Return None for an output that was not requested."""
     values = outputs.get(name)
     return values[index] if values else None
 

@@ -102,7 +102,7 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> tuple[Completion, ...]:
-        """Return one answer per sequence of `n`, like `generate`."""
+        """Return one answer per sequence of `n`."""
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=False)
         with self._start(request, timeout_s) as stream:
             return stream.read_all()
@@ -121,7 +121,7 @@ class Client:
             return False
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Raise `RequestTimeout` if the model is not ready in time."""
+        """Raise `RequestTimeout` if time runs out."""
         end = time.monotonic() + timeout_s
         while not self.is_ready():
             if time.monotonic() >= end:

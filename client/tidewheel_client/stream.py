@@ -94,7 +94,7 @@ class Stream(Iterator[Chunk]):
                 pass
 
     def _receive(self) -> Any | None:
-        """Return the next ModelInferResponse, or None after `cancel`."""
+        """Return None after `cancel`."""
         message = None
         try:
             message = next(self._call, None)

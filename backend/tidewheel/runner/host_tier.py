@@ -55,7 +55,6 @@ class HostBlocks:
         return self._slabs[index // self._slab_slots][index % self._slab_slots]
 
     def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
-        """Copy cache block `block_ids[i]` to slot `slots[i]`."""
         for index, chunk in self._chunks(block_ids, slots):
             staged = self._staging[: len(chunk)]
             torch.index_select(self._blocks, 0, index, out=staged)
@@ -63,7 +62,6 @@ class HostBlocks:
                 self.slot(slot).copy_(staged[row], non_blocking=True)
 
     def read_in(self, slots: Int32Array, block_ids: Int32Array) -> None:
-        """Copy slot `slots[i]` to cache block `block_ids[i]`."""
         for index, chunk in self._chunks(block_ids, slots):
             staged = self._staging[: len(chunk)]
             for row, slot in enumerate(chunk):

@@ -39,7 +39,6 @@ class Range:
 
     @classmethod
     def parse_count(cls, text: str) -> Range:
-        """Parse a range of whole numbers from 1."""
         found = cls.parse(text)
         if found.low < 1 or not (found.low.is_integer() and found.high.is_integer()):
             raise OptionError(f"{text!r} is no range of counts: write whole numbers from 1")
@@ -115,7 +114,7 @@ class LoadOptions:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> LoadOptions:
-        """Raise `OptionError`; options of the web page arrive unchecked."""
+        """Raise `OptionError`."""
         if args.request_timeout <= 0:
             raise OptionError(f"request timeout is {args.request_timeout:g} s: it must be over 0")
         return cls(

@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 
 class Timing:
-    """Timing of one request, from construction on."""
-
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._first: float | None = None
@@ -55,8 +53,6 @@ class Timing:
 
 
 class Reporter:
-    """Sender of locust's `request` events for one kind of user."""
-
     def __init__(self, event: Any, kind: str, model: str) -> None:
         self._event = event
         self._kind = kind
@@ -73,7 +69,6 @@ class Reporter:
                 self._fire(row, f"{self._kind} {name}", value, 0)
 
     def failed(self, ask: Ask, timing: Timing, error: RequestError) -> None:
-        """Count a failure under its tag, else its class; log the first of each."""
         label = error.tag or type(error).__name__
         _log_first(self._kind, label, error)
         self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, label)

@@ -1,7 +1,6 @@
 """Users that stream over gRPC, stream over HTTP, or wait for whole answers over HTTP.
 
-Each has its own connections. HTTP users need `requests`, which delivers a body as it comes: locust's FastHttpUser
-first collects a kilobyte and so shows a late first token.
+HTTP users need `requests`: locust's FastHttpUser collects a kilobyte and so shows a late first token.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """User that asks, reads, thinks and repeats, but not before a refusal's retry time."""
+    """User that asks and thinks, after a refusal at least its retry time."""
 
     abstract = True
     kind: ClassVar[str]
@@ -71,7 +70,7 @@ class LoadUser(User):
         raise NotImplementedError
 
     def send(self, ask: Ask, timing: Timing) -> None:
-        """Return after a complete answer; raise `RequestError`."""
+        """Raise `RequestError` unless the answer is complete."""
         raise NotImplementedError
 
 
@@ -181,7 +180,6 @@ def _events(response: Any) -> Iterator[dict[str, Any]]:
 
 
 def _error_text(body: str) -> str:
-    """Return Triton's JSON error, or a proxy's answer as it is."""
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tidewheel_client.load.load_options import Ask
@@ -21,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Timing:
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
         self._first: float | None = None
         self._last = self._start
         self._num_tokens = 0
@@ -32,14 +34,14 @@ class Timing:
         self.num_bytes += num_bytes
         if num_tokens == 0:
             return
-        self._last = time.perf_counter()
+        self._last = self._clock()
         if self._first is None:
             self._first = self._last
         self._num_tokens += num_tokens
 
     @property
     def elapsed_ms(self) -> float:
-        return 1e3 * (time.perf_counter() - self._start)
+        return 1e3 * (self._clock() - self._start)
 
     @property
     def ttft_ms(self) -> float | None:

@@ -14,7 +14,7 @@ import tidewheel_client as tc
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
 from tidewheel import errors as server_errors
 from tidewheel_client import Client
-from tidewheel_client.errors import BY_TAG
+from tidewheel_client.request_errors import BY_TAG
 
 
 def refuse(code: grpc.StatusCode, text: str) -> Callable[[Asked], Answer]:

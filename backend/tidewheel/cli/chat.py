@@ -51,7 +51,7 @@ class _Chat:
                 self._turn(line)
 
     def _turn(self, line: str) -> None:
-        """Ask one question; a failed one leaves no trace in the conversation."""
+        """Ask a question, which is forgotten if it fails."""
         from tidewheel_client import RequestError
 
         messages = [*self._messages, {"role": "user", "content": line}]

@@ -56,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Session:
-    """Client on its own thread; `error` is its failure."""
-
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.error: Exception | None = None

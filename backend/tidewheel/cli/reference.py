@@ -1,8 +1,7 @@
 """Write the generated parts of the documentation from the code: ``python -m tidewheel.cli.reference docs``.
 
-A page marks such a part with ``<!-- generated: NAME -->`` and ``<!-- end -->``; the rest is written by hand. The
-meaning of a setting is the comment behind its field, and a comment on a line of its own heads the fields below it.
-Cause and remedy of an error are the two paragraphs of its docstring.
+A page marks such a part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. A setting's meaning is the comment
+behind its field; a comment on a line of its own is a heading. An error's docstring has cause and remedy.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
 
 
 def render(page: str) -> str:
-    """Return the page with its generated parts made anew."""
     return _PART.sub(lambda match: f"{match[1]}\n{PARTS[match['name']]()}\n{match[3]}", page)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "127.0.0.1:8001"
 
-# Option → (type, help). Only given ones are sent, so the model's defaults hold.
+# Option → (type, help).
 _SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "longest answer in tokens (default: what fits the context)"),
     "temperature": (float, "0 is greedy"),
@@ -31,7 +31,7 @@ _KEPT_CONTROLS = "\n\t"
 
 
 class UsageError(Exception):
-    """Command line without a meaning, or beyond what the server offers."""
+    """Command line that makes no sense here."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def sampling_params(args: argparse.Namespace) -> dict[str, object]:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """Return a client of a server that answers, with the model chosen; raise `UsageError` or `RequestError`."""
+    """Return a client of a server that answers, with the model chosen."""
     from tidewheel_client import Client, ServerUnavailable
 
     client = Client(args.url, args.model or "", timeout_s=args.timeout_s)
@@ -113,7 +113,6 @@ class Answer:
 
     @property
     def stats(self) -> str:
-        """One line of token counts, timing and finish reason."""
         after_first = self.total_s - self.first_s
         speed = (self.num_output_tokens - 1) / after_first if self.num_output_tokens > 1 and after_first > 0 else 0.0
         return (
@@ -124,7 +123,7 @@ class Answer:
 
 
 def show(stream: Stream, out: TextIO | None = None) -> Answer:
-    """Print a stream's chunks and a line break; Ctrl-C cancels it, keeping what came."""
+    """Print a stream's chunks. Ctrl-C cancels it."""
     out = out or sys.stdout
     start = time.monotonic()
     first_s, texts, num_input, num_output = 0.0, [], 0, 0

@@ -71,7 +71,7 @@ def native_traits(fields: Fields) -> NativeTraits | None:
 
 
 def check_class(cls: Any, name: str) -> None:
-    """Raise `ConfigError` for a class that cannot run as one packed sequence."""
+    """Raise `ConfigError` if the class cannot run a packed sequence."""
     if getattr(cls, "_is_stateful", False):
         raise ConfigError(f"{name} is not offered: {_RECURRENT}")
     if "logits_to_keep" not in inspect.signature(cls.forward).parameters:
@@ -79,7 +79,7 @@ def check_class(cls: Any, name: str) -> None:
 
 
 def check_config(config: Any, name: str) -> None:
-    """Raise `ConfigError` with the first property that paged attention cannot honour."""
+    """Raise `ConfigError` if paged attention cannot honour the configuration."""
     for problem in _problems(config):
         raise ConfigError(f"{name} is not offered: {problem}")
 

@@ -29,8 +29,6 @@ class ModelShape(NamedTuple):
 
 
 class CausalLM(Protocol):
-    """Decoder with attention over the paged cache."""
-
     @property
     def shape(self) -> ModelShape: ...
 

@@ -89,8 +89,6 @@ class Weights:
 
 
 class Step(NamedTuple):
-    """Inputs that all layers of a forward pass share."""
-
     positions: torch.Tensor  # [T] int64
     cos_sin: torch.Tensor  # [max_model_len, head_dim] float32
     meta: AttentionMetadata

@@ -172,7 +172,7 @@ class Chunk:
 def plan_chunks(
     files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
 ) -> list[Chunk]:
-    """Return reads of at most `max_bytes` (a multiple of 8), in file order, that fill each contiguous destination."""
+    """Return reads of at most `max_bytes` (a multiple of 8), in file order, for every destination."""
     return [
         Chunk(file, parts) for file in files for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)
     ]

@@ -79,7 +79,6 @@ class AttentionSlot:
 
 
 def install(model: torch.nn.Module) -> AttentionSlot:
-    """Return a slot shared by the layers of `model` only."""
     slot = AttentionSlot()
     for module in model.modules():
         setattr(module, _SLOT, slot)
@@ -110,8 +109,6 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 class PagedAttention:
-    """Writes each layer's keys and values to its cache, then attends over it."""
-
     def __init__(self, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]) -> None:
         self._meta = meta
         self._kv_layers = kv_layers

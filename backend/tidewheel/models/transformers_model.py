@@ -60,7 +60,7 @@ class TransformersModel:
 
 
 def transformers_config(fields: Fields) -> tuple[Any, Any]:
-    """Return the checked class and configuration, without touching weights."""
+    """Return the checked class and configuration."""
     name = architecture(fields)
     if name not in _names():
         raise ConfigError(
@@ -94,7 +94,7 @@ def load_transformers_model(
     progress: Progress,
     dummy_seed: int | None = None,
 ) -> TransformersModel:
-    """Load the model, with random weights on the device if `dummy_seed` is given."""
+    """Load the model, with random weights if `dummy_seed` is given."""
     if dummy_seed is None:
         files = checkpoint_files(folder)  # validate every file before the library reads it
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)

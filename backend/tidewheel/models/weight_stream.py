@@ -74,7 +74,7 @@ class Lane(Protocol):
         """Return [num_bytes] uint8 that the device can read. Any thread."""
 
     def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Queue a copy of a flat tensor; the device converts dtypes."""
+        """Queue a copy, converting the dtype."""
 
     def mark(self) -> Event:
         """Return an event after everything queued so far."""

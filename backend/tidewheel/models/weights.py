@@ -81,7 +81,7 @@ def load_weights(
     *,
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copy every tensor to its contiguous destination on one device, converting the dtype.
+    """Copy every tensor to its contiguous destination, converting the dtype.
 
     Raise `ConfigError` for a missing tensor, and for one without a destination unless it is `ignored`.
     """
@@ -102,7 +102,6 @@ def load_weights(
 def _check_names(
     files: list[SafetensorsFile], destinations: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
 ) -> None:
-    """Check all headers before the first byte is read."""
     where = files[0].path.parent
     seen: set[str] = set()
     for file in files:
@@ -129,7 +128,6 @@ def _check_names(
 
 
 def named(names: Iterable[str]) -> str:
-    """Return a few names, then how many more."""
     ordered = sorted(names)
     rest = len(ordered) - NUM_NAMED
     return ", ".join(ordered[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

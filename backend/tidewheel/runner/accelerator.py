@@ -1,7 +1,6 @@
 """Asynchronous device: pinned memory, events and CUDA graphs.
 
-Graphs freeze host values, control flow, and addresses of inputs and outputs. Captured functions draw no random
-numbers, so no generator is registered.
+Graphs freeze host values, control flow, and addresses of inputs and outputs; captured functions draw nothing random.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class CudaGraphPool:
         self.num_bytes = 0
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
-        """Run `function` to compile and allocate outside the graph, capture it, and replay it to load the graph."""
+        """Run `function` to compile and allocate, capture it, and replay it to load the graph."""
         self._run_on_stream(function)
         free_before, _ = torch.cuda.mem_get_info(self._device)
         captured = self._capture(function)
@@ -106,7 +105,7 @@ class Accelerator(Protocol):
     def device(self) -> torch.device: ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory whose copies do not block."""
+        """Return host memory whose copies do not block."""
 
     def event(self) -> Event: ...
 
@@ -129,5 +128,5 @@ class Cuda:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return None for a CPU, whose calls return finished results."""
+    """Return None for a CPU."""
     return Cuda(device) if device.type == "cuda" else None

@@ -20,8 +20,8 @@ CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 
 
-def num_staged_blocks(block_bytes: int, num_slots: int) -> int:
-    return min(max(1, STAGING_BYTES // block_bytes), num_slots)
+def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STAGING_BYTES) -> int:
+    return min(max(1, staging_bytes // block_bytes), num_slots)
 
 
 class HostBlocks:
@@ -31,15 +31,17 @@ class HostBlocks:
     without waiting, all on one stream.
     """
 
-    def __init__(self, kv: KVTensors, num_slots: int) -> None:
+    def __init__(
+        self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
+    ) -> None:
         """Raise `RuntimeError` if the memory cannot be allocated."""
         self.num_slots = num_slots
         self._blocks = kv.blocks
         shape, dtype = self._blocks.shape[1:], self._blocks.dtype
         slot_bytes = shape.numel() * dtype.itemsize
-        num_staged = num_staged_blocks(slot_bytes, num_slots)
+        num_staged = num_staged_blocks(slot_bytes, num_slots, staging_bytes)
         pinned = kv.device.type == "cuda"
-        self._slab_slots = max(1, SLAB_BYTES // slot_bytes)
+        self._slab_slots = max(1, slab_bytes // slot_bytes)
         self._slabs = [
             torch.empty(min(self._slab_slots, num_slots - first), *shape, dtype=dtype, pin_memory=pinned)
             for first in range(0, num_slots, self._slab_slots)
@@ -55,7 +57,6 @@ class HostBlocks:
         return self._slabs[index // self._slab_slots][index % self._slab_slots]
 
     def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
-        """Copy cache block `block_ids[i]` to slot `slots[i]`."""
         for index, chunk in self._chunks(block_ids, slots):
             staged = self._staging[: len(chunk)]
             torch.index_select(self._blocks, 0, index, out=staged)
@@ -63,7 +64,6 @@ class HostBlocks:
                 self.slot(slot).copy_(staged[row], non_blocking=True)
 
     def read_in(self, slots: Int32Array, block_ids: Int32Array) -> None:
-        """Copy slot `slots[i]` to cache block `block_ids[i]`."""
         for index, chunk in self._chunks(block_ids, slots):
             staged = self._staging[: len(chunk)]
             for row, slot in enumerate(chunk):

@@ -46,7 +46,6 @@ class CompileLog:
             logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
 
     def begin_serving(self) -> None:
-        """Log the counts; warn of later compilations and loads."""
         self._is_serving = True
         logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
 

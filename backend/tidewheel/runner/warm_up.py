@@ -82,7 +82,6 @@ def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
-    """Yield decodes with few and many rows and key splits."""
     num_tokens = info.num_blocks * info.block_size
     for num_rows in _sizes(_most_rows(info)):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
@@ -95,7 +94,6 @@ def _prefills(info: RunnerInfo) -> Iterator[list[Row]]:
 
 
 def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
-    """Yield a decode beside later prompt chunks."""
     if _most_rows(info) < 2 or info.max_model_len < 2:
         return
     for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
@@ -117,7 +115,6 @@ def _combinations(options: Sequence[Settings]) -> list[Settings]:
 
 
 def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    """Yield steps that copy and swap blocks."""
     first, last = _ids(0), _ids(info.num_blocks - 1)
     rows = [Row(0, 1, GREEDY)]
     yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
@@ -167,8 +164,7 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
 
 
 def _new_row(index: int, row: Row) -> NewRow:
-    """Return a row without its context's tokens: stale ones will do."""
-    token_ids = np.zeros(row.num_tokens, dtype=np.int32)
+    token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # of the context, stale ones will do
     return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), row.bad_words_ids)
 
 

@@ -28,7 +28,6 @@ class Endpoints:
             return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics)
 
     def authority(self, port: int) -> str:
-        """Return the host:port of `port` for a client on this machine."""
         address = _ANY.get(self.host, self.host)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 

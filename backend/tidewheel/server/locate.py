@@ -64,7 +64,6 @@ def _named(where: str, path: str) -> TritonInstall:
 
 
 def _installed(binary: Path, origin: str) -> TritonInstall:
-    """Return an installation with bin/, lib/ and backends/ side by side, as NVIDIA's."""
     root = binary.parent.parent
     backends = root / "backends"
     stub = backends / "python" / STUB_NAME
@@ -99,7 +98,6 @@ def _bundled(package: Path) -> TritonInstall:
 
 
 def _wheel_folder() -> Path | None:
-    """Return the folder of pytriton if it holds a server."""
     spec = importlib.util.find_spec("pytriton")
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     return folder if folder is not None and _wheel_binary(folder).is_file() else None
@@ -131,7 +129,6 @@ def _check_parts(binary: Path, parts: Iterable[Path]) -> None:
 
 
 def _check_stub(stub: Path) -> None:
-    """Raise `ServeError` if the stub runs another Python."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     with stub.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:

@@ -107,7 +107,6 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Return whether the condition came true in time."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:
@@ -146,7 +145,6 @@ class StopSignals:
         return self._reader.fileno()
 
     def clear(self) -> None:
-        """Make `fileno` unreadable, but keep the count."""
         try:
             while self._reader.recv(64):
                 pass

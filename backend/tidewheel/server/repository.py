@@ -12,7 +12,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
-    """Write an entry and its non-decoupled twin. Raise `ConfigError` for a wrong model or setting."""
+    """Write an entry and its non-decoupled twin. Raise `ConfigError` for wrong settings."""
     model = resolve_model(model)
     EngineConfig.from_settings({"model": model, **settings})
     _write(repository / name, {"model": model, **settings}, decoupled=True)
@@ -20,7 +20,7 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
 
 
 def resolve_model(model: str) -> str:
-    """Return the absolute folder or the Hugging Face id. Raise `ConfigError` for anything else."""
+    """Return a folder or Hugging Face id. Raise `ConfigError` for anything else."""
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         if not (folder / "config.json").is_file():

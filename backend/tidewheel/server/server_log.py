@@ -15,7 +15,7 @@ _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': 
 # Protobuf explains a wrong config.pbtxt before Triton reports it.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
-# Harmless lines about a missing GPU and about clients that left at the very end.
+# Harmless: about a missing GPU, and clients that left at the very end.
 _NOISE = re.compile(
     r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled"
     r"|HandleCancellation called even when the context was not cancelled"
@@ -75,7 +75,6 @@ class ServerLog:
         return [self._note(text) for text in complete]
 
     def last_words(self) -> str:
-        """Return the last error, else the last line."""
         lines = [line for line in self._kept if line.message.strip()]
         errors = [line for line in lines if line.level in ("E", "F") and line.is_problem]
         plain = [line for line in lines if line.level == "" and not line.message.startswith(("|", "+"))]

@@ -22,7 +22,7 @@ FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Options of `serve`, with either `model_repository` or `model`."""
+    """Options, with either `model_repository` or `model`."""
 
     model_repository: Path | None = None
     models: tuple[str, ...] = ()  # entries to serve; empty: all

@@ -21,8 +21,8 @@ POLL_S = 0.1
 DEATH_GRACE_S = 2.5  # for the rest after a death; all is gone within 5 s
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
-SETTLE_S = 5.0  # for Triton to unload idle models: it looks once a second
-ENGINE_GRACE_S = 5.0  # for engines to release their device
+SETTLE_S = 5.0  # for Triton to unload idle models
+ENGINE_GRACE_S = 5.0
 _READ_BYTES = 1 << 16
 
 
@@ -118,7 +118,7 @@ class Supervisor:
         self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
-        """Ask every process below this one to end, and kill those left after the grace."""
+        """End every process below this one, after the grace by SIGKILL."""
         self._begin_stop()
         me = os.getpid()
         processes.signal_all(processes.descendants(me), SIGTERM)

@@ -16,7 +16,7 @@ class DeployedModel(NamedTuple):
 
 
 class TritonHttp:
-    """Client of the server at `authority`, host:port. Each call opens its own connection."""
+    """Client with a connection for each call; `authority` is host:port."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
@@ -28,7 +28,7 @@ class TritonHttp:
             return False
 
     def models(self) -> list[DeployedModel]:
-        """Return ready models by name. Raise OSError without an answer."""
+        """Raise OSError without an answer."""
         index = self._json("POST", "/v2/repository/index")
         names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
         return [self._model(name) for name in names]

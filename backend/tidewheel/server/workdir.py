@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange t
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Private folder of a server, with a lock that keeps it from being swept."""
+    """Private folder of a server, locked while it lives."""
 
     root: Path
 
@@ -37,7 +37,6 @@ class WorkDir:
 
     @property
     def shm_prefix(self) -> str:
-        """Unique prefix of the server's shared-memory regions."""
         return _shm_prefix(self.root)
 
 

@@ -16,8 +16,7 @@
     ├── ServerUnavailable   (no tag)         unreachable, or connection lost
     └── RequestTimeout      (no tag)         this client's `timeout_s` passed
 
-Server messages start with a tag, `[TW-BUSY retry_after_ms=250] …`. Triton's own have none; the gRPC status tells them
-apart, or their text on a stream without one.
+Server messages start with a tag, `[TW-BUSY retry_after_ms=250] …`. Triton's own differ by gRPC status or text.
 """
 
 from __future__ import annotations

@@ -1,30 +1,30 @@
-"""Reports to locust. Rows of its statistics, by request type:
+"""Rows of locust's statistics, by request type:
 
     GRPC, SSE, INFER   whole requests, from sending to last token; failures count here, under their tag
     TTFT               first tokens of successful streams
     TPOT               mean times between their tokens, if more than one
 
-A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds; locust rounds
-percentiles, not averages, to whole ones. Its "Aggregated" row mixes all of these, so read the rows.
+A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds. The
+"Aggregated" row mixes all of these.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
-from tidewheel_client.errors import RequestError
-from tidewheel_client.load.work import Ask
+from tidewheel_client.load.load_options import Ask
+from tidewheel_client.request_errors import RequestError
 
 logger = logging.getLogger(__name__)
 
 
 class Timing:
-    """Timing of one request, from construction on."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
         self._first: float | None = None
         self._last = self._start
         self._num_tokens = 0
@@ -34,14 +34,14 @@ class Timing:
         self.num_bytes += num_bytes
         if num_tokens == 0:
             return
-        self._last = time.perf_counter()
+        self._last = self._clock()
         if self._first is None:
             self._first = self._last
         self._num_tokens += num_tokens
 
     @property
     def elapsed_ms(self) -> float:
-        return 1e3 * (time.perf_counter() - self._start)
+        return 1e3 * (self._clock() - self._start)
 
     @property
     def ttft_ms(self) -> float | None:
@@ -49,17 +49,13 @@ class Timing:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None before the second token."""
         if self._first is None or self._num_tokens < 2:
             return None
         return 1e3 * (self._last - self._first) / (self._num_tokens - 1)
 
 
 class Reporter:
-    """Sender of locust's `request` events for one kind of user."""
-
     def __init__(self, event: Any, kind: str, model: str) -> None:
-        """Take `environment.events.request` as `event`; `kind` is GRPC, SSE or INFER."""
         self._event = event
         self._kind = kind
         self._model = model
@@ -75,7 +71,6 @@ class Reporter:
                 self._fire(row, f"{self._kind} {name}", value, 0)
 
     def failed(self, ask: Ask, timing: Timing, error: RequestError) -> None:
-        """Count a failure under its tag, else its class; log the first of each."""
         label = error.tag or type(error).__name__
         _log_first(self._kind, label, error)
         self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, label)

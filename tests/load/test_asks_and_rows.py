@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from tidewheel_client.errors import Busy, RequestTimeout
-from tidewheel_client.load import report
-from tidewheel_client.load.options import LoadOptions
-from tidewheel_client.load.report import Reporter, Timing
-from tidewheel_client.load.work import Ask, Work
+from tidewheel_client.load import locust_rows
+from tidewheel_client.load.load_options import Ask, LoadOptions, Work
+from tidewheel_client.load.locust_rows import Reporter, Timing
+from tidewheel_client.request_errors import Busy, RequestTimeout
 
 ASK = Ask(prompt="a b", qos="high", max_tokens=8, ignore_eos=True, tenant=None)
 
@@ -22,15 +21,13 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
-    def perf_counter(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    one = Clock()
-    monkeypatch.setattr(report, "time", one)
-    return one
+def clock() -> Clock:
+    return Clock()
 
 
 class Event:
@@ -90,7 +87,7 @@ def test_no_tenant_is_not_sent() -> None:
 
 
 def test_rows_of_a_stream(clock: Clock) -> None:
-    event, timing = Event(), Timing()
+    event, timing = Event(), Timing(clock)
     for after, tokens in ((0.5, 0), (0.5, 1), (0.2, 2), (0.2, 2)):
         clock.now += after
         timing.arrived(tokens, 10)
@@ -104,7 +101,7 @@ def test_rows_of_a_stream(clock: Clock) -> None:
 
 
 def test_one_token_has_no_time_between(clock: Clock) -> None:
-    event, timing = Event(), Timing()
+    event, timing = Event(), Timing(clock)
     clock.now += 0.25
     timing.arrived(1, 3)
     Reporter(event, "GRPC", "demo").succeeded(ASK, timing)
@@ -112,14 +109,14 @@ def test_one_token_has_no_time_between(clock: Clock) -> None:
     assert timing.tpot_ms is None
 
 
-def test_no_token_at_all() -> None:
-    event, timing = Event(), Timing()
+def test_no_token_at_all(clock: Clock) -> None:
+    event, timing = Event(), Timing(clock)
     Reporter(event, "GRPC", "demo").succeeded(ASK, timing)
     assert [row[0] for row in event.fired] == ["GRPC"]
 
 
 def test_a_whole_answer_has_no_first_token(clock: Clock) -> None:
-    event, timing = Event(), Timing()
+    event, timing = Event(), Timing(clock)
     clock.now += 2
     timing.arrived(5, 30)
     Reporter(event, "INFER", "demo_infer").succeeded(ASK, timing)
@@ -127,8 +124,8 @@ def test_a_whole_answer_has_no_first_token(clock: Clock) -> None:
 
 
 def test_failures_are_counted_by_tag(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    report._logged.clear()
-    event, timing = Event(), Timing()
+    locust_rows._logged.clear()
+    event, timing = Event(), Timing(clock)
     reporter = Reporter(event, "GRPC", "demo")
     clock.now += 0.5
     for limit in (250, 500):

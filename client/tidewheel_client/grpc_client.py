@@ -1,4 +1,4 @@
-"""Client with one gRPC channel and one call per request, so no request can end another's stream."""
+"""Client with one gRPC call per request, so that no request can end another's stream."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tidewheel_client import codec
-from tidewheel_client.errors import InvalidRequest, RequestTimeout, ServerUnavailable, from_rpc
+from tidewheel_client.answers import Completion, Metadata
+from tidewheel_client.request_errors import InvalidRequest, RequestTimeout, ServerUnavailable, from_rpc
 from tidewheel_client.stream import Stream
-from tidewheel_client.values import Completion, Metadata
 
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -22,17 +22,16 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # web proxies must not apply to the server
     ("grpc.use_local_subchannel_pool", 1),
 )
-# Makes Triton send errors as a gRPC status, not bare text. That ends the call, which serves one request only.
+# Makes Triton send errors as a gRPC status, not bare text, which ends the call.
 _WITH_STATUS = ("triton_grpc_error", "true")
 _PROBE_TIMEOUT_S = 5.0
 _POLL_S = 0.1
 
 
 class Client:
-    """Client of one model on one server; thread-safe, for any number of concurrent requests.
+    """Thread-safe client of one model on one server. Every method raises `RequestError`.
 
-    `timeout_s` bounds requests without their own. `credentials` turns on TLS. `headers`, such as a gateway's token,
-    go with every call. Every method raises `RequestError`.
+    `timeout_s` bounds requests without their own. `credentials` turns on TLS. `headers` go with every call.
     """
 
     def __init__(
@@ -65,13 +64,12 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> Stream:
-        """Start a request and return its stream.
+        """Start a request with exactly one of `prompt`, `messages` and `input_ids`, and return its stream.
 
-        Give exactly one of `prompt`, `messages` (chat: `{"role": …, "content": …}`) and `input_ids`. `params` are:
+        A message is `{"role": …, "content": …}`. `params` are:
 
         - sampling keys: `max_tokens`, `temperature`, `stop`, …;
         - serving keys: `n`, `priority`, `tenant`, `deadline_ms`, `soft_deadline_ms`, `session_id`, `session_ttl_s`;
-          `priority` and `deadline_ms` also reach Triton's own queue;
         - output flags: `return_token_ids`, `return_logprobs`, `return_cumulative_logprob`, `return_perf_metrics`.
         """
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=True)
@@ -87,7 +85,7 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> Completion:
-        """Return the whole answer, with the arguments of `stream` except `n`; non-decoupled models work too."""
+        """Return the whole answer, with the arguments of `stream` except `n`."""
         if params.get("n", 1) != 1:
             raise InvalidRequest(f"n is {params['n']!r}: generate_all returns several sequences")
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=False)
@@ -104,27 +102,26 @@ class Client:
         timeout_s: float | None = None,
         **params: object,
     ) -> tuple[Completion, ...]:
-        """Return one answer per sequence of `n`, like `generate`."""
+        """Return one answer per sequence of `n`."""
         request = self._encode(prompt, messages, input_ids, request_id, params, stream=False)
         with self._start(request, timeout_s) as stream:
             return stream.read_all()
 
     def close_session(self, session_id: str, *, tenant: str = "", timeout_s: float | None = None) -> None:
-        """Make the server forget a session; raise `NotFound` if it is unknown."""
+        """Raise `NotFound` if the session is unknown."""
         params = {"close_session": True, "session_id": session_id, "tenant": tenant}
         request = self._encode("", None, None, "", params, stream=False)
         with self._start(request, timeout_s) as stream:
             stream.read()
 
     def is_ready(self) -> bool:
-        """Return whether the server is reachable and the model accepts requests."""
         try:
             return bool(self._unary("ModelReady", service_pb2.ModelReadyRequest(name=self.model)).ready)
         except ServerUnavailable:
             return False
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
-        """Raise `RequestTimeout` if the model is not ready in time."""
+        """Raise `RequestTimeout` if time runs out."""
         end = time.monotonic() + timeout_s
         while not self.is_ready():
             if time.monotonic() >= end:

@@ -13,7 +13,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerfMetrics:
-    """Times in ns of the server's monotonic clock, KV blocks of the prompt, and the granted class."""
+    """Times in ns of the server's monotonic clock, and the prompt's KV blocks."""
 
     arrival_time_ns: int
     first_scheduled_time_ns: int
@@ -26,7 +26,7 @@ class PerfMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """News of one sequence since the last response; its last chunk has a `finish_reason`."""
+    """News of one sequence; its last chunk has a `finish_reason`."""
 
     text: str
     index: int = 0  # of the sequence
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Whole answer, or one of its `n` sequences; optional parts as in `Chunk`."""
+    """Whole answer of one sequence; optional parts as in `Chunk`."""
 
     request_id: str
     text: str

@@ -41,7 +41,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
-    """Poll until the condition is true; its value. Fails the test after the limit."""
+    """Poll until the condition is true and return its value. Fail the test after the limit."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         value = condition()
@@ -81,13 +81,13 @@ class Server:
         return answer
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics: `name{labels}` → value."""
+        """Return every sample of /metrics: `name{labels}` → value."""
         text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10).text
         samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum over the samples of one name whose labels match."""
+        """Sum the samples of one name whose labels match."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
             value
@@ -108,7 +108,7 @@ class Server:
         return None
 
     def is_ready(self) -> bool:
-        """Triton opens its metrics port after the others."""
+        """Return whether all ports answer: Triton opens that of the metrics last."""
         metrics = f"http://127.0.0.1:{self.metrics_port}/metrics"
         try:
             return all(requests.get(url, timeout=2).ok for url in (f"{self.http}/v2/health/ready", metrics))
@@ -146,7 +146,7 @@ def stop_server(server: Server) -> int:
 
 
 def grpc_inputs(text: str | None = None, **tensors: Any) -> list[grpcclient.InferInput]:
-    """InferInputs of a text prompt and any scalars or lists, typed by their Python values."""
+    """Make the inputs of a text prompt and any scalars or lists, typed by their Python values."""
     values = {} if text is None else {"text_input": text}
     values.update(tensors)
     inputs = []
@@ -168,13 +168,13 @@ def grpc_inputs(text: str | None = None, **tensors: Any) -> list[grpcclient.Infe
 
 
 class StreamError(Exception):
-    """The message of an error response on a gRPC stream."""
+    """Error response on a gRPC stream."""
 
 
 def grpc_stream(
     server: Server, inputs: list[grpcclient.InferInput], *, model: str = "demo", **options: Any
 ) -> list[grpcclient.InferResult]:
-    """All responses of one request on a stream of its own, in order; `StreamError` when one is an error."""
+    """Return the responses of one request on a stream of its own. Raise `StreamError` when one is an error."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with grpcclient.InferenceServerClient(server.grpc) as client:
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
@@ -200,14 +200,14 @@ def token_ids(results: list[grpcclient.InferResult]) -> list[int]:
 
 
 def sse_events(response: requests.Response) -> list[dict[str, Any]]:
-    """The JSON of every `data:` line of a `/generate_stream` answer."""
+    """Return the JSON of every `data:` line of a `/generate_stream` answer."""
     lines = response.iter_lines(decode_unicode=True)
     return [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
 
 
 @contextmanager
 def serving_demo(folder: Path, config: str) -> Iterator[Server]:
-    """The demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
+    """Serve the demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
     shutil.copytree(REPOSITORY / "demo", folder / "demo")
     (folder / "demo" / "config.pbtxt").write_text(config)
     log = folder / "serve.log"

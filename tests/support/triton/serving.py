@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -12,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,23 @@ import tritonclient.grpc as grpcclient
 ROOT = Path(__file__).parents[3]
 REPOSITORY = ROOT / "model_repository"
 WEIGHTS = REPOSITORY / "demo" / "1" / "weights"
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 180.0
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Choose free ports below the range from which the system serves other programs until the server has them."""
+    first_of_system = int(PORT_RANGE.read_text().split()[0])
+    ours = range(max(1024, first_of_system - 20_000), first_of_system)
+    candidates = random.SystemRandom().sample(ours, min(len(ours), 64)) + [0] * count  # 0: the system chooses
+    with contextlib.ExitStack() as held:
+        found: list[int] = []
+        while len(found) < count:
+            one = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # in use
+                one.bind(("127.0.0.1", candidates.pop(0)))
+                found.append(one.getsockname()[1])
+        return found
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
@@ -205,7 +211,7 @@ def sse_events(response: requests.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving_demo(folder: Path, config: str) -> Iterator[Server]:
     """Serve the demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
     shutil.copytree(REPOSITORY / "demo", folder / "demo")

@@ -28,8 +28,8 @@ demo: venv
 serve: venv
 	$(BIN)/tidewheel serve --model-repository model_repository --models demo,demo_infer
 
-# Parts that run at once, the longest first; each prints when it is done.
-TEST_JOBS ?= 2
+# Parts run at once, the longest first; each prints when it is done. Three keep two cores busy: servers are often waited for.
+TEST_JOBS ?= 3
 test: venv
 	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --output-sync=target test-unit test-e2e test-kernels lint
 
@@ -45,14 +45,16 @@ check: lint
 
 # One thread of torch in each: parts run beside each other, and the models of tests are small.
 test-unit: venv
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels --ignore tests/e2e tests
 
 # In a process of its own: triton-lang reads TRITON_INTERPRET when it is imported.
 test-kernels: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
+# Folders with such tests: the others need not be imported.
+E2E := tests/e2e tests/server
 test-e2e: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' tests
+	$(BIN)/pytest -q -m 'e2e and not slow' $(E2E)
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests

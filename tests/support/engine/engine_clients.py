@@ -114,5 +114,5 @@ def request(key: int, *token_ids: int, max_tokens: int = 8, **fields: object) ->
 
 
 def endless(key: int, **fields: object) -> AddRequest:
-    """Runs for seconds."""
+    """Make a request that runs for seconds."""
     return request(key, 1, 2, 3, max_tokens=4000, **fields)

@@ -1,4 +1,4 @@
-"""A front end over a scripted engine, and what its clients should see."""
+"""A front end over a scripted engine."""
 
 from __future__ import annotations
 

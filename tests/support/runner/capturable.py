@@ -23,7 +23,7 @@ from tidewheel_kernels.sampling.reference import sample_reference
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Inside, they run on a CPU in place of its own."""
+    """Run these operations on a CPU in place of its own."""
     with ExitStack() as stack:
         for operation, function in (
             (attention._OP, paged_attention),
@@ -46,7 +46,7 @@ def paged_attention(
     sliding_window: int,
     soft_cap: float,
 ) -> None:
-    """Steps with prompts are nobody's graph and go where they always go."""
+    """Attend; steps with prompts belong to no graph and run as always."""
     if meta.num_decodes < meta.num_seqs:
         return paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     out.copy_(decode_attention(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap))
@@ -62,7 +62,7 @@ def decode_attention(
     sliding_window: int,
     soft_cap: float,
 ) -> torch.Tensor:
-    """Gathers the keys of `max_seq_len` positions of every row, then masks those that are not there."""
+    """Gather the keys of `max_seq_len` positions of every row, then mask the absent ones."""
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     positions = torch.arange(meta.max_seq_len)
     seq_lens = meta.seq_lens.unsqueeze(1)
@@ -109,7 +109,7 @@ def rope_and_cache(
 
 
 def write_cache(values: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor) -> None:
-    """Padding writes what the first row writes, to the same slot; where there is nothing but padding, nothing new."""
+    """Write the cache; padding repeats the write of the first row, and padding alone writes nothing."""
     flat = cache.view(-1, *values.shape[1:])
     first = slot_mapping[:1].clamp(min=0)
     written = torch.where((slot_mapping[:1] >= 0)[:, None, None], values[:1], flat.index_select(0, first))

@@ -1,4 +1,4 @@
-"""What triton-lang would compile, without a GPU: launches are noted by the key under which it keeps kernels.
+"""Record without a GPU what triton-lang would compile: launches, by the key under which it keeps kernels.
 
 The key is made by triton-lang's own code. Launchers run on tensors in host memory and kernels do not run, so what is
 computed is meaningless; integers are zeroed where they would be left as they are found, so that token ids stay valid.
@@ -21,7 +21,7 @@ from tidewheel_kernels.launch_config import compile_target
 
 
 class LaunchKeys:
-    """The keys of all launches so far; the first launch of each, in words."""
+    """Keys of all launches so far, each with its first launch in words."""
 
     def __init__(self, architecture: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -56,7 +56,7 @@ class LaunchKeys:
 
 @contextmanager
 def recorded_keys(architecture: int = 90, num_sms: int = 132) -> Iterator[LaunchKeys]:
-    """Every operation is its kernel's launcher, as on a GPU of this architecture and size; launches are noted."""
+    """Make every operation its kernel's launcher, as on a GPU of this architecture and size, and note launches."""
     from triton.runtime.jit import KernelInterface
 
     keys = LaunchKeys(architecture)
@@ -87,7 +87,7 @@ def _empty(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> torc
 
 @contextmanager
 def _multiprocessors(count: int) -> Iterator[None]:
-    """Launchers import the function by name, each its own."""
+    """Replace the function in every launcher: each imports it by name."""
     names = [module.name for module in walk_packages(tidewheel_kernels.__path__, "tidewheel_kernels.")]
     modules = [import_module(name) for name in names if name.rpartition(".")[2].startswith("triton_")]
     users = [module for module in modules if hasattr(module, "multiprocessors")]

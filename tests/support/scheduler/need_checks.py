@@ -1,4 +1,4 @@
-"""Whether rows that left were needed, counted anew from what each of them held."""
+"""Checks that rows had to leave, counted anew from what each of them held."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ class Blocks:
         self.has_free_row = state.columns.num_free_rows > 0
 
     def num_only_of(self, request_id: str) -> int:
-        """Blocks of the request that no other one names."""
+        """Count the blocks of the request that no other request names."""
         others = [table for name, table in self.tables.items() if name != request_id]
         return len(self.tables[request_id].difference(*others))
 
     def gain(self, request_id: str) -> int:
-        """Blocks that are there for others if it leaves alone."""
+        """Count the blocks that others could take if the request left alone."""
         return self.num_only_of(request_id) + (request_id in self.growing)
 
 
 def check_need(
     driver: SchedulerDriver, blocks: Blocks, victims: list[Request], entered: list[Request], model: Model
 ) -> None:
-    """For a driver with one step in flight: rows that leave for a CRITICAL let it enter in the same step, and none of
-    them could have stayed; a CRITICAL waits only where all lower classes together would not be enough."""
+    """Check the rows that left for a CRITICAL, with one step in flight.
+
+    They let it enter in the same step, and none of them could have stayed. A CRITICAL waits only where all lower
+    classes together would not be enough.
+    """
     if len(victims) == 1 and not any(r.num_reused_blocks for r in entered):
         _check_choice(driver, blocks, victims[0], model)
     is_scarce = blocks.num_growing > blocks.num_free
@@ -53,7 +56,7 @@ def check_need(
 
 
 def _check_choice(driver: SchedulerDriver, blocks: Blocks, victim: Request, model: Model) -> None:
-    """Of those that free as much alone, the victim loses least: no better class, no more computed, no older."""
+    """Check that of the rows that free as much alone the victim loses least: class, computed tokens, age."""
     limit, requests = driver.config.max_preemptions, driver.requests
 
     def loss(request: Request, num_preemptions: int) -> tuple[float, ...]:
@@ -74,7 +77,7 @@ def _check_choice(driver: SchedulerDriver, blocks: Blocks, victim: Request, mode
 
 
 def _check_each(driver: SchedulerDriver, blocks: Blocks, victims: list[Request], critical: Request) -> None:
-    """Every victim was needed for its row, or for its blocks: with it, fewer would be free than must be."""
+    """Check that every victim was needed for its row or for its blocks."""
     columns, kv = driver.scheduler._state.columns, driver.kv
     needs_row = not blocks.has_free_row or columns.num_running >= driver.scheduler.stats().max_num_seqs
     if critical.num_preemptions or (needs_row and len(victims) == 1):
@@ -90,7 +93,7 @@ def _check_each(driver: SchedulerDriver, blocks: Blocks, victims: list[Request],
 
 
 def _check_wait(driver: SchedulerDriver, blocks: Blocks, model: Model) -> None:
-    """A CRITICAL that waits first in line would not fit even if all lower classes left."""
+    """Check that a CRITICAL first in line would not fit even if all lower classes left."""
     config, state = driver.config, driver.scheduler._state
     if config.policy in ("fifo", "fair") or config.strategy.name != "continuous":
         return

@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(2, 4), priority=st.sampled_from(Priority))
     def add_some(self, count: int, priority: Priority) -> None:
-        """Sequences that share a prompt."""
+        """Add sequences that share a prompt."""
         leader = self.random_request(priority)
         self.add_group([leader, *(self.twin(leader) for _ in range(count - 1))])
 
@@ -196,11 +196,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.model.standings[request.request_id].was_over_quota = True
 
     def new(self) -> list[Request]:
-        """Those that may lose their place: neither they nor the leader of their group has started."""
+        """Return the requests that may lose their place: neither they nor the leader of their group has started."""
         return [request for request in self.having(RequestState.WAITING) if not has_begun(request)]
 
     def is_over_quota(self, request: Request) -> bool:
-        """Blocks of the tenant's running requests and sessions, and those that the request needs."""
+        """Count the blocks of the tenant's running requests and sessions, and the blocks that the request needs."""
         quota = TENANTS.get(request.tenant, TenantLimits()).max_blocks
         if quota is None:
             return False
@@ -249,21 +249,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             check_shares(driver, batch, self.model, len(victims))
 
     def note_releases(self, followers: list[Request], now: float) -> None:
-        """Followers whose leader let them go begin to age by themselves."""
+        """Let followers age by themselves once their leader has let them go."""
         for request in followers:
             if not request.is_finished and not follows(request):
                 self.model.release(request, now)
 
     def waiting(self) -> list[Request]:
-        """Requests without a row, but for followers."""
+        """Return the requests without a row, except followers."""
         return [r for r in self.having(RequestState.WAITING, RequestState.PREEMPTED) if not follows(r)]
 
     def enterable(self, victims: list[Request]) -> list[Request]:
-        """Waiting requests that nothing but rows, blocks, budget and strategy can keep out."""
+        """Return the waiting requests that only rows, blocks, budget and strategy can keep out."""
         return [request for request in self.waiting() if not may_await_prefix(self.driver, request, victims)]
 
     def follow_quotas(self, now: float) -> None:
-        """A request that reaches the head while its tenant is over its quota drops a class, its followers with it."""
+        """Drop the class of a request at the head whose tenant is over its quota, and of its followers."""
         for request in self.unfinished():
             if follows(request):
                 continue
@@ -274,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model.follow(self.unfinished())
 
     def check_victims(self, were_running: list[Request], victims: list[Request], entered: list[Request]) -> None:
-        """The oldest of the highest class leaves for nothing but a CRITICAL request."""
+        """Check that the oldest of the highest class leaves only for a CRITICAL request."""
         waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
         has_critical = self.driver.config.policy != "fifo" and any(
             request.service_class is Priority.CRITICAL for request in (*entered, *waiting)
@@ -282,8 +282,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.model.protected(were_running) not in victims or has_critical
 
     def check_order(self, batch: ScheduledBatch, started: set[str], victims: list[Request]) -> None:
-        """Nothing enters while a request that is served earlier waits, but past one that waits for a prefix, or for
-        the strategy, or that may be overtaken; decodes are never left out for prompts."""
+        """Check that nothing enters while a request that is served earlier waits.
+
+        Exceptions are requests that wait for a prefix or the strategy, or that may be overtaken. Decodes are never
+        left out for prompts.
+        """
         driver, config, model = self.driver, self.driver.config, self.model
         entered = [driver.requests[new.request_id] for new in batch.new_rows]
         for request in entered:
@@ -330,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["cancel", "cancel", "cancel", "numerics", "fail_all"]), number=st.integers(0, 40))
     def mishap(self, kind: str, number: int) -> None:
-        """Also of requests that are unknown, in flight, or over."""
+        """Cancel or fail a request, which may be unknown, in flight, or over."""
         followers = [request for request in self.unfinished() if follows(request)]
         if kind == "cancel":
             self.driver.cancel(f"r{number}", FinishReason.DEADLINE if number % 4 == 0 else FinishReason.CANCELLED)
@@ -399,12 +402,12 @@ def crowded_machine(**changes: Any) -> type[SchedulerMachine]:
 
 
 def has_begun(request: Request) -> bool:
-    """Whether it, or the leader of its group, has been scheduled."""
+    """Return whether the request, or the leader of its group, has been scheduled."""
     first = request if request.leader is None else request.leader
     return first.first_scheduled_time is not None
 
 
 def unchanged(after: EngineStats, before: EngineStats) -> bool:
-    """But for the counts of refusals."""
+    """Compare figures, except the counts of refusals."""
     counts = {"num_hopeless": 0, "num_rate_limited": 0, "tenants": {}}
     return replace(after, **counts) == replace(before, **counts)

@@ -47,7 +47,7 @@ def make_request(
 
 
 def numbered(request: Request, number: int) -> Request:
-    """The request as the scheduler numbers arrivals, for tests of parts of it."""
+    """Number the request as the scheduler numbers arrivals, for tests of its parts."""
     request.sequence = number
     return request
 
@@ -112,14 +112,14 @@ class SchedulerDriver(RequestLedger):
         return int(self.scheduler._state.columns.num_computed_tokens[request.row])
 
     def prefilling(self) -> set[str]:
-        """Ids of running requests that entered with tokens which are not all scheduled."""
+        """Return the ids of running requests whose tokens at entry are not all scheduled."""
         columns = self.scheduler._state.columns
         starts = columns.num_computed_tokens + columns.num_inflight_tokens
         rows = (columns.running & (starts < columns.num_entered_tokens)).nonzero()[0].tolist()
         return {columns.request(row).request_id for row in rows}
 
     def ending(self) -> set[str]:
-        """Ids of running requests that end by length with a token in flight."""
+        """Return the ids of running requests that end by length with a token in flight."""
         columns = self.scheduler._state.columns
         ends = columns.num_tokens + columns.num_inflight_samples
         rows = (columns.running & (ends >= columns.max_num_tokens)).nonzero()[0].tolist()
@@ -170,7 +170,7 @@ class SchedulerDriver(RequestLedger):
         return outputs
 
     def step(self) -> StepOutputs | None:
-        """Keeps as many batches in flight as are allowed, then applies one; None if there was none."""
+        """Launch as many batches as are allowed, then apply one; return None if there was none."""
         while len(self.in_flight) < self.config.max_inflight_steps and self.schedule() is not None:
             pass
         return self.apply() if self.in_flight else None

@@ -5,9 +5,8 @@
 ``triton_kernels.py``  The triton-lang kernels with their launchers, for a GPU.
 ``cpu.py``             Fast torch operations and the launcher of the C kernel, for a CPU.
 
-Implementations of an operation take the same arguments, all of them, in the same order. Files that import triton-lang
-begin with ``triton_``; they are imported when the first kernel runs. Launches use the current CUDA device: call
-``torch.cuda.set_device`` for another than 0.
+Implementations of an operation take the same arguments, without defaults. Files that import triton-lang begin with
+``triton_`` and are imported when the first kernel runs. Launches use the current CUDA device.
 """
 
 from tidewheel_kernels.activation import silu_and_mul

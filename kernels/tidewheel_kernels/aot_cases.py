@@ -1,4 +1,4 @@
-"""Launches for `tidewheel_kernels.aot`: real shapes on uninitialised CPU tensors, which are never read."""
+"""Launches for `tidewheel_kernels.aot`: real shapes on tensors that are never read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ VOCABULARY = 151_936
 
 @dataclass(frozen=True)
 class Case:
-    """`default`: in the tests' default run."""
-
     name: str
     call: Callable[[], object]
     may_spill: tuple[int, ...] = ()  # architectures; elsewhere spills fail
-    default: bool = True
+    default: bool = True  # in the tests' default run
 
 
 def _rms_norm(hidden: int, dtype: torch.dtype, *, residual: bool) -> None:
@@ -89,7 +87,7 @@ def _attention(
 
 
 _prefill = partial(_attention, query_len=256)
-# Two sequences and one KV head: few enough programs to split keys even on a small device.
+# Few enough programs to split keys.
 _split_decode = partial(_attention, query_len=1, num_kv_heads=1)
 _plain_decode = partial(_attention, query_len=1, max_seq_len=64)
 
@@ -157,7 +155,7 @@ CASES = (
     Case("decode-128-split-float32", partial(_split_decode, 128, dtype=F32), default=False),
     Case("sample", partial(_sample, sampled=True)),
     Case("sample-bfloat16", partial(_sample, sampled=True, dtype=BF16), default=False),
-    # Not a multiple of 16, so rows are not aligned; their passes spill a little on sm_100.
+    # Rows that are not aligned.
     Case("sample-50257", partial(_sample, sampled=True, vocabulary=50_257), may_spill=(100,), default=False),
     Case("sample-small", partial(_sample, sampled=True, vocabulary=300), default=False),
     Case("greedy", partial(_sample, sampled=False)),

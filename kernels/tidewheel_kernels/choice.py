@@ -3,13 +3,10 @@
 The environment variable ``TIDEWHEEL_KERNELS`` is one of:
 
 ``auto``       (default) On CUDA the triton-lang kernel. Elsewhere the first available of the C kernel (float32 and
-               bfloat16, with a C compiler), the fast torch operations and the reference.
+               bfloat16, with a C compiler), torch operations for a CPU and the reference.
 ``torch``      The same without C kernels.
-``reference``  Plain torch everywhere.
-``triton``     The triton-lang kernel everywhere. Off the GPU it is interpreted, which needs ``TRITON_INTERPRET=1``
-               before triton is imported.
-
-A choice that cannot be honoured is an error.
+``reference``  The reference everywhere.
+``triton``     The triton-lang kernel everywhere. Off the GPU, set ``TRITON_INTERPRET=1`` before triton is imported.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ R = TypeVar("R")
 
 
 class KernelUnavailable(RuntimeError):
-    """The chosen implementation cannot run here; the message says what to change."""
+    """The chosen implementation cannot run here."""
 
 
 def preference_from_environment() -> Preference:
@@ -56,7 +53,7 @@ def triton_installed() -> bool:
 
 
 def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
-    """Return the kind of implementation for tensors on `device_type`, C kernels aside."""
+    """Return the kind of implementation, C kernels aside."""
     if preference == "reference":
         return "reference"
     on_gpu = device_type == "cuda"
@@ -76,10 +73,7 @@ def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
 
 
 class Op(Generic[P, R]):
-    """An operation with its implementations, which take the same arguments.
-
-    The triton-lang launcher is function `name` of module `triton_kernels` in `package`, imported on first use.
-    """
+    """An operation with its implementations; `name` is also its launcher in `triton_kernels` of `package`."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Block sizes, warps and pipeline stages of all launches; docs/kernels.md has the reasons.
 
-Attention tiles are the largest without register spills on sm_80, sm_90 and sm_100. Only float32 prefill with head_dim
-128 spills a little.
+Attention tiles are the largest without register spills, but for float32 prefill with head_dim 128.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from typing import NamedTuple
 
 import torch
 
-# Fewer keys per decode program would make the merge too expensive.
+# With fewer keys per decode program the merge costs too much.
 MIN_KEYS_PER_SPLIT = 128
-# Decode programs: two hide each other's latency, three fit.
+# Decode programs: two hide each other's latency.
 PROGRAMS_PER_SM = 2
 RESIDENT_PROGRAMS_PER_SM = 3
 # One-warp programs that read logits; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
 MIN_DOT_SIZE = 16  # of tl.dot
-# With warpgroup instructions, which read keys from shared memory, larger tiles fit into registers.
+# Warpgroup instructions read keys from shared memory, so larger tiles fit into registers.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
-# Architecture assumed for tensors off the GPU.
+# Architecture for tensors off the GPU.
 compile_target: ContextVar[int] = ContextVar("compile_target", default=90)
 
 
@@ -61,19 +60,16 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 class VocabularyConfig(NamedTuple):
-    """Partition of a row of logits.
-
-    `chunk` and `tile` depend only on the vocabulary: a row's token must not depend on its batch.
-    """
+    """Partition of a row of logits, by the vocabulary alone: a token must not depend on its batch."""
 
     chunk: int  # logits per partial result
     num_chunks: int
-    tile: int  # chunks read at once in the first launch
+    tile: int  # chunks that the first launch reads at once
     num_tiles: int
-    block: int  # logits read at once in the second launch; a multiple of `chunk`
-    capacity: int  # candidates held in registers
-    num_warps: int  # of the first launch: one needs no barrier
-    row_warps: int  # of the second launch
+    block: int  # logits that the second reads at once; a multiple of `chunk`
+    capacity: int  # candidates in registers
+    num_warps: int  # one needs no barrier
+    row_warps: int  # in the second launch
 
 
 @lru_cache
@@ -94,7 +90,7 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return the number of programs per row in the first launch: short ones, so that the last take little time."""
+    """Return the number of programs per row in the first launch: short ones, as the last run alone."""
     wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
     tiles = cdiv(num_tiles, min(wanted, num_tiles))
     return cdiv(num_tiles, tiles)
@@ -107,14 +103,12 @@ def copy_config(size: int) -> LaunchConfig:
 
 
 def rope_config(num_heads: int) -> LaunchConfig:
-    """Give a program `block` heads of one token."""
     return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
 
 
 def prefill_config(
     head_dim: int, group: int, block_size: int, element_size: int, architecture: int
 ) -> AttentionConfig:
-    """Return tiles of the prefill kernel; `group`: query heads per KV head."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     # Heads of 256 spill on sm_100.
     boxes = architecture == 90 or (block_d <= 128 and architecture in WARPGROUP_ARCHITECTURES)
@@ -136,7 +130,7 @@ def prefill_config(
 
 
 def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
-    """Return tiles of the split-KV kernel: small ones, with the next in flight, as it is bandwidth-bound."""
+    """Return small tiles, with the next in flight, for a kernel that waits for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
@@ -145,27 +139,23 @@ def decode_config(head_dim: int, group: int, block_size: int, element_size: int)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Return the number of programs per sequence and KV head: enough to fill the device, none with too few keys.
-
-    It depends on host values only, so a CUDA graph can freeze it.
-    """
+    """Return programs per sequence and KV head, from host values only: a CUDA graph may freeze them."""
     num_rows = max(num_seqs * num_kv_heads, 1)
     wanted = cdiv(PROGRAMS_PER_SM * num_sms, num_rows)
-    if wanted * num_rows > RESIDENT_PROGRAMS_PER_SM * num_sms:  # the last would run alone
+    if wanted * num_rows > RESIDENT_PROGRAMS_PER_SM * num_sms:
         wanted -= 1
     return max(1, min(wanted, cdiv(max_seq_len, MIN_KEYS_PER_SPLIT)))
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Return a GPU's multiprocessors, elsewhere a small number."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def architecture(device: torch.device) -> int:
-    """Return a GPU's compute capability (90 for sm_90), elsewhere `compile_target`."""
+    """Return a GPU's compute capability, such as 90."""
     return _capability(device) if device.type == "cuda" else compile_target.get()
 
 

@@ -1,4 +1,4 @@
-"""Parts of kernels that read logits: loads, partial results of chunks, and searches by value."""
+"""Load logits, reduce their chunks, and search them by value."""
 
 import triton
 import triton.language as tl
@@ -27,14 +27,14 @@ def chunk_maxima(x):
 
 @triton.jit
 def chunk_weights(x, maxima, scale):
-    """Return [TILE]: the sum of ``exp2((x - maximum of the chunk) * scale)``; 0 for a chunk of -inf."""
+    """Return [TILE]: the sum of ``exp2((x - maximum) * scale)`` of each chunk."""
     origin = tl.where(maxima == float("-inf"), 0.0, maxima)
     return tl.sum(tl.exp2((x - origin[:, None]) * scale), axis=1)
 
 
 @triton.jit
 def load_maxima(maxima_ptr, num_chunks, CHUNKS: tl.constexpr):
-    """Return chunk maxima, their largest, and a flag: no logit is NaN or +inf and some are finite."""
+    """Return maxima, their largest, and a flag: no logit is NaN or +inf, some are finite."""
     chunk = tl.arange(0, CHUNKS)
     maxima = tl.load(maxima_ptr + chunk, mask=chunk < num_chunks, other=float("-inf"))
     max_logit = tl.max(maxima, axis=0)
@@ -53,9 +53,9 @@ def middle(low, high):
 
 @triton.jit
 def search(x, measure, low, high, target):
-    """Return the largest t in `x` for which ``measure`` of all x >= t sums to `target`; `low` if none.
+    """Return the largest t in `x` for which `measure` of all x >= t sums to `target`; `low` if none.
 
-    `high` is the largest element; each pass drops at least one from [low, high].
+    `high` is the largest element. A pass drops at least one.
     """
     while low < high:
         pivot = middle(low, high)
@@ -74,7 +74,7 @@ def element(values, index, SIZE: tl.constexpr):
 
 @triton.jit
 def crossing(weight, cumulative, target, SIZE: tl.constexpr):
-    """Return the first lane that has a weight and reaches above the target; if rounding hides it, the last."""
+    """Return the first lane with a weight that reaches above the target; if rounding hides it, the last."""
     lane = tl.arange(0, SIZE)
     first = tl.min(tl.where((cumulative > target) & (weight > 0.0), lane, SIZE), axis=0)
     last = tl.max(tl.where(weight > 0.0, lane, 0), axis=0)

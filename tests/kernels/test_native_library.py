@@ -22,15 +22,25 @@ X = torch.linspace(-3, 3, 24).view(3, 8)
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of this test's own, and nothing remembered of before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TIDEWHEEL_KERNELS", raising=False)
     monkeypatch.setattr(activation._OP, "_chosen", {})
     monkeypatch.setattr(activation_cpu._silu_and_mul, "_functions", {})
     library.native_library.cache_clear()
-    yield tmp_path / "cache" / "tidewheel" / "kernels"
+    yield
     library.native_library.cache_clear()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own, and sources that take a moment to compile."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "zero.h").write_text("int zero(void);\n")
+    (sources / "zero.c").write_text('#include "zero.h"\nint zero(void) { return 0; }\n')
+    monkeypatch.setattr(library, "SOURCES", sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tidewheel" / "kernels"
 
 
 def compiler_that(folder: Path, does: str) -> str:
@@ -51,14 +61,12 @@ def test_a_library_is_compiled_once_per_dtype_and_kept(home: Path) -> None:
     assert len(list(home.iterdir())) == 2
 
 
-def test_other_sources_are_another_library(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = tmp_path / "sources"
-    changed.mkdir()
-    for file in [*library.SOURCES.glob("*.c"), *library.SOURCES.glob("*.h")]:
-        (changed / file.name).write_text(file.read_text() + "\n/* edited */\n")
+@pytest.mark.parametrize("name", ["zero.c", "zero.h"])
+def test_other_sources_are_another_library(home: Path, name: str) -> None:
     assert library.native_library(torch.float32) is not None
     library.native_library.cache_clear()
-    monkeypatch.setattr(library, "SOURCES", changed)
+    with (library.SOURCES / name).open("a") as file:
+        file.write("/* edited */\n")
     assert library.native_library(torch.float32) is not None
     assert len(list(home.iterdir())) == 2
 
@@ -85,6 +93,7 @@ def test_float16_has_none() -> None:
     ],
     ids=["no version", "no code"],
 )
+@pytest.mark.usefixtures("home")
 def test_without_a_working_compiler_torch_does_the_same(
     does: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,6 +104,7 @@ def test_without_a_working_compiler_torch_does_the_same(
     assert message in record.getMessage() and "slower" in record.getMessage()
 
 
+@pytest.mark.usefixtures("home")
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -123,6 +133,7 @@ def test_a_kept_library_that_somebody_else_put_there_is_not_loaded(
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.usefixtures("home")
 def test_two_openmp_runtimes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -137,6 +148,7 @@ def test_two_openmp_runtimes_are_refused(
     assert "/usr/lib/libomp.so.5" in caplog.text
 
 
+@pytest.mark.usefixtures("home")
 def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = activation._OP.on(X)
     assert chosen is silu_and_mul_native

@@ -10,7 +10,7 @@ from tidewheel_kernels.choice import Op
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Map ``gate_up = cat(gate, up)`` [num_tokens, 2 * I] to ``silu(gate) * up`` [num_tokens, I], same dtype."""
+    """Map ``cat(gate, up)`` [num_tokens, 2 * I] to ``silu(gate) * up`` [num_tokens, I]."""
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up needs an even last dimension, got shape {tuple(gate_up.shape)}")
     return _OP.on(gate_up)(gate_up)

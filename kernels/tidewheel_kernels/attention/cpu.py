@@ -23,7 +23,7 @@ def paged_attention_cpu(
     sliding_window: int,
     soft_cap: float,
     *,
-    first_seq: int = 0,  # earlier sequences are left alone
+    first_seq: int = 0,  # earlier ones are left alone
 ) -> None:
     """Gather keys and values by slot, then make one dense call per group of rows.
 

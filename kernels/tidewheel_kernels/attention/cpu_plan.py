@@ -1,4 +1,4 @@
-"""Groups of query rows for dense attention calls with little padding."""
+"""Group query rows for dense attention calls with little padding."""
 
 from __future__ import annotations
 
@@ -16,42 +16,37 @@ Ints = npt.NDArray[np.int64]
 
 # Longer chunks are cut, which keeps masks small.
 MAX_QUERY_LEN = 256
-# Padded keys that cost less than another call (measured: 40 µs a call, 0.4 µs a key).
+# Padded keys that cost less than a call (measured: 0.4 µs, 40 µs).
 FREE_PADDING = 128
 MAX_PADDING_RATIO = 1.25
-# Longer chunks share a mask, so they only join ones with equally many keys (measured: to plan two pieces of 256
-# queries and 2,500 keys takes 4.7 ms together, 1.9 ms apart).
+# Longer chunks only join ones with equally many keys: planning two of 256 queries and 2,500 keys took 4.7 ms
+# together, 1.9 ms apart.
 MAX_PADDED_QUERY_LEN = 16
-# Gathered keys of a group stay in the second-level cache (measured on 64 decodes of 20 to 200 keys: 3.5 ms a layer in
-# parts of 2 MiB, 2.9 ms in these).
+# Keys of a group stay in the second-level cache: 64 decodes of 20 to 200 keys took 3.5 ms a layer in parts of 2 MiB,
+# 2.9 ms in these.
 MAX_GATHERED_BYTES = 1 << 19
 
 
 class PlanKey(NamedTuple):
-    """Inputs of a plan beside the metadata."""
-
     block_size: int
     num_q_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int
     dtype: torch.dtype
-    first_seq: int = 0  # earlier sequences are not planned
+    first_seq: int = 0
 
 
 class Group(NamedTuple):
-    """Pieces of sequences with equal query length, for one attention call.
+    """Pieces with equal query length, for one attention call.
 
-    With one query each, keys are gathered with all heads: few long rows are faster than many short ones. Otherwise
-    they are repeated for query heads.
+    With one query each, keys are gathered with all heads, as few long rows are faster; else once per query head.
     """
 
     num_seqs: int
     query_len: int
     rows: torch.Tensor  # [num_seqs * query_len] int64 rows of q and out
-    # int64 rows of the cache: with one query each [num_seqs * num_keys] of [-1, num_kv_heads, head_dim], else
-    # [num_seqs * num_q_heads * num_keys] of [-1, head_dim]
-    gather: torch.Tensor
+    gather: torch.Tensor  # [num_seqs * num_keys] or [num_seqs * num_q_heads * num_keys] int64 rows of the cache
     mask: torch.Tensor | None  # [query_len, num_keys] or [num_seqs, 1, query_len, num_keys], 0 or -inf
     is_causal: bool  # replaces the mask
 
@@ -93,7 +88,6 @@ def make_plan(meta: AttentionMetadata, key: PlanKey) -> Plan:
 
 
 def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
-    """Cut each sequence with keys into pieces of up to MAX_QUERY_LEN queries."""
     query_lens = np.where(seq_lens > 0, np.diff(starts), 0)
     num_pieces = -(-query_lens // MAX_QUERY_LEN)
     seq = np.repeat(np.arange(len(seq_lens)), num_pieces)
@@ -108,7 +102,7 @@ def cut(starts: Ints, seq_lens: Ints, sliding_window: int) -> Pieces:
 
 
 def grouped(pieces: Pieces, max_keys: int) -> Iterator[Pieces]:
-    """Yield parts of equal query length and little padding; several pieces have at most `max_keys` padded keys."""
+    """Yield parts with little padding; if of several pieces, with at most `max_keys` padded keys."""
     ordered = pieces.take(np.lexsort((pieces.num_keys, pieces.query_len)))
     begin, total = 0, 0
     num_keys, query_len = ordered.num_keys.tolist(), ordered.query_len.tolist()
@@ -126,9 +120,9 @@ def grouped(pieces: Pieces, max_keys: int) -> Iterator[Pieces]:
 
 def _group(pieces: Pieces, block_tables: npt.NDArray[np.int32], key: PlanKey) -> Group:
     query_len, num_keys = int(pieces.query_len[0]), int(pieces.num_keys.max())
-    positions = pieces.key_start[:, None] + np.arange(num_keys)  # [n, num_keys]
+    positions = pieces.key_start[:, None] + np.arange(num_keys)
     exists = positions < pieces.key_end[:, None]
-    # Pad with the first key, which is finite.
+    # Pad with the first key.
     positions = np.where(exists, positions, pieces.key_start[:, None])
     blocks = block_tables[pieces.seq[:, None], positions // key.block_size].astype(np.int64)
     slots = blocks * key.block_size + positions % key.block_size

@@ -20,26 +20,25 @@ class AttentionMetadata:
     A decode with ``seq_lens[i] == 0`` is padding: it reads nothing and outputs zeros. Block table entries past a
     sequence's last block are never read.
 
-    In a CUDA graph the tensors are static buffers, and the integers frozen upper bounds that set grids and splits.
-    CPU attention plans once per object: make a new one for every step.
+    In a CUDA graph the integers are frozen upper bounds. CPU attention plans once per object, so each step needs one.
     """
 
-    slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset of each token, -1 = padding
+    slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset, -1 = padding
     block_tables: torch.Tensor  # [B, max_blocks] int32
     cu_seqlens_q: torch.Tensor  # [B + 1] int32
     seq_lens: torch.Tensor  # [B] int32; keys, including this step's tokens
     max_seqlen_q: int
     max_seq_len: int
     num_decodes: int
-    cu_seqlens_q_cpu: HostInts | None = None  # host copy
-    seq_lens_cpu: HostInts | None = None  # host copy
+    cu_seqlens_q_cpu: HostInts | None = None
+    seq_lens_cpu: HostInts | None = None
 
     @property
     def num_seqs(self) -> int:
         return self.seq_lens.shape[0]
 
     def host_cu_seqlens_q(self) -> HostInts:
-        """Return host values; synchronise the device if there is no copy."""
+        """Return the host copy; make it from the device if there is none."""
         return self.cu_seqlens_q.cpu().numpy() if self.cu_seqlens_q_cpu is None else self.cu_seqlens_q_cpu
 
     def host_seq_lens(self) -> HostInts:

@@ -15,7 +15,6 @@ def paged_attention_reference(
     sliding_window: int,
     soft_cap: float,
 ) -> None:
-    """Attend one sequence after the other, dense and in float32."""
     starts = meta.host_cu_seqlens_q().tolist()
     group = q.shape[1] // k_cache.shape[2]
     for i, seq_len in enumerate(meta.host_seq_lens().tolist()):
@@ -27,7 +26,7 @@ def paged_attention_reference(
             logits = soft_cap * torch.tanh(logits / soft_cap)
         visible = visible_keys(queries.shape[0], seq_len, sliding_window, device=q.device)
         logits = logits.masked_fill(~visible, float("-inf"))
-        # Padding sees no key: its softmax is NaN and its output zero.
+        # Padding sees no key: its softmax is NaN.
         weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0) if seq_len == 0 else torch.softmax(logits, dim=-1)
         out[starts[i] : starts[i + 1]] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
 

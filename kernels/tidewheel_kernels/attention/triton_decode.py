@@ -1,7 +1,4 @@
-"""Split-KV decode attention: programs share one query's keys, and a second kernel merges their results.
-
-Flash-decoding (Dao et al. 2023). Row i of q belongs to sequence i.
-"""
+"""Programs share one query's keys, and a second kernel merges their results (Flash-decoding, Dao et al. 2023)."""
 
 import torch
 import triton
@@ -18,7 +15,7 @@ MERGE_BLOCK_SPLITS = 64
 
 @triton.jit
 def _visible_tiles(seq_len, num_splits, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return (first, end, per_split): visible tiles, shared out by the actual length, as a grid may be frozen."""
+    """Return (first, end, per_split): visible tiles, shared out by actual length."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(seq_len - sliding_window, 0) // BLOCK_N
@@ -28,7 +25,7 @@ def _visible_tiles(seq_len, num_splits, sliding_window, BLOCK_N: tl.constexpr, H
 
 @triton.jit
 def _keys_of_split(seq_len_ptr, sliding_window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Return (seq_len, begin, end) with the tiles of this program."""
+    """Return (seq_len, begin, end): length and tiles of this program."""
     seq_len = tl.load(seq_len_ptr)
     first, end, per_split = _visible_tiles(seq_len, tl.num_programs(2), sliding_window, BLOCK_N, HAS_WINDOW)
     begin = first + tl.program_id(2) * per_split
@@ -69,7 +66,7 @@ def decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_kv_heads, num_seqs, num_splits]; the heads of a slot are adjacent in memory
+    # grid: [num_kv_heads, num_seqs, num_splits]
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     seq_len, begin_tile, end_tile = _keys_of_split(seq_lens_ptr + seq, sliding_window, BLOCK_N, HAS_WINDOW)
@@ -81,7 +78,7 @@ def decode_attention_kernel(
     mask = (row < GROUP)[:, None] & (column < HEAD_DIM)
     q = tl.load(q_ptr + seq * q_token_stride + head[:, None] * q_head_stride + column, mask=mask, other=0.0)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
-    # Every tile is masked: a second loop would refill the pipeline.
+    # Mask every tile: a second loop would refill the pipeline.
     acc, row_max, row_sum = attend_tiles(
         q, acc, row_max, row_sum, tl.zeros([BLOCK_M], dtype=tl.int32) + (seq_len - 1), seq_len, begin_tile, end_tile,
         block_tables_ptr + seq * block_table_stride,
@@ -120,7 +117,7 @@ def merge_splits_kernel(
     first = (seq * tl.num_programs(0) + head) * num_splits
     seq_len = tl.load(seq_lens_ptr + seq)
     first_tile, num_tiles, tiles_per_split = _visible_tiles(seq_len, num_splits, sliding_window, BLOCK_N, HAS_WINDOW)
-    # Splits behind these have no keys and stored nothing.
+    # Splits without keys stored nothing.
     num_filled = tl.cdiv(num_tiles - first_tile, tl.maximum(tiles_per_split, 1))
 
     column = tl.arange(0, BLOCK_D)

@@ -57,7 +57,7 @@ def _tensor_arguments(
 
 
 def _mask_arguments(scale: float, sliding_window: int, soft_cap: float) -> dict[str, object]:
-    """See `attend_tiles` for `logit_scale`. Soft-capped logits are in units of the cap."""
+    # With a soft cap, logits are in units of it.
     return {
         "logit_scale": 2.0 * LOG2_E * scale / soft_cap if soft_cap else LOG2_E * scale,
         "soft_cap_log2": soft_cap * LOG2_E,

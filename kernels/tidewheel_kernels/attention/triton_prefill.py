@@ -1,6 +1,6 @@
 """Attention with any number of queries: one program per tile of queries and KV head.
 
-With TMA, the tensor memory accelerator of sm_90 and later copies keys and values in boxes.
+With TMA, the tensor memory accelerator copies keys and values in boxes.
 """
 
 import torch
@@ -19,19 +19,16 @@ from tidewheel_kernels.attention.triton_tiles import (
 )
 from tidewheel_kernels.launch_config import AttentionConfig
 
-# These change with every batch and must not cause recompilation.
+# These change with every batch.
 _VARYING = ["first_seq", "num_seqs"]
 _INDEX_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr"]
-# To make one takes microseconds.
+# Making one takes microseconds.
 _descriptors = WeakIdKeyDictionary()
 
 
 @triton.jit
 def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return the sequence that owns `tile`.
-
-    Sequence i has the tiles from ``start_i // BLOCK_Q + i`` on, so the host knows the grid from the number of rows.
-    """
+    """Return the owner of `tile`: sequence i has those from ``start_i // BLOCK_Q + i`` on, without a prefix sum."""
     left = 0
     right = num_seqs
     while left < right:
@@ -46,8 +43,8 @@ def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.con
 
 @triton.jit
 def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
-    """Return (seq, start, query_len, first_query) of this program, which may have no query."""
-    # Later tiles have more keys: the longest programs start first.
+    """Return (seq, start, query_len, first_query) of this program."""
+    # The longest programs, with most keys, start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     first_row = tl.load(cu_seqlens_ptr + first_seq)
     nth = _sequence_of_tile(cu_seqlens_ptr + first_seq, first_row, tile, num_seqs, BLOCK_Q)
@@ -104,7 +101,7 @@ def _attend(
 ):
     tiles = _key_tiles(first_position, seq_len, sliding_window, BLOCK_Q, BLOCK_N, HAS_WINDOW)
     acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
-    # Parts: the begin of the window, tiles without a mask, and tiles up to the diagonal.
+    # Parts: begin of the window, tiles without a mask, diagonal.
     if TMA:
         logits = first_logits(q, tiles[0], block_table_ptr, k_cache, kv_head, BLOCK_SIZE, BLOCK_N, BLOCK_D)
         for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
@@ -161,7 +158,7 @@ def prefill_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads], for the num_rows queries from sequence first_seq on
+    # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads], for the rows from sequence first_seq on
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     seq, start, query_len, first_query = _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q)
@@ -213,10 +210,10 @@ def launch_prefill(
 
 
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """Return `tensor`'s descriptor for boxes of shape `box`; elements outside the tensor read as zero.
+    """Return `tensor`'s descriptor for boxes of shape `box`, kept while the tensor lives and does not move.
 
-    It is kept while the tensor lives and does not move. Raise AssertionError unless address and strides are multiples
-    of 16 bytes and the last dimension is contiguous.
+    It reads zeros outside the tensor. Raise AssertionError unless address and strides are multiples of 16 bytes and
+    the last dimension is contiguous.
     """
     boxes: dict[tuple[int, ...], TensorDescriptor] = _descriptors.setdefault(tensor, {})
     descriptor = boxes.get(box)

@@ -1,7 +1,7 @@
 """Online softmax over tiles of keys from the paged cache (Milakov and Gimelshein 2018).
 
-Its state is (acc, row_max, row_sum), all float32: weighted sums of values [BLOCK_M, BLOCK_D], largest logits in units
-of log2 [BLOCK_M] and sums of weights [BLOCK_M].
+Its state in float32: weighted sums of values `acc` [BLOCK_M, BLOCK_D], largest logits `row_max` [BLOCK_M] in units of
+log2, and sums of weights `row_sum` [BLOCK_M].
 """
 
 import triton
@@ -10,7 +10,6 @@ import triton.language as tl
 
 @triton.jit
 def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return the state before any key."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -45,16 +44,14 @@ def attend_tiles(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend to the keys of tiles [first_tile, end_tile); return the state.
+    """Attend to the keys of tiles [first_tile, end_tile). Without MASKED, every row must see all.
 
-    Without MASKED, every row must see every key. `logit_scale` includes log2(e), for exp2; with a soft cap
-    2 log2(e) / soft_cap, for tanh.
+    `logit_scale` includes log2(e), for exp2; with a soft cap 2 log2(e) / soft_cap, for tanh.
     """
     column = tl.arange(0, BLOCK_D)[None, :]
-    # Blocks are loaded one tile ahead: keys and values, without a load to wait for, get all pipeline stages.
+    # Blocks are loaded one tile ahead, so that keys and values get all pipeline stages.
     next_block = tl.load(block_table_ptr + first_tile * BLOCK_N // BLOCK_SIZE, mask=first_tile < end_tile, other=0)
     for tile in range(first_tile, end_tile):
-        # A tile lies in one block.
         first_key = tile * BLOCK_N
         block = next_block.to(tl.int64)
         next_block = tl.load(block_table_ptr + tl.minimum(tile + 1, end_tile - 1) * BLOCK_N // BLOCK_SIZE)
@@ -75,7 +72,7 @@ def attend_tiles(
 @triton.jit
 def _load_tile(tile_ptr, key, column, seq_len, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     if MASKED:
-        # Slots past the end may hold NaN, which a weight of zero would not remove.
+        # Slots past the end may hold NaN, which a zero weight would not remove.
         tile = tl.load(tile_ptr, mask=(key[:, None] < seq_len) & (column < HEAD_DIM), other=0.0)
     elif BLOCK_D == HEAD_DIM:
         tile = tl.load(tile_ptr)
@@ -102,7 +99,6 @@ def first_logits(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return the logits of `first_tile` for `attend_boxes`."""
     first_key = first_tile * BLOCK_N
     block = tl.load(block_table_ptr + first_key // BLOCK_SIZE)
     k = k_cache.load([block, first_key % BLOCK_SIZE, kv_head, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -112,7 +108,7 @@ def first_logits(
 @triton.jit
 def attend_boxes(
     q,  # [BLOCK_M, BLOCK_D], 16 bits
-    logits,  # [BLOCK_M, BLOCK_N] float32, unscaled, of first_tile
+    logits,  # [BLOCK_M, BLOCK_N] unscaled, of first_tile
     acc,
     row_max,
     row_sum,
@@ -120,9 +116,9 @@ def attend_boxes(
     seq_len,
     first_tile,
     end_tile,
-    last_tile,  # to read
+    last_tile,
     block_table_ptr,  # [max_blocks] of this sequence
-    k_cache,  # descriptor with boxes of [1, BLOCK_N, 1, BLOCK_D]
+    k_cache,  # descriptor of boxes [1, BLOCK_N, 1, BLOCK_D]
     v_cache,  # like k_cache
     kv_head,
     logit_scale,
@@ -135,10 +131,7 @@ def attend_boxes(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Do as `attend_tiles` on TMA boxes; return the logits of end_tile and the state.
-
-    The query-key product runs one tile ahead, during the softmax (FlashAttention-3, Shah et al. 2024, section 3.2).
-    """
+    """Do as `attend_tiles` on boxes, products of queries and keys one tile ahead (FlashAttention-3, section 3.2)."""
     k_block = tl.load(block_table_ptr + tl.minimum(first_tile + 1, last_tile) * BLOCK_N // BLOCK_SIZE)
     v_block = tl.load(block_table_ptr + tl.minimum(first_tile, last_tile) * BLOCK_N // BLOCK_SIZE)
     for tile in range(first_tile, end_tile):
@@ -163,7 +156,7 @@ def attend_boxes(
 
 @triton.jit
 def _attend(
-    logits,  # [BLOCK_M, BLOCK_N] float32, unscaled
+    logits,  # [BLOCK_M, BLOCK_N] unscaled
     v,  # [BLOCK_N, BLOCK_D]
     acc,
     row_max,
@@ -188,7 +181,7 @@ def _attend(
             visible = visible & (key[None, :] > query_position[:, None] - sliding_window)
         logits = tl.where(visible, logits, float("-inf"))
 
-    # A positive scale may follow the maximum: with the subtraction it is one instruction.
+    # A positive scale may follow the maximum, and joins the subtraction.
     new_max = tl.maximum(row_max, tl.max(logits, axis=1) * scale)
     base = new_max
     if MASKED:

@@ -1,7 +1,6 @@
-"""Writes to, and copies inside, the paged KV cache.
+"""Writes to, and copies inside, a paged KV cache [num_blocks, block_size, num_kv_heads, head_dim].
 
-A cache is a [num_blocks, block_size, num_kv_heads, head_dim] tensor whose last dimension is contiguous; slot s is
-offset ``s % block_size`` of block ``s // block_size``.
+Its last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ def write_kv_cache(
 
 
 def copy_blocks(
-    caches: Sequence[torch.Tensor] | torch.Tensor,  # each, or each caches[i]: [num_blocks, ...]
+    caches: Sequence[torch.Tensor] | torch.Tensor,  # each [num_blocks, ...]
     src: torch.Tensor,  # [num_copies] int64, on the caches' device
-    dst: torch.Tensor,  # [num_copies] int64
+    dst: torch.Tensor,  # like src
 ) -> None:
     """Copy block ``src[i]`` to block ``dst[i]`` in every cache (copy-on-write of forked sequences).
 
-    A stacked tensor [num_caches, num_blocks, ...] takes one launch, a list one per cache. Elements of a block must be
-    contiguous. No block may be in `dst` twice, or in both `src` and `dst`.
+    A stacked tensor [num_caches, num_blocks, ...] takes one launch. Elements of a block must be contiguous. No block
+    may be in `dst` twice, or in both `src` and `dst`.
     """
     if src.shape != dst.shape or src.dim() != 1:
         raise ValueError(f"src and dst must be vectors of one length, got {tuple(src.shape)} and {tuple(dst.shape)}")

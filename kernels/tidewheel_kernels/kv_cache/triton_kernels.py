@@ -13,10 +13,10 @@ def slot_ptr(cache_ptr, slot, block_size, block_stride, offset_stride):
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping_ptr"])
 def write_kv_cache_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
-    v_ptr,  # [num_tokens, num_kv_heads, head_dim]
+    v_ptr,  # like k_ptr
     slot_mapping_ptr,  # [num_tokens]
     k_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    v_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache_ptr,  # like k_cache_ptr
     k_token_stride,
     k_head_stride,
     v_token_stride,
@@ -107,7 +107,6 @@ def write_kv_cache(
 
 
 def copy_blocks(stack: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copy blocks of `stack` [num_caches, num_blocks, ...], contiguous each."""
     if not stack[0, 0].is_contiguous():
         raise ValueError(f"the elements of a block must be contiguous, got strides {stack.stride()}")
     block_numel = stack[0, 0].numel()

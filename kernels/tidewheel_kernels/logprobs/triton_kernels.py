@@ -1,8 +1,7 @@
-"""Read each logit once, without sorting.
+"""Read each logit once.
 
 The first launch stores for each chunk of 512 logits the largest, the weight and the number above the chosen token.
-The second adds them up, one program per row. The next most likely token is in the chunk with the largest maximum, so
-each of the `num_top` tokens rereads one chunk.
+The second adds them up, one program per row. The next most likely token is in the chunk with the largest maximum.
 """
 
 import torch
@@ -36,7 +35,7 @@ def _chosen_logit(row_ptr, token, vocabulary):
 def logprob_partials_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     token_ids_ptr,  # [num_rows]
-    partials_ptr,  # [num_rows, 3, num_chunks] float32: largest logit, weight relative to it, logits above the chosen
+    partials_ptr,  # [num_rows, 3, num_chunks] float32: largest logits, weights, logits above the chosen
     logits_stride,
     vocabulary,
     num_chunks,
@@ -95,7 +94,7 @@ def logprobs_kernel(
     tl.store(logprobs_ptr + row, _chosen_logit(row_ptr, token, vocabulary) - log_normalizer)
     tl.store(ranks_ptr + row, tl.where(valid, 1 + tl.sum(better, axis=0).to(tl.int32), 0))
 
-    # Tokens are taken by falling logit, then rising id: the last one tells which are left.
+    # By falling logit, then rising id, the last token tells which are left.
     open_chunks = inside
     last_value = max_logit
     last_token = -1

@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 ELEMENTS = {torch.float32: "ELEMENT_FLOAT32", torch.bfloat16: "ELEMENT_BFLOAT16"}
-# Sums may be reordered. Not all of -ffast-math: NaN must stay NaN, and in a shared library it changes how the whole
-# process treats tiny numbers.
+# Not all of -ffast-math: NaN must stay NaN, and tiny numbers must not become zero in the whole process.
 FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
     "-fno-signed-zeros", "-fopenmp", "-fvisibility=hidden", "-shared", "-fPIC",
@@ -33,18 +32,17 @@ CPU_INFO = Path("/proc/cpuinfo")
 MAPS = Path("/proc/self/maps")
 FOLDER = Path("tidewheel", "kernels")
 TIMEOUT_S = 120
-# A row takes about a microsecond, as does waking a thread.
+# A row takes as long as waking a thread.
 MIN_ROWS_TO_SHARE = 4
-# Argument types of the C functions, whose sources describe the arguments.
 POINTER, LONG, FLOAT, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
 class NativeUnavailable(RuntimeError):
-    """The kernels cannot be compiled or loaded here."""
+    """The kernels cannot be compiled or loaded."""
 
 
 class NativeKernel:
-    """C function with its argument types."""
+    """C function; its source describes the arguments."""
 
     def __init__(self, name: str, *types: Any) -> None:
         self._name = name
@@ -63,7 +61,7 @@ class NativeKernel:
 
 
 def address(tensor: torch.Tensor | None, like: torch.Tensor) -> int | None:
-    """Raise `TypeError` if the kernel would read elements of another size."""
+    """Raise `TypeError` for elements of another type."""
     if tensor is None:
         return None
     if tensor.dtype != like.dtype:
@@ -77,7 +75,7 @@ def num_threads(num_rows: int) -> int:
 
 @functools.cache
 def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the kernels for `dtype`; log and return None if unavailable."""
+    """Return the kernels for `dtype`, or None."""
     if dtype not in ELEMENTS:
         return None
     try:
@@ -90,12 +88,12 @@ def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
     folder = _private(cache_folder(os.environ))
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:  # a loaded library needs no file
+        with tempfile.TemporaryDirectory() as scratch:
             return _loaded(_compiled(dtype, compiler, Path(scratch)))
     path = _compiled(dtype, compiler, folder)
     try:
         return _loaded(path)
-    except OSError as error:  # otherwise a damaged file would slow down every start
+    except OSError as error:  # a damaged file
         logger.warning("%s is compiled anew: %s", path, error)
         path.unlink(missing_ok=True)
         return _loaded(_compiled(dtype, compiler, folder))
@@ -115,7 +113,6 @@ def _compiler(environment: Mapping[str, str]) -> str:
 
 
 def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
-    """Return the library in `folder`; compile it if absent."""
     sources = sorted(SOURCES.glob("*.c"))
     options = [*FLAGS, f"-D{ELEMENTS[dtype]}"]
     digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
@@ -124,7 +121,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     path = folder / f"native-{digest.hexdigest()[:24]}.so"
     if path.is_file():
         return path
-    # Processes may compile at once: each writes its own file, and the last replaces the others.
+    # Processes may compile at once: the last replaces the others.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         _run([compiler, *options, *map(str, sources), "-o", str(made), "-lm"])
@@ -132,7 +129,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
-    """Return the folder if only this user can write to it: its files are loaded as code."""
+    """Return the folder if only this user can write to it: files in it are run."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -159,7 +156,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Identify the processor: a home folder may serve several machines, and -march=native is for one."""
+    """Identify the processor: several machines may share a home folder."""
     try:
         lines = CPU_INFO.read_text(errors="replace").lower().splitlines()
     except OSError:

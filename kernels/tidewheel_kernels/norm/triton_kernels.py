@@ -32,7 +32,7 @@ def rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + token * residual_stride + column, mask=mask, other=0.0)
-        # Round before normalisation: the next layer reads the rounded sum as its residual.
+        # Round first: the next layer reads the rounded sum.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * hidden + column, x, mask=mask)
     values = x.to(tl.float32)

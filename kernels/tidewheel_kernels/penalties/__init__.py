@@ -20,9 +20,8 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
     """Apply repetition, frequency and presence penalties to `logits` [B, V] in place.
 
     Repetition (prompt and output) divides positive logits and multiplies others (Keskar et al. 2019, CTRL, section
-    4.1). Then logits of generated tokens fall by ``frequency * output_count + presence`` (OpenAI's definition).
-
-    Each call counts tokens anew, in temporary memory of 4 V bytes for each of the P rows.
+    4.1). Then logits of generated tokens fall by ``frequency * output_count + presence`` (OpenAI). Counts take 4 V
+    bytes for each of the P rows.
     """
     if penalties.rows.shape[0]:
         _PENALTIES.on(logits)(logits, history, penalties)
@@ -31,7 +30,7 @@ def apply_penalties(logits: torch.Tensor, history: TokenHistory, penalties: Pena
 def forbid_words(logits: torch.Tensor, history: TokenHistory, words: WordTensors) -> None:
     """Set a word's last token to -inf in `logits` [B, V], in place, where the row ends with its other tokens.
 
-    One-token words are always forbidden, words whose last token is out of range skipped. A NaN stays.
+    Words whose last token is out of range are skipped. A NaN stays.
     """
     if words.rows.shape[0]:
         _WORDS.on(logits)(logits, history, words)
@@ -45,8 +44,7 @@ def apply_logit_bias(
 ) -> None:
     """Add ``values[i]`` to ``logits[rows[i], token_ids[i]]`` in place. Values of repeated pairs add up.
 
-    Rows and token ids out of range are skipped. Raise `TypeError` unless float32: some devices lack 16-bit atomic
-    additions.
+    Rows and token ids out of range are skipped. Raise `TypeError` unless float32: some devices lack 16-bit atomics.
     """
     if logits.dtype != torch.float32:
         raise TypeError(f"logit bias needs float32 logits, got {logits.dtype}; convert with logits.float()")

@@ -9,18 +9,18 @@ import torch
 class TokenHistory:
     """Tokens before each of the B rows of logits."""
 
-    tokens: torch.Tensor  # [M] int32 in [0, V), the tokens of all sequences
-    ends: torch.Tensor  # [B] int64; row i continues the tokens right before tokens[ends[i]]
+    tokens: torch.Tensor  # [M] int32 in [0, V), of all sequences
+    ends: torch.Tensor  # [B] int64; row i follows the tokens before tokens[ends[i]]
 
 
 @dataclass(frozen=True, eq=False)
 class PenaltyTensors:
     """The P rows that have penalties, each at most once."""
 
-    max_num_tokens: int  # upper bound of num_tokens
+    max_num_tokens: int  # at least num_tokens
     rows: torch.Tensor  # [P] int32, in [0, B)
     num_prompt_tokens: torch.Tensor  # [P] int32; later tokens were generated
-    num_tokens: torch.Tensor  # [P] int32, > 0, all tokens of the row
+    num_tokens: torch.Tensor  # [P] int32, > 0
     repetition: torch.Tensor  # [P] float32, > 0; 1 = off
     presence: torch.Tensor  # [P] float32; 0 = off
     frequency: torch.Tensor  # [P] float32; 0 = off
@@ -31,7 +31,7 @@ class WordTensors:
     """W forbidden token sequences, each at most one token longer than its row."""
 
     rows: torch.Tensor  # [W] int32, in [0, B)
-    starts: torch.Tensor  # [W] int32, ascending: word i is token_ids[starts[i] : starts[i] + lengths[i]]
+    starts: torch.Tensor  # [W] int32, ascending, in token_ids
     lengths: torch.Tensor  # [W] int32, > 0
     token_ids: torch.Tensor  # [N] int32
 
@@ -40,7 +40,7 @@ def apply_penalties_reference(logits: torch.Tensor, history: TokenHistory, penal
     rows, num_tokens = penalties.rows.long(), penalties.num_tokens.unsqueeze(1)
     positions = torch.arange(penalties.max_num_tokens, device=logits.device).unsqueeze(0)
     is_output = (positions >= penalties.num_prompt_tokens.unsqueeze(1)) & (positions < num_tokens)
-    # Past its end a row repeats its last token: all occurrences of a token write the same value.
+    # Past its end a row repeats its last token, with the same result.
     first = history.ends.index_select(0, rows).unsqueeze(1) - num_tokens
     tokens = history.tokens[first + positions.minimum(num_tokens - 1)].long()  # [P, max_num_tokens]
     counts = torch.zeros(len(rows), logits.shape[1], dtype=torch.int32, device=logits.device)

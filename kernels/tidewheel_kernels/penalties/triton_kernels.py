@@ -1,4 +1,4 @@
-"""Change single logits: a lane for each token of a row or each (row, token) entry, a warp for each word."""
+"""Change single logits: a lane for each token or (row, token) entry, a warp for each word."""
 
 import torch
 import triton
@@ -19,10 +19,10 @@ def _token(tokens_ptr, ends_ptr, row, num_tokens, position):
     return tl.load(tokens_ptr + first + position, mask=position < num_tokens, other=-1)
 
 
-# Columns of varying length are adjacent in memory, at any alignment.
+# Columns lie at any alignment.
 @triton.jit(do_not_specialize_on_alignment=["ends_ptr", "rows_ptr", "num_prompt_tokens_ptr", "num_tokens_ptr"])
 def count_tokens_kernel(
-    counts_ptr,  # [num_entries, vocabulary] int32, all 0; gets generated counts, plus IN_PROMPT
+    counts_ptr,  # [num_entries, vocabulary] int32, zeros; gets counts of output, and IN_PROMPT
     tokens_ptr,  # [all tokens]
     ends_ptr,  # [num_rows]
     rows_ptr,  # [num_entries]
@@ -49,7 +49,7 @@ def count_tokens_kernel(
 )  # fmt: skip
 def apply_penalties_kernel(
     logits_ptr,  # [num_rows, vocabulary]
-    counts_ptr,  # [num_entries, vocabulary], from `count_tokens_kernel`
+    counts_ptr,  # [num_entries, vocabulary]
     tokens_ptr,  # [all tokens]
     ends_ptr,  # [num_rows]
     rows_ptr,  # [num_entries]

@@ -1,4 +1,4 @@
-"""A program rotates, and for keys caches, some heads of one token."""
+"""Rotate some heads of one token in a program; cache keys and values."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def _rotated(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Return two rotated halves, and the rest, of a tile of heads: float32."""
+    """Return two rotated halves and the rest, float32."""
     column = tl.arange(0, BLOCK_HALF)[None, :]
     mask = head_mask & (column < half)
     first = tl.load(row_ptr + column, mask=mask, other=0.0).to(tl.float32)
@@ -67,7 +67,7 @@ def _store_head(
 @triton.jit
 def _rotate_and_cache(
     k_row_ptr,  # [BLOCK_HEADS, 1] start of each head
-    k_slot_ptr,  # like k_row_ptr, as all pointers here
+    k_slot_ptr,  # like k_row_ptr
     v_row_ptr,
     v_slot_ptr,
     has_slot,
@@ -83,7 +83,7 @@ def _rotate_and_cache(
     BLOCK_D: tl.constexpr,
 ):
     """Rotate keys in place, and copy them and the values to their slot."""
-    # Values are loaded first, so that all loads are in flight at once.
+    # Load values first, so that all loads are in flight at once.
     column = tl.arange(0, BLOCK_D)[None, :]
     mask = head_mask & (column < head_dim)
     v = tl.load(v_row_ptr + column, mask=mask, other=0.0)
@@ -100,12 +100,12 @@ def _rotate_and_cache(
 def rope_and_cache_kernel(
     q_ptr,  # [num_tokens, num_q_heads, head_dim]
     k_ptr,  # [num_tokens, num_kv_heads, head_dim]
-    v_ptr,  # [num_tokens, num_kv_heads, head_dim]
+    v_ptr,  # like k_ptr
     cos_sin_ptr,  # [max_position, 2 * half]
     positions_ptr,  # [num_tokens]
     slot_mapping_ptr,  # [num_tokens]
     k_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    v_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache_ptr,  # like k_cache_ptr
     q_weight_ptr,  # [head_dim]
     k_weight_ptr,  # [head_dim]
     eps,

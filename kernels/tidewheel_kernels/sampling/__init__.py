@@ -1,4 +1,4 @@
-"""Sampling of the next tokens, without sorting the vocabulary on the device."""
+"""Sampling of the next tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tidewheel_kernels.sampling.reference import SamplingTensors, sample_referen
 
 
 class SampleOutput(NamedTuple):
-    token_ids: torch.Tensor  # [B] int64; -1 for a row that cannot be sampled
+    token_ids: torch.Tensor  # [B] int64
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> SampleOutput:
@@ -25,7 +25,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor)
     token); min_p relative to the largest probability. top_k and top_p also keep ties with the last token kept. Greedy
     rows take the largest logit, the lowest id among equals.
 
-    A row with a NaN or +inf, or with only -inf, gives -1; other rows are unaffected.
+    A row with a NaN or +inf, or with only -inf, gives -1.
     """
     if logits.dim() != 2 or uniform.shape != logits.shape[:1]:
         raise ValueError(f"want logits [B, V] and uniform [B], got {tuple(logits.shape)} and {tuple(uniform.shape)}")

@@ -1,4 +1,4 @@
-"""Sort the vocabulary and keep every token at or above a threshold logit."""
+"""Sort the vocabulary; keep tokens from a threshold logit on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ GREEDY_TEMPERATURE = 1e-5  # lower values lose the differences between logits
 
 @dataclass(frozen=True, eq=False)
 class SamplingTensors:
-    """Sampling parameters by row, on the device of the logits.
-
-    A flag must be True if any sampled row needs its stage. Neutral rows are unaffected, so all True suits any batch
-    that is not all greedy.
-    """
+    """Sampling parameters by row. A flag must be True if any sampled row needs its stage."""
 
     temperature: torch.Tensor  # [B] float32; below 1e-5 = greedy
     top_k: torch.Tensor  # [B] int32; <= 0 or >= vocabulary = off
@@ -34,7 +30,7 @@ class Greedy(NamedTuple):
 
 
 def greedy_tokens(logits: torch.Tensor) -> Greedy:
-    # torch's max propagates NaN, so one comparison finds unusable rows.
+    # torch's max propagates NaN.
     max_logit, token_ids = logits.max(dim=-1)
     return Greedy(max_logit.float().unsqueeze(-1), token_ids.masked_fill(~max_logit.isfinite(), -1))
 
@@ -50,7 +46,7 @@ def sample_reference(logits: torch.Tensor, params: SamplingTensors, uniform: tor
 
 
 def filtered_weights(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Return [B, V] float32: ``exp((logit - max) / temperature)`` of tokens that the filters keep, else 0."""
+    """Return [B, V] float32: ``exp((logit - max) / temperature)`` of kept tokens, else 0."""
     values = logits.float()
     weights = temperature_weights(values, values.max(dim=-1, keepdim=True).values, params.temperature)
     if params.any_top_k or params.any_top_p:
@@ -69,7 +65,7 @@ def temperature_weights(values: torch.Tensor, max_logit: torch.Tensor, temperatu
 
 
 def top_k_threshold(ordered: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Return [B, 1]: the k-th largest value of `ordered` (descending), or the smallest if top_k is off."""
+    """Return [B, 1]: the k-th largest logit; if off, the smallest of `ordered`."""
     size = ordered.shape[-1]
     rank = torch.where((top_k <= 0) | (top_k > size), size, top_k).long().unsqueeze(-1) - 1
     return ordered.gather(-1, rank)
@@ -77,11 +73,11 @@ def top_k_threshold(ordered: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 def top_p_threshold(
     ordered: torch.Tensor,  # [B, n] largest logits, descending
-    ordered_weights: torch.Tensor,  # [B, n] their weights
+    ordered_weights: torch.Tensor,  # [B, n]
     top_p: torch.Tensor,  # [B]
     total: torch.Tensor,  # [B, 1] weight of the whole row
 ) -> torch.Tensor:
-    """Return [B, 1]: the smallest logit of the fewest largest tokens that hold top_p of the weight; -inf if off."""
+    """Return [B, 1]: the lowest logit of the fewest tokens that hold top_p of the weight; -inf if off."""
     before = ordered_weights.cumsum(dim=-1) - ordered_weights
     needed = (before < top_p.unsqueeze(-1) * total).sum(dim=-1, keepdim=True).clamp(min=1)
     return ordered.gather(-1, needed - 1).masked_fill(top_p.unsqueeze(-1) >= 1, float("-inf"))
@@ -92,7 +88,7 @@ def min_p_filtered(weights: torch.Tensor, params: SamplingTensors) -> torch.Tens
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return [B] int64: the first token whose cumulative weight exceeds ``uniform * total``."""
+    """Return [B]: the first token whose cumulative weight exceeds ``uniform * total``."""
     cumulative = weights.cumsum(dim=-1)
     target = uniform.unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)

@@ -1,4 +1,4 @@
-"""Draw from the tokens that pass the filters: in registers if they are few, else by passes over the row."""
+"""Draw from the tokens that pass the filters: few in registers, many by passes over the row."""
 
 import triton
 import triton.language as tl
@@ -15,8 +15,8 @@ def lower_bound(
     """Return a lower bound of the logits that all filters together keep.
 
     The k-th largest chunk maximum has k logits at or above it. All tokens below a logit L weigh at most
-    ``vocabulary * exp((L - max) / T)``, which leaves top_p of the total if it is under 1 - top_p of it. With top_k
-    and top_p on, only the first bound holds: top_p then needs the weight of every token that top_k keeps.
+    ``vocabulary * exp((L - max) / T)``: if that is under 1 - top_p of the total, top_p drops them. After top_k,
+    top_p needs the weight of all that top_k keeps.
     """
     bound = LOWEST
     finite = maxima > float("-inf")
@@ -24,7 +24,7 @@ def lower_bound(
         lowest = tl.min(tl.where(finite, maxima, max_logit), axis=0)
         ones = tl.full([CHUNKS], 1.0, dtype=tl.float32)
         bound = search(maxima, ones, lowest, max_logit, top_k.to(tl.float32))
-    # Rounded distances are widened a little.
+    # Widened, as distances are rounded.
     if (top_p < 1.0) & (top_k >= vocabulary):
         distance = tl.log2(vocabulary / ((1.0 - top_p) * total)) * 1.001 + 0.001
         bound = tl.maximum(bound, max_logit - distance / scale)
@@ -39,10 +39,7 @@ def gather(
     row_ptr, values_ptr, ids_ptr, chunks_ptr, vocabulary, maxima, bound,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Store logits >= bound and their ids, by id, and return their number; stop above CAPACITY.
-
-    Only chunks that hold one are read.
-    """
+    """Store logits >= bound and their ids, by id, and return their number; stop above CAPACITY."""
     wanted = maxima >= bound
     rank = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
     tl.store(chunks_ptr + rank, tl.arange(0, CHUNKS), mask=wanted)
@@ -71,7 +68,7 @@ def draw_from_candidates(
     values_ptr, ids_ptr, count, vocabulary, max_logit, total, scale, top_k, top_p, min_p, uniform,
     CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Do as `draw_from_row` on candidates in registers, where a search pass is two reductions."""
+    """Do as `draw_from_row`, on candidates in registers."""
     slot = tl.arange(0, CAPACITY)
     x = tl.load(values_ptr + slot, mask=slot < count, other=float("-inf"))
     weight = tl.exp2((x - max_logit) * scale)
@@ -91,7 +88,7 @@ def draw_from_candidates(
 
 @triton.jit
 def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.constexpr):
-    """Return the sum of ``exp2((x - max) * scale)`` over logits x >= threshold."""
+    """Return the weight of logits >= threshold."""
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, vocabulary, BLOCK):
         x = load_logits(row_ptr, start + tl.arange(0, BLOCK), vocabulary)
@@ -103,7 +100,7 @@ def _weight_from(row_ptr, vocabulary, threshold, max_logit, scale, BLOCK: tl.con
 def _search_row(
     row_ptr, vocabulary, low, high, target, max_logit, scale, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Do as `search` on a row in memory, by count or weight, in some ten to twenty passes."""
+    """Do as `search` on a row in memory, in ten to twenty passes."""
     while low < high:
         pivot = middle(low, high)
         measure = tl.zeros([BLOCK], dtype=tl.float32)
@@ -143,7 +140,7 @@ def _draw_kept(
         total += tl.sum(_kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, scale), axis=0)
     target = uniform * total
 
-    # The same sums in the same order end at `total`, so the target falls into exactly one block.
+    # The same sums in the same order end at `total`: the target is in exactly one block.
     cumulative = 0.0
     before = 0.0
     first_column = 0
@@ -161,7 +158,7 @@ def _draw_kept(
     weight = _kept_weight(row_ptr, column, vocabulary, threshold, lowest_weight, max_logit, scale)
     hit = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0.0)
     token = tl.min(tl.where(hit, column, vocabulary), axis=0)
-    # The scan rounds differently from the sum and may end just short of the target.
+    # The scan rounds differently from the sum.
     last = tl.max(tl.where(weight > 0.0, column, -1), axis=0)
     return tl.where(token < vocabulary, token, last)
 
@@ -170,7 +167,7 @@ def _draw_kept(
 def draw_from_row(
     row_ptr, vocabulary, bound, max_logit, total, scale, top_k, top_p, min_p, uniform, BLOCK: tl.constexpr
 ):
-    """Return a token drawn from those that pass the filters; `bound` is at most their lowest logit."""
+    """Return a token of those that pass the filters, whose logits are at least `bound`."""
     threshold = bound
     if top_k < vocabulary:
         threshold = _search_row(

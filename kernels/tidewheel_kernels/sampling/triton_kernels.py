@@ -1,10 +1,8 @@
 """Sample in two launches: many programs read every logit once; then one program per row chooses its token.
 
-The first launch stores the largest logit and the weight of each chunk of 512 logits. From these the second finds the
-drawn token's chunk, and reads only that again. Filters keep tokens from some logit on, for which chunks give a lower
-bound. The few tokens above it are gathered by id and searched in registers, or, if too many, in the row pass by pass.
-
-Chunks have a fixed size and order of combination, so the result is independent of the programs per row.
+The first stores the largest logit and the weight of each chunk of 512 logits. From these the second finds the
+token's chunk, or with filters a lower bound of the logits they keep, and reads only these again. Chunks are combined
+in one order, so the result is independent of the programs per row.
 """
 
 import torch
@@ -36,7 +34,7 @@ from tidewheel_kernels.triton_vocabulary import (
 @triton.jit(do_not_specialize=["tiles_per_program"], do_not_specialize_on_alignment=["temperature_ptr"])
 def sample_partials_kernel(
     logits_ptr,  # [num_rows, vocabulary]
-    partials_ptr,  # [num_rows, 2, num_chunks] float32: largest logit, weight relative to it
+    partials_ptr,  # [num_rows, 2, num_chunks] float32: largest logits, weights relative to them
     temperature_ptr,  # [num_rows]
     logits_stride,
     vocabulary,
@@ -67,7 +65,6 @@ def sample_partials_kernel(
 
 @triton.jit
 def _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the lowest id among the largest logits."""
     chunk = tl.min(tl.where(maxima == max_logit, tl.arange(0, CHUNKS), CHUNKS), axis=0)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = load_logits(row_ptr, column, vocabulary)
@@ -78,7 +75,7 @@ def _largest_token(row_ptr, vocabulary, maxima, max_logit, CHUNKS: tl.constexpr,
 def _draw_from_chunk(
     row_ptr, vocabulary, maxima, weights, max_logit, scale, uniform, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Return a token drawn from the whole distribution: find the chunk by weight, then the token in it."""
+    """Return a token drawn without filters."""
     factors = tl.exp2((maxima - max_logit) * scale)
     weights = weights * factors
     cumulative = tl.cumsum(weights, axis=0)
@@ -117,9 +114,9 @@ def _draw_filtered(
 def sample_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     token_ptr,  # [num_rows] int64
-    partials_ptr,  # [num_rows, 2, num_chunks] float32: largest logit, weight relative to it
+    partials_ptr,  # [num_rows, 2, num_chunks]
     values_ptr,  # [num_rows, CAPACITY] float32, scratch: candidates
-    ids_ptr,  # [num_rows, CAPACITY + CHUNKS] int32, scratch: candidate ids, then chunks that hold some
+    ids_ptr,  # [num_rows, CAPACITY + CHUNKS] int32, scratch: their ids, then their chunks
     temperature_ptr,  # [num_rows]
     top_k_ptr,  # [num_rows]
     top_p_ptr,  # [num_rows]
@@ -165,7 +162,7 @@ def sample_kernel(
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
-    """Return token ids [B] int64. Both grids depend on the shape alone; nothing is read back."""
+    """Return token ids [B] int64; grids depend on the shape alone."""
     num_rows, vocabulary = logits.shape
     config = vocabulary_config(vocabulary)
     chunks = next_power_of_2(config.num_chunks)

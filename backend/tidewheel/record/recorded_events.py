@@ -12,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.errors import ConfigError
 
 SCHEMA = 1
 STOP_TOKEN = 0
@@ -90,7 +89,7 @@ class Scheduled(Event, frozen=True, tag="schedule"):
     now: float
     expired: bool  # `expire` ran just before, at `now`, and ended no request
     step_id: int = -1  # -1: nothing was scheduled
-    num_rows: int = 0  # from here, `StepFeatures`
+    num_rows: int = 0  # this and the next five: `features`
     num_tokens: int = 0
     num_samples: int = 0
     num_new_rows: int = 0
@@ -135,13 +134,4 @@ def step_features(batch: ScheduledBatch) -> StepFeatures:
 
 
 encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
-
-
-def decode_line(line: bytes, number: int) -> AnyEvent:
-    """Raise `ConfigError` naming the line."""
-    try:
-        event: AnyEvent = _decoder.decode(line)
-        return event
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"line {number} of the recording cannot be read: {error}") from None
+decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

@@ -30,7 +30,7 @@ Figures = dict[str, Any]  # JSON values; times in seconds
 
 
 class Outcomes:
-    """Outcomes of a trace as columns; times in seconds of the trace, NaN if never reached."""
+    """Columns by request; times in seconds of the trace, NaN if never reached."""
 
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
@@ -96,10 +96,7 @@ class Outcomes:
 
 
 def throughput(outcomes: Outcomes) -> float:
-    """Return requests per second in the middle of a run, without filling and emptying.
-
-    Raise `ConfigError` if too few requests finished.
-    """
+    """Return requests per second in the middle of a run; raise `ConfigError` if too few finished."""
     ends = np.sort(outcomes.last_token[outcomes.finished])
     first, last = len(ends) // 5, len(ends) * 7 // 10
     if len(ends) < 10 or ends[last] <= ends[first]:
@@ -146,10 +143,7 @@ def summarise(outcomes: Outcomes, replicas: Sequence[Replica]) -> Figures:
 
 
 def served_tokens(outcomes: Outcomes) -> dict[str, float]:
-    """Return tokens by tenant, prompt and output, of requests finished by the last arrival.
-
-    After it the queue empties and tenants no longer compete.
-    """
+    """Return tokens by tenant of requests finished by the last arrival, while tenants still competed."""
     trace = outcomes.trace
     done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
     tokens = np.where(done, trace.prompt_tokens + outcomes.output_tokens, 0)
@@ -197,11 +191,10 @@ def _replicas(replicas: Sequence[Replica], span: float) -> Figures:
 
 
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:
-    """Return the mean number waiting and in service of a single-server queue.
+    """Return the mean number waiting and in service of an M/G/1 queue, by Pollaczek and Khinchine.
 
-    Pollaczek and Khinchine's formula of an M/G/1 queue: Kleinrock, "Queueing Systems, Volume 1: Theory" (1975),
-    chapter 5. `load` is the arrival rate times the mean service time; `service_scv` the service time's variance over
-    its squared mean: 0 if constant, 1 if exponential (M/M/1).
+    `load` is the arrival rate times the mean service time, `service_scv` the latter's variance over its squared mean:
+    0 if constant, 1 if exponential (M/M/1). Kleinrock, "Queueing Systems, Volume 1: Theory" (1975), chapter 5.
     """
     if not 0 <= load < 1:
         raise ConfigError(f"load is {load:g}: a queue settles only from 0 to below 1")

@@ -30,7 +30,7 @@ from tidewheel.record.recorded_events import (
     RecordedRequest,
     Scheduled,
     SessionClosed,
-    decode_line,
+    decoder,
 )
 from tidewheel.record.recorder import describe_batch, describe_ended
 from tidewheel.request import FinishReason, Priority, Request
@@ -70,17 +70,19 @@ class Recording:
             yield event
 
     def _events(self) -> Iterator[AnyEvent]:
+        number = 0
         try:
             with self._path.open("rb") as file:
-                for number, line in enumerate(file, 1):
+                for line in file:
+                    number += 1
                     if not line.endswith(b"\n"):
                         self.is_cut = True
                         return
-                    yield decode_line(line, number)
+                    yield decoder.decode(line)
         except OSError as error:
             raise ConfigError(f"cannot read the recording {self._path}: {error}") from None
-        except ConfigError as error:
-            raise ConfigError(f"{self._path}: {error}") from None
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self._path}: line {number} of the recording cannot be read: {error}") from None
 
 
 def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
@@ -100,16 +102,13 @@ def scheduler_of(header: Header) -> Scheduler:
 
 
 def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
-    """Replay up to the first difference; make `scheduler` new, from the header."""
-    player = _Player(scheduler)
-    num_events = 0
-    for event in recording.events():
-        num_events += 1
-        difference = player.play(event)
-        if difference:
-            difference = f"event {num_events}: {difference}"
-            return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
-    return Replayed(num_events, player.num_steps, player.num_requests, "", recording.is_cut)
+    """Replay up to the first difference, on a new scheduler."""
+    player, num_events, difference = _Player(scheduler), 0, ""
+    for num_events, event in enumerate(recording.events(), 1):
+        if found := player.play(event):
+            difference = f"event {num_events}: {found}"
+            break
+    return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
 
 
 class _Player:
@@ -149,10 +148,7 @@ class _Player:
         self.num_requests += len(requests)
         refused, evicted = "", list[str]()
         try:
-            if len(requests) == 1:
-                evicted = _ids(self._scheduler.add(requests[0], event.now))
-            else:
-                evicted = _ids(self._scheduler.add_group(requests, event.now))
+            evicted = _ids(self._scheduler.add_group(requests, event.now))
         except TidewheelError as error:
             refused = error.tag
         name = requests[0].request_id
@@ -161,11 +157,12 @@ class _Player:
         )
 
     def _close_session(self, event: SessionClosed) -> str:
+        was_there = True
         try:
             self._scheduler.close_session(event.tenant, event.session_id)
         except NotFound:
-            return _differs("close of a session, was it there", event.was_there, False)
-        return _differs("close of a session, was it there", event.was_there, True)
+            was_there = False
+        return _differs("close of a session, was it there", event.was_there, was_there)
 
     def _schedule(self, event: Scheduled) -> str:
         if event.expired and (difference := self.play(Expired(event.now, []))):

@@ -30,10 +30,9 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of whole numbers from 1 to `maximum`.
+    """Distribution of whole numbers from 1 to `maximum`, scaled so that the cut tail leaves the mean alone.
 
-    `shape` is sigma of the underlying normal for lognormal (1: heavy, 0.5: mild). For Pareto type I it is the tail
-    index, above 1; up to 2 the variance is infinite. `_scale` restores the mean after `maximum` cuts the tail.
+    `shape` is sigma of a lognormal (1: heavy, 0.5: mild) or the tail index of a Pareto type I.
     """
 
     kind: str

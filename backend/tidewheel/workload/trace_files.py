@@ -1,4 +1,4 @@
-"""Traces in files: one request a line, in JSONL, or in CSV after a header line. Its fields:
+"""Trace files: one request a line, in JSONL, or in CSV after a header line, with the fields
 
     arrival          seconds from the start           required
     prompt_tokens    tokens in the prompt             required
@@ -10,9 +10,9 @@
     prefix_tokens    with prefix_group
     deadline_s       seconds from arrival; absent: never
 
-Two published traces are known by their header, and their other columns ignored. Azure LLM inference traces (Patel and
-others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub) have dates. BurstGPT (Wang and others, arXiv 2401.17644)
-has seconds; its rows without response tokens are failed requests and dropped.
+CSV files of two published traces are read too; their other columns are ignored. Azure's (Patel and others, Splitwise,
+ISCA 2024; AzurePublicDataset on GitHub) have dates. BurstGPT's (Wang and others, arXiv 2401.17644) have seconds, and
+rows without response tokens, which failed, are dropped.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ Row = Mapping[str, object]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace, sorted by arrival, the first at 0.
-
-    Raise `ConfigError` naming file, line and field.
-    """
+    """Read a trace, sorted by arrival, the first at 0; raise `ConfigError` naming file, line and field."""
     requests = _Requests()
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -152,7 +149,6 @@ def _read_csv(lines: Iterable[str], path: Path, requests: _Requests) -> None:
 
 
 def _index(names: dict[str, int], name: str) -> int:
-    """Return the name's index, a new one if need be."""
     if not name and "" not in names:
         return NOBODY
     return names.setdefault(name, len(names))

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidewheel.bench.errors import BenchError
-from tidewheel.bench.values import Conversation, Offered
+from tidewheel.bench import BenchError
+from tidewheel.bench.outcome import Conversation, Offered
 from tidewheel.workload.lengths import Lengths, Range
 from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import NOBODY, Trace

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import BoolArray, Int32Array
-from tidewheel.bench.stats import jain
+from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.simulate.replica import Replica

@@ -30,14 +30,13 @@ class MeasuredStep(NamedTuple):
 
 
 def calibrated(path: Path) -> CostModel:
-    """Fit a cost model to a recording."""
     recording = Recording(path)
     _, info = engine_of(recording.header)
     return fit(measured_steps(recording.events()), path.stem, **facts_of(info))
 
 
 def facts_of(info: EngineInfo) -> dict[str, Any]:
-    """Return the fields of a cost model that the engine knows."""
+    """Return fields of the engine's cost model."""
     return {
         "device": info.device,
         "weights_bytes": info.weights_bytes,
@@ -50,8 +49,7 @@ def facts_of(info: EngineInfo) -> dict[str, Any]:
 def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
     """Return the steps of a recording.
 
-    With two in flight, a step starts when the previous one ends. A turn is timed only if nothing was in flight and
-    the engine was not idle.
+    With two in flight, a step starts when the last one ends, and no turn is timed.
     """
     steps: list[MeasuredStep] = []
     in_flight: deque[Scheduled] = deque()
@@ -78,7 +76,7 @@ def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
 
 
 def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
-    """Fit by least squares, with no coefficient negative; `facts` are other fields of the model.
+    """Fit by least squares, no coefficient negative; `facts` are other fields.
 
     Raise `ConfigError` for fewer than `MIN_STEPS` steps.
     """
@@ -114,7 +112,6 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
 
 
 def choose_knots(tokens: FloatArray) -> tuple[int, ...]:
-    """Return knots with enough steps between them."""
     knots = [0]
     for knot in KNOTS:
         between = np.count_nonzero((tokens > knots[-1]) & (tokens <= knot))
@@ -138,7 +135,7 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """Return fit quality: `sum_error` is a signed share of all time, `median_error` an absolute one of a step."""
+    """Return `sum_error`, a signed share of all time, `median_error`, an absolute one of a step, and others."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {

@@ -2,9 +2,9 @@
 
 seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
 
-*overhead* covers launches and reading the weights once. *gemm*, the rest of the matrix products, is piecewise linear
-and never falls: arithmetic adds time once it outlasts reading the weights (roofline: Williams, Waterman, Patterson,
-CACM 2009). Attention of prompt chunks is bound by arithmetic, other attention by reading the cache.
+*overhead* includes reading the weights; *gemm*, the rest of the matrix products, is piecewise linear and never falls
+(roofline: Williams, Waterman, Patterson, CACM 2009). Attention is bound by arithmetic in prompt chunks, elsewhere by
+reading the cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Coefficients, from recorded steps (`calibration.fit`) or a device's figures (`from_device`).
-
-    Raise `ConfigError` if one is negative or not finite.
-    """
+    """Coefficients; raise `ConfigError` if one is negative or not finite."""
 
     name: str
     device: str = ""
@@ -122,7 +119,7 @@ class CostModel:
         )
 
     def turn_seconds(self, num_rows: int) -> float:
-        """Return host seconds from a step's tokens to the next step."""
+        """Return seconds from tokens to the next step."""
         return self.turn_overhead_s + self.turn_seconds_per_row * num_rows
 
     def save(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Outcomes of a run, its figures, and those of queueing theory to compare with."""
+"""Outcomes and figures of a run, and of queueing theory."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _latencies(outcomes: Outcomes, chosen: BoolArray) -> Figures:
 
 
 def _distribution(values: FloatArray) -> dict[str, float | None]:
-    """Return mean and quantiles without NaN; None for each if nothing is left."""
+    """Return mean and quantiles without NaN; None if nothing is left."""
     values = values[~np.isnan(values)]
     if not len(values):
         return dict.fromkeys(("mean", *QUANTILES))
@@ -191,10 +191,9 @@ def _replicas(replicas: Sequence[Replica], span: float) -> Figures:
 
 
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:
-    """Return the mean number waiting and in service of an M/G/1 queue, by Pollaczek and Khinchine.
+    """Return the mean number in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1: Theory", 1975, chapter 5).
 
-    `load` is the arrival rate times the mean service time, `service_scv` the latter's variance over its squared mean:
-    0 if constant, 1 if exponential (M/M/1). Kleinrock, "Queueing Systems, Volume 1: Theory" (1975), chapter 5.
+    `service_scv` is the variance of service times over their squared mean: 0 if constant, 1 in an M/M/1 queue.
     """
     if not 0 <= load < 1:
         raise ConfigError(f"load is {load:g}: a queue settles only from 0 to below 1")

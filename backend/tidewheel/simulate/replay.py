@@ -1,4 +1,4 @@
-"""Recordings, and their replay on another scheduler, decision by decision."""
+"""Recordings, and their replay on another scheduler."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Recording:
         self.header = header
 
     def events(self) -> Iterator[AnyEvent]:
-        """Yield events after the header; drop a last line torn when the engine was killed."""
+        """Yield events after the header, but no torn last line."""
         events = self._events()
         next(events)
         for event in events:
@@ -86,7 +86,7 @@ class Recording:
 
 
 def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
-    """Return settings and values of the recorded engine; raise `ConfigError` if this version has others."""
+    """Return the recorded engine; raise `ConfigError` if this version cannot read it."""
     try:
         info = msgspec.convert(header.info, EngineInfo)
         return EngineConfig.from_settings(header.settings | {"record": ""}), info
@@ -97,7 +97,6 @@ def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
 
 
 def scheduler_of(header: Header) -> Scheduler:
-    """Return a scheduler like the recorded one."""
     return build_scheduler(*engine_of(header))
 
 

@@ -1,4 +1,4 @@
-"""One engine under a modelled clock: the loop of `EngineCore.step` with a cost model as its device."""
+"""One engine: the loop of `EngineCore.step` with a cost model as its device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Replica:
         self._completes = False  # this turn begins with the oldest batch's end
 
     def submit(self, now: float, request: Request, num_output_tokens: int, offset: int) -> None:
-        """Queue a request that stops at token `num_output_tokens`, unknown to the scheduler."""
+        """Queue a request that stops after `num_output_tokens`, unknown to the scheduler."""
         self._inbox.append((now, request, request.num_prompt_tokens + num_output_tokens - 1, offset))
 
     def turn(self, now: float) -> float | None:

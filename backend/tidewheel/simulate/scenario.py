@@ -65,7 +65,6 @@ class Scenario:
         return self._synthesise(ARRIVALS[self.arrivals](self.num_requests, rate, rng), rng)
 
     def at_once(self, count: int) -> Trace:
-        """Return `count` requests that arrive together."""
         if self.recorded_trace is None:
             return self._synthesise(np.zeros(count), np.random.default_rng(self.seed))
         return self.recorded_trace.at_once(count)
@@ -118,7 +117,6 @@ def simulator_of(
     router: str = "round-robin",
     max_tokens: int | None = None,
 ) -> Simulator:
-    """Return a simulator of engines with these settings."""
     return Simulator(
         trace,
         lambda _: build_scheduler(config, info),
@@ -136,7 +134,7 @@ def simulator_of(
 
 
 def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int) -> EngineInfo:
-    """Return what an engine on the cost model's device would resolve. Given settings come first."""
+    """Return what an engine on the cost model's device would resolve."""
     block_size = config.block_size or cost.block_size
     num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
     device = cost.device or cost.name

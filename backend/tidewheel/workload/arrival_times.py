@@ -20,7 +20,7 @@ def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> Float
 
 
 def poisson_until(seconds: float, rate: float, rng: random.Random) -> list[float]:
-    """Return a Poisson process before `seconds`; this generator keeps the seeds of recorded measurements valid."""
+    """Return a Poisson process before `seconds`, with the generator of the recorded measurements."""
     _check_rate(rate)
     return list(takewhile(lambda at: at < seconds, accumulate(map(rng.expovariate, repeat(rate)))))
 

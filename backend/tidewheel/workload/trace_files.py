@@ -145,7 +145,7 @@ def read_trace(path: Path) -> Trace:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             (_read_csv if path.suffix == ".csv" else _read_json)(file, path, requests)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from None
     return requests.trace(path)
 

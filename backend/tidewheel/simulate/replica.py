@@ -51,6 +51,7 @@ class Replica:
         self._lasts: dict[str, tuple[int, int]] = {}  # id → last position, offset, before a row
         self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position of the last token
         self._offsets = np.zeros(num_rows, dtype=np.int64)  # row → offset in the pool
+        self._ordinary = np.ones(num_rows, dtype=np.int32)
         self._in_flight: deque[tuple[ScheduledBatch, float]] = deque()  # batch, end
         self._device_free = 0.0
         self._completes = False  # this turn begins with the oldest batch's end
@@ -118,7 +119,7 @@ class Replica:
         rows = batch.rows
         positions = batch.start_positions + batch.num_scheduled_tokens
         if self._pool is None:
-            tokens = np.ones(len(rows), dtype=np.int32)
+            tokens = self._ordinary[: len(rows)].copy()
         else:
             tokens = self._pool.take(self._offsets.take(rows) + positions)
         tokens[positions == self._last_positions.take(rows)] = STOP_TOKEN

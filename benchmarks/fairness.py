@@ -19,7 +19,7 @@ import record
 from offered_load import offer, run
 from overload import INPUTS, OUTPUTS, PORTS, SETTINGS, measure_capacity
 from serving import served
-from tidewheel.bench.values import Outcome
+from tidewheel.bench.outcome import Outcome
 from tidewheel.workload.arrival_times import poisson_until
 
 SMALL_LOAD = 0.6  # of the capacity

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tidewheel.bench.driver import Driver, Limits, Progress
+from tidewheel.bench.outcome import Offered, Outcome
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
-from tidewheel.bench.values import Offered, Outcome
 
 TIMEOUT_S = 300.0  # far beyond need
 

@@ -153,7 +153,7 @@ class OpenLoop:
             stop_token_ids=(STOP_ID,),
             arrival_time=self._started + float(trace.arrivals[index]),
             priority=Priority(int(trace.priorities[index])),
-            tenant=trace.tenant_names[trace.tenants[index]],
+            tenant=trace.tenant(index),
         )
 
     def _deliver(self, outputs: StepOutputs) -> None:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import record
 from offered_load import offer, run
 from serving import Address, metric, served
-from tidewheel.bench.stats import quantile
-from tidewheel.bench.values import Offered, Outcome
+from tidewheel.bench.estimates import quantile
+from tidewheel.bench.outcome import Offered, Outcome
 from tidewheel.record.recorded_events import Added, Scheduled
 from tidewheel.simulate.calibration import measured_steps
 from tidewheel.simulate.replay import Recording

@@ -53,7 +53,7 @@ def measure(arguments: argparse.Namespace, output_mean: float) -> Run:
     scenario = scenario_of(parser.parse_args(options(arguments, output_mean)))
     (policy,) = scenario.policies
     rate = arguments.load * scenario.capacity(policy) * scenario.num_replicas
-    simulator = scenario.simulator(policy, scenario.trace(rate))
+    simulator = scenario.simulator(scenario.config(policy), scenario.trace(rate), scenario.num_replicas)
     gc.collect()
     gc.freeze()
     wall, cpu = time.perf_counter(), time.process_time()

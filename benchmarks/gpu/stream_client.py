@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 
 from gpu.work import TEMPERATURE
 from tidewheel.bench.driver import Driver, Limits, Progress
+from tidewheel.bench.outcome import Offered
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
-from tidewheel.bench.values import Offered
 from workload import WorkItem
 
 TIMEOUT_S = 120.0

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load, parse_loads
-from tidewheel.bench.errors import BenchError
 
 SECONDS = 2000.0
 

@@ -15,7 +15,7 @@ import pytest
 
 from support.bench.servers import BenchTriton, bench_triton, count_up
 from support.triton.grpc_triton import Answer, Asked
-from tidewheel.bench.values import UNANSWERED
+from tidewheel.bench.outcome import UNANSWERED
 from tidewheel.cli.main import main
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from support.bench.runs import FakeTransport
 from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.errors import RequestFailed
-from tidewheel.bench.values import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome
+from tidewheel.bench.outcome import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome, RequestFailed
 from tidewheel.bench.workloads import WORKLOADS
 
 LONG_S = 3600.0

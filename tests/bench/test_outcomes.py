@@ -7,9 +7,9 @@ import math
 import pytest
 
 from support.bench.runs import outcome
-from tidewheel.bench.stats import quantile
+from tidewheel.bench.estimates import quantile
+from tidewheel.bench.outcome import Outcome, Slo, error_code
 from tidewheel.bench.summary import fairness, rates, span, summarise_repeats, summarise_run
-from tidewheel.bench.values import Outcome, Slo, error_code
 
 SLO = Slo(ttft_s=1.0, tpot_s=0.1)
 

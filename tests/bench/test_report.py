@@ -12,11 +12,7 @@ import pytest
 
 from support.bench.runs import ENVIRONMENT, measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.plan import Run, Stage
-from tidewheel.bench.plots import pictures
-from tidewheel.bench.report import render
-from tidewheel.bench.results import SAMPLE_COLUMNS, Recorder, RunResult, StageResult
-from tidewheel.bench.tables import (
+from tidewheel.bench.columns import (
     LATENCIES,
     RATES,
     SERVER,
@@ -27,7 +23,11 @@ from tidewheel.bench.tables import (
     table,
     without_empty,
 )
-from tidewheel.bench.values import Outcome
+from tidewheel.bench.html_page import render
+from tidewheel.bench.outcome import Outcome
+from tidewheel.bench.pictures import pictures
+from tidewheel.bench.results import SAMPLE_COLUMNS, Recorder, RunResult, StageResult
+from tidewheel.bench.stage import Run, Stage
 
 VOID = {"meta", "img", "br"}
 

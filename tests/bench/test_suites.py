@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from support.bench.runs import measured, outcome, recorder, stage
+from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.errors import BenchError
 from tidewheel.bench.findings import comparison, efficiency_ratios, lone_tpot, offline_ratios
 from tidewheel.bench.knee import curve, knee_of
-from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import StageResult
+from tidewheel.bench.stage import Run, Stage
 from tidewheel.bench.suites import Suite
 from tidewheel.bench.targets import Target
-from tidewheel.bench.values import Outcome, Slo
 
 LOADS = tuple(Load("poisson", rate) for rate in (1.0, 2.0, 3.0))
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench import BenchError
 from tidewheel.bench.targets import BASELINES, STRATEGIES, parse_target, parse_targets
 
 

@@ -12,11 +12,10 @@ import pytest
 
 from support.bench.servers import BenchTriton, Scripted, bench_triton, ids, scripted_http, shapes
 from support.triton.grpc_triton import Answer, Asked, Refused, response
-from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench import BenchError
+from tidewheel.bench.driver import Driver, Limits, Progress, Transport
+from tidewheel.bench.outcome import Offered, Outcome
 from tidewheel.bench.targets import parse_target
-from tidewheel.bench.transports.base import Transport
-from tidewheel.bench.values import Offered, Outcome
 
 OFFERED = Offered(0.0, [10, 11, 12], 5, {"priority": 1})
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.bench.errors import BenchError
-from tidewheel.bench.values import Offered
+from tidewheel.bench import BenchError
+from tidewheel.bench.outcome import Offered
 from tidewheel.bench.workloads import (
     FIRST_ID,
     SHAREGPT_INPUT,

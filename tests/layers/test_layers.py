@@ -80,7 +80,7 @@ WITHOUT_TORCH = [
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
     "tidewheel.bench.suites",
-    "tidewheel.bench.plots",
+    "tidewheel.bench.pictures",
     "tidewheel.workload.trace_files",
     "tidewheel_client",
 ]

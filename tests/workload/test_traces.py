@@ -140,7 +140,13 @@ def test_a_csv_with_a_header_is_read(tmp_path: Path) -> None:
         ("t.csv", "arrival,prompt_tokens\n", "the header line has no output_tokens"),
         ("t.csv", "arrival,prompt_tokens,output_tokens\n0,1,2,3\n", "line 2: more values"),
         ("t.csv", "arrival,prompt_tokens,output_tokens\n0,x,2\n", "prompt_tokens is 'x'"),
+        (
+            "t.csv",
+            "arrival,prompt_tokens,output_tokens\n" + "1" * 200_000 + ",1,2\n",
+            "cannot read the trace .*field",
+        ),
     ],
+    ids=lambda text: text[:60],
 )
 def test_a_bad_file_names_line_and_field(tmp_path: Path, name: str, text: str, says: str) -> None:
     (tmp_path / name).write_text(text)

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench import BenchError
+from tidewheel.bench.driver import Transport
 from tidewheel.bench.targets import Target
-from tidewheel.bench.transports.base import Transport
+from tidewheel.bench.transports.peer import Peer
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
-from tidewheel.bench.transports.worker import Worker
 from tidewheel.errors import ConfigError
 from tidewheel.server import processes
 from tidewheel.server.repository import write_entry
@@ -85,17 +85,17 @@ def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: boo
                 places[target.name] = Place(here, metrics, target.name)
         for target in targets:
             if target.is_peer:
-                places[target.name] = Place(_worker(deployment, target), None, "")
+                places[target.name] = Place(_peer(deployment, target), None, "")
             elif not target.is_served_here:
                 transport = target.transport(with_ids=with_ids)
                 places[target.name] = Place(transport, target.metrics_url, target.model)
         yield places
 
 
-def _worker(deployment: Deployment, target: Target) -> Worker:
+def _peer(deployment: Deployment, target: Target) -> Peer:
     options = {"model": deployment.model, "dtype": deployment.dtype, **target.settings}
     log = deployment.folder / f"{target.name}.log"
-    return Worker(target.python or sys.executable, target.kind, options, log)
+    return Peer(target.python or sys.executable, target.kind, options, log)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
-from tidewheel.bench.errors import RequestFailed
-from tidewheel.bench.transports.base import Transport
-from tidewheel.bench.values import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome
+from tidewheel.bench.outcome import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome, RequestFailed
+
+
+class Transport(Protocol):
+    """Sender of any number of concurrent requests, on one event loop."""
+
+    async def open(self) -> None:
+        """Connect and inspect the model; raise `BenchError` if unfit."""
+
+    async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
+        """Send a request and fill `outcome` until its end; raise `RequestFailed`."""
+
+    async def close(self) -> None: ...
 
 
 @dataclass(slots=True)

@@ -6,16 +6,16 @@ import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tidewheel.bench import BenchError
 from tidewheel.bench.deploy import Deployment, Place, deployed
 from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.errors import BenchError
 from tidewheel.bench.live import Live
-from tidewheel.bench.plan import Run, Stage, in_turns
 from tidewheel.bench.results import Recorder, RunResult, StageResult
 from tidewheel.bench.scrape import Sampler
+from tidewheel.bench.stage import Run, Stage, in_turns
 from tidewheel.bench.summary import span, summarise_run
 from tidewheel.bench.targets import Target
-from tidewheel.bench.transports.worker import Worker
+from tidewheel.bench.transports.peer import Peer
 
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
@@ -96,7 +96,7 @@ class Experiment:
             transport = self._places[target.name].transport
             self._runner.run(transport.open())
             self._stack.callback(self._close, transport.close)
-            if isinstance(transport, Worker):
+            if isinstance(transport, Peer):
                 self._recorder.environment["versions"] |= transport.versions
             live.note(f"warming {target.name}")
             self._runner.run(self._warm(target, stage))

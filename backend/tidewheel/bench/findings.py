@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench import BenchError
+from tidewheel.bench.estimates import Estimate, quantile, ratio_interval
+from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.stats import Estimate, quantile, ratio_interval
 from tidewheel.bench.summary import rates
-from tidewheel.bench.values import Outcome
 
 Speeds = dict[str, list[float]]
 EFFICIENCIES = {

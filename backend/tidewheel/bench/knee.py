@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench import BenchError
+from tidewheel.bench.estimates import knee, mean
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.stats import knee, mean
 
 
 class Point(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tidewheel.bench.columns import number
 from tidewheel.bench.driver import Progress
-from tidewheel.bench.plan import Run
-from tidewheel.bench.tables import number
+from tidewheel.bench.stage import Run
 
 TICK_S = 0.5
 

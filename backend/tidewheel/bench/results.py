@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.outcome import Outcome
+from tidewheel.bench.stage import Run, Stage
 from tidewheel.bench.summary import summarise_repeats, summarise_run
-from tidewheel.bench.values import Outcome
 
 SAMPLE_COLUMNS = (
     "sent_s", "lag_s", "ttft_s", "tpot_s", "e2e_s", "prompt_tokens", "output_tokens", "wanted_tokens", "priority",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import aiohttp
 
-from tidewheel.bench.stats import mean
+from tidewheel.bench.estimates import mean
 
 INTERVAL_S = 1.0
 FLUSH_S = 0.5  # most events are published by then

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 
+from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench.estimates import Estimate, quantile
 from tidewheel.bench.experiment import Experiment
 from tidewheel.bench.findings import (
     comparison,
@@ -17,11 +18,10 @@ from tidewheel.bench.findings import (
 )
 from tidewheel.bench.knee import curve as points_of
 from tidewheel.bench.knee import knee_of
-from tidewheel.bench.plan import Stage
+from tidewheel.bench.outcome import Slo
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.stats import Estimate, quantile
+from tidewheel.bench.stage import Stage
 from tidewheel.bench.targets import Target
-from tidewheel.bench.values import Slo
 from tidewheel.bench.workloads import WORKLOADS
 from tidewheel.workload.lengths import Lengths, Range
 

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tidewheel.bench.stats import Estimate, bootstrap_quantiles, jain, mean, quantile, t_interval
-from tidewheel.bench.values import Outcome, Slo
+from tidewheel.bench.estimates import Estimate, bootstrap_quantiles, jain, mean, quantile, t_interval
+from tidewheel.bench.outcome import Outcome, Slo
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 LATENCIES: Mapping[str, Callable[[Outcome], float | None]] = {

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import get_args
 from urllib.parse import parse_qs, urlsplit
 
-from tidewheel.bench.errors import BenchError
-from tidewheel.bench.transports.base import Transport
+from tidewheel.bench import BenchError
+from tidewheel.bench.driver import Transport
 from tidewheel.bench.transports.http import GenerateStream, Infer, OpenAi
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.config import StrategyName

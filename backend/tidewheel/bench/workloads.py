@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidewheel.bench.errors import BenchError
-from tidewheel.bench.values import Conversation, Offered
+from tidewheel.bench import BenchError
+from tidewheel.bench.outcome import Conversation, Offered
 from tidewheel.workload.lengths import Lengths, Range
 from tidewheel.workload.trace_files import read_trace
 from tidewheel.workload.traces import NOBODY, Trace
@@ -128,10 +128,10 @@ def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
 
 def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
     parameters: dict[str, Any] = {"priority": int(trace.priorities[index])}
-    if name := trace.tenant_names[trace.tenants[index]]:
+    if name := trace.tenant(index):
         parameters["tenant"] = name
-    if trace.sessions[index] != NOBODY:
-        parameters["session_id"] = trace.session_names[trace.sessions[index]]
+    if name := trace.session(index):
+        parameters["session_id"] = name
     if np.isfinite(trace.deadlines[index]):
         parameters["deadline_ms"] = round(float(trace.deadlines[index]) * 1e3)
     return parameters

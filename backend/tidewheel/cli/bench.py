@@ -108,7 +108,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0, or 130 after Ctrl-C with the results so far kept; raise `UsageError`."""
-    from tidewheel.bench.errors import BenchError
+    from tidewheel.bench import BenchError
     from tidewheel.errors import ConfigError
 
     # SIGTERM acts like Ctrl-C: servers end, results are kept.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tidewheel.bench.deploy import Deployment
-    from tidewheel.bench.plan import Stage
+    from tidewheel.bench.stage import Stage
     from tidewheel.bench.suites import Suite
     from tidewheel.bench.targets import Target
     from tidewheel.bench.workloads import Workload
@@ -105,8 +105,8 @@ def _offline_part(args: argparse.Namespace, peers: list[str]) -> Part:
 
 def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     from tidewheel.bench.arrivals import parse_loads
-    from tidewheel.bench.plan import Stage
-    from tidewheel.bench.values import Slo
+    from tidewheel.bench.outcome import Slo
+    from tidewheel.bench.stage import Stage
 
     text, targets, workload, loads = SUITES[suite or args.suite]
     online_peers = [peer for peer in args.peer if args.suite != "compare" or not _ELSEWHERE.search(peer)]

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidewheel.bench.plots import Picture
+    from tidewheel.bench.pictures import Picture
     from tidewheel.bench.results import Recorder
 
 
 def report(recorder: Recorder, record: Path | None) -> None:
     """Write all results; `record` adds a JSON copy, with the plots beside it."""
-    from tidewheel.bench.report import render
-    from tidewheel.bench.tables import SHORT, as_text, table, without_empty
+    from tidewheel.bench.columns import SHORT, as_text, table, without_empty
+    from tidewheel.bench.html_page import render
 
     pictures = _pictures(recorder)
     for result in recorder.stages:
@@ -33,7 +33,7 @@ def report(recorder: Recorder, record: Path | None) -> None:
 def _pictures(recorder: Recorder) -> dict[str, list[Picture]]:
     """Return plots by stage name, or none, with a note, without matplotlib."""
     try:
-        from tidewheel.bench.plots import pictures
+        from tidewheel.bench.pictures import pictures
     except ImportError:
         print("no pictures: matplotlib is not installed (pip install 'tidewheel[load]')", file=sys.stderr)
         return {}

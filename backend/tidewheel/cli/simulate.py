@@ -97,5 +97,10 @@ def _calibrate(path: Path, target: Path | None) -> int:
     if target is not None:
         model.save(target)
     for name in model.__dataclass_fields__:
-        print(f"{name:24} {getattr(model, name)}")
+        if name != "fit":
+            print(f"{name:24} {getattr(model, name)}")
+    print(
+        f"fitted to {model.fit['num_steps']:.0f} steps: R² {model.fit['r_squared']:.4f}, "
+        f"error {model.fit['sum_error']:+.1%} in all, {model.fit['median_error']:.1%} in the median step"
+    )
     return 0

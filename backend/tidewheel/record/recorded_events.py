@@ -1,8 +1,8 @@
 """Events of a recording: one JSON array a line, the event's name first.
 
-A recording holds no text and no token id. Decisions depend only on which requests share a prefix, and on which token
-ends a request. So a token becomes a hash of the prefix it ends (`recorder.PrefixNames`), or 0 if it stops a request.
-Session, salt and tenant names become hashes too, except tenants that the settings name.
+Decisions depend only on which requests share a prefix, and on which token ends a request. So instead of a token there
+is a hash of the prefix it ends, or 0 if it stops a request. Session, salt and tenant names are hashed too, except
+tenants that the settings name.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from typing import NamedTuple
 import msgspec
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.errors import ConfigError
 
 SCHEMA = 1
 STOP_TOKEN = 0
-ORDINARY_TOKEN = 1  # undelivered, or any other token without prefix caching
+ORDINARY_TOKEN = 1  # undelivered, or without prefix caching
 
 
 class StepFeatures(NamedTuple):
-    """Contents of a step that decide how long it takes."""
+    """Contents of a step that decide its time."""
 
     num_rows: int
     num_tokens: int
     num_samples: int
     num_new_rows: int
-    kv_tokens: int  # cached tokens attention reads, over all rows
+    kv_tokens: int  # cached tokens that attention reads
     chunk_pairs: int  # (query, key) pairs of chunks over one token
 
 
@@ -88,9 +87,9 @@ class SessionClosed(Event, frozen=True, tag="close-session"):
 
 class Scheduled(Event, frozen=True, tag="schedule"):
     now: float
-    expired: bool  # `expire` ran just before, at `now`, and ended no request
+    expired: bool  # `expire` ran just before and ended nothing
     step_id: int = -1  # -1: nothing was scheduled
-    num_rows: int = 0  # from here, `StepFeatures`
+    num_rows: int = 0
     num_tokens: int = 0
     num_samples: int = 0
     num_new_rows: int = 0
@@ -116,7 +115,7 @@ class Applied(Event, frozen=True, tag="apply"):
 
 
 class Full(Event, frozen=True, tag="full"):
-    """Last event of a recording that reached its size limit."""
+    """End of a recording at its size limit."""
 
 
 AnyEvent = Header | Added | Cancelled | Expired | Failed | SessionClosed | Scheduled | Applied | Full
@@ -135,13 +134,4 @@ def step_features(batch: ScheduledBatch) -> StepFeatures:
 
 
 encoder = msgspec.json.Encoder()
-_decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
-
-
-def decode_line(line: bytes, number: int) -> AnyEvent:
-    """Raise `ConfigError` naming the line."""
-    try:
-        event: AnyEvent = _decoder.decode(line)
-        return event
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"line {number} of the recording cannot be read: {error}") from None
+decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

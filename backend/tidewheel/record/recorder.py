@@ -1,4 +1,4 @@
-"""Recorder of a scheduler's calls and decisions, for `simulate.replay`."""
+"""Recorder of a scheduler's calls and decisions."""
 
 from __future__ import annotations
 
@@ -43,17 +43,16 @@ _LARGEST_NAME = 2**31 - 1
 
 
 class PrefixNames:
-    """Token names, each drawn from the whole prefix that the token ends.
+    """Names of tokens: 31 of the 128 bits of a hash of the whole prefix that the token ends.
 
-    BLAKE2b (RFC 7693) is chained from a random secret that is never written; a name shows 31 of a state's 128 bits.
-    So guesses at a prompt cannot be tested, and a token has a different name in each place.
+    BLAKE2b (RFC 7693) is chained from a random secret that is never written, so guesses at a prompt cannot be tested.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self.root = os.urandom(_STATE_BYTES) if secret is None else secret
 
     def extend(self, state: bytes, token_ids: Iterable[int]) -> tuple[bytes, list[int]]:
-        """Return the state after a prefix grows (`root`: empty), and the new tokens' names."""
+        """Return the state after these tokens, and their names; `root` is the state of no token."""
         names = []
         for token_id in token_ids:
             state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=_STATE_BYTES).digest()
@@ -61,7 +60,7 @@ class PrefixNames:
         return state, names
 
     def word(self, text: str) -> str:
-        """Return the name of a client's word; the empty one stays empty."""
+        """Return a name for a word; the empty one stays empty."""
         if not text:
             return ""
         return blake2b(text.encode("utf-8", "surrogatepass"), key=self.root, digest_size=8).hexdigest()
@@ -69,15 +68,13 @@ class PrefixNames:
 
 @dataclass(slots=True)
 class _Stream:
-    """State of a request's token names."""
-
     request_id: str
     state: bytes
     stop_token_ids: Collection[int]
 
 
 class Recorder:
-    """Recording in one file, complete whenever the engine is idle; a write error ends only the recording."""
+    """Recording in a file, complete when the engine is idle; a write error ends only the recording."""
 
     def __init__(
         self,
@@ -89,7 +86,7 @@ class Recorder:
         named_tenants: Collection[str] = (),
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Record token names only `with_contents`: prefix caching makes decisions depend on them."""
+        """Name tokens only `with_contents`: with prefix caching, decisions depend on them."""
         self._file: BinaryIO | None = file
         self._names = PrefixNames()
         self._with_contents = with_contents
@@ -208,7 +205,7 @@ class Recorder:
         return name if name in self._named_tenants else self._names.word(name)
 
     def _token_names(self, streams: list[_Stream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
-        """Return int32 names by row; undelivered tokens, of rows reassigned in flight, are ordinary."""
+        """Return int32 names by row; tokens of rows reassigned in flight are ordinary."""
         names = [
             self._token_name(stream, token_id) if stream.request_id in delivered or token_id < 0 else ORDINARY_TOKEN
             for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
@@ -246,7 +243,7 @@ def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool) -> Sched
 
 
 def batch_digest(batch: ScheduledBatch) -> str:
-    """Return a digest of all columns and new rows, token values left out."""
+    """Return a digest of columns and new rows, without token ids."""
     digest = blake2b(digest_size=8)
     for name in _COLUMNS:
         column = getattr(batch, name)

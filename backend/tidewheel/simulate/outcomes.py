@@ -1,4 +1,4 @@
-"""Outcomes of a run, its figures, and those of queueing theory to compare with."""
+"""Outcomes and figures of a run, and of queueing theory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import BoolArray, Int32Array
-from tidewheel.bench.stats import jain
+from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.simulate.replica import Replica
@@ -30,7 +30,7 @@ Figures = dict[str, Any]  # JSON values; times in seconds
 
 
 class Outcomes:
-    """Outcomes of a trace as columns; times in seconds of the trace, NaN if never reached."""
+    """Columns by request; times in seconds of the trace, NaN if never reached."""
 
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
@@ -96,10 +96,7 @@ class Outcomes:
 
 
 def throughput(outcomes: Outcomes) -> float:
-    """Return requests per second in the middle of a run, without filling and emptying.
-
-    Raise `ConfigError` if too few requests finished.
-    """
+    """Return requests per second in the middle of a run; raise `ConfigError` if too few finished."""
     ends = np.sort(outcomes.last_token[outcomes.finished])
     first, last = len(ends) // 5, len(ends) * 7 // 10
     if len(ends) < 10 or ends[last] <= ends[first]:
@@ -146,10 +143,7 @@ def summarise(outcomes: Outcomes, replicas: Sequence[Replica]) -> Figures:
 
 
 def served_tokens(outcomes: Outcomes) -> dict[str, float]:
-    """Return tokens by tenant, prompt and output, of requests finished by the last arrival.
-
-    After it the queue empties and tenants no longer compete.
-    """
+    """Return tokens by tenant of requests finished by the last arrival, while tenants still competed."""
     trace = outcomes.trace
     done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
     tokens = np.where(done, trace.prompt_tokens + outcomes.output_tokens, 0)
@@ -176,7 +170,7 @@ def _latencies(outcomes: Outcomes, chosen: BoolArray) -> Figures:
 
 
 def _distribution(values: FloatArray) -> dict[str, float | None]:
-    """Return mean and quantiles without NaN; None for each if nothing is left."""
+    """Return mean and quantiles without NaN; None if nothing is left."""
     values = values[~np.isnan(values)]
     if not len(values):
         return dict.fromkeys(("mean", *QUANTILES))
@@ -197,11 +191,9 @@ def _replicas(replicas: Sequence[Replica], span: float) -> Figures:
 
 
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:
-    """Return the mean number waiting and in service of a single-server queue.
+    """Return the mean number in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1: Theory", 1975, chapter 5).
 
-    Pollaczek and Khinchine's formula of an M/G/1 queue: Kleinrock, "Queueing Systems, Volume 1: Theory" (1975),
-    chapter 5. `load` is the arrival rate times the mean service time; `service_scv` the service time's variance over
-    its squared mean: 0 if constant, 1 if exponential (M/M/1).
+    `service_scv` is the variance of service times over their squared mean: 0 if constant, 1 in an M/M/1 queue.
     """
     if not 0 <= load < 1:
         raise ConfigError(f"load is {load:g}: a queue settles only from 0 to below 1")

@@ -1,4 +1,4 @@
-"""Recordings, and their replay on another scheduler, decision by decision."""
+"""Recordings, and their replay on another scheduler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tidewheel.record.recorded_events import (
     RecordedRequest,
     Scheduled,
     SessionClosed,
-    decode_line,
+    decoder,
 )
 from tidewheel.record.recorder import describe_batch, describe_ended
 from tidewheel.request import FinishReason, Priority, Request
@@ -60,7 +60,7 @@ class Recording:
         self.header = header
 
     def events(self) -> Iterator[AnyEvent]:
-        """Yield events after the header; drop a last line torn when the engine was killed."""
+        """Yield events after the header, but no torn last line."""
         events = self._events()
         next(events)
         for event in events:
@@ -70,21 +70,23 @@ class Recording:
             yield event
 
     def _events(self) -> Iterator[AnyEvent]:
+        number = 0
         try:
             with self._path.open("rb") as file:
-                for number, line in enumerate(file, 1):
+                for line in file:
+                    number += 1
                     if not line.endswith(b"\n"):
                         self.is_cut = True
                         return
-                    yield decode_line(line, number)
+                    yield decoder.decode(line)
         except OSError as error:
             raise ConfigError(f"cannot read the recording {self._path}: {error}") from None
-        except ConfigError as error:
-            raise ConfigError(f"{self._path}: {error}") from None
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self._path}: line {number} of the recording cannot be read: {error}") from None
 
 
 def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
-    """Return settings and values of the recorded engine; raise `ConfigError` if this version has others."""
+    """Return the recorded engine; raise `ConfigError` if this version cannot read it."""
     try:
         info = msgspec.convert(header.info, EngineInfo)
         return EngineConfig.from_settings(header.settings | {"record": ""}), info
@@ -95,21 +97,17 @@ def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
 
 
 def scheduler_of(header: Header) -> Scheduler:
-    """Return a scheduler like the recorded one."""
     return build_scheduler(*engine_of(header))
 
 
 def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
-    """Replay up to the first difference; make `scheduler` new, from the header."""
-    player = _Player(scheduler)
-    num_events = 0
-    for event in recording.events():
-        num_events += 1
-        difference = player.play(event)
-        if difference:
-            difference = f"event {num_events}: {difference}"
-            return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
-    return Replayed(num_events, player.num_steps, player.num_requests, "", recording.is_cut)
+    """Replay up to the first difference, on a new scheduler."""
+    player, num_events, difference = _Player(scheduler), 0, ""
+    for num_events, event in enumerate(recording.events(), 1):
+        if found := player.play(event):
+            difference = f"event {num_events}: {found}"
+            break
+    return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
 
 
 class _Player:
@@ -149,10 +147,7 @@ class _Player:
         self.num_requests += len(requests)
         refused, evicted = "", list[str]()
         try:
-            if len(requests) == 1:
-                evicted = _ids(self._scheduler.add(requests[0], event.now))
-            else:
-                evicted = _ids(self._scheduler.add_group(requests, event.now))
+            evicted = _ids(self._scheduler.add_group(requests, event.now))
         except TidewheelError as error:
             refused = error.tag
         name = requests[0].request_id
@@ -161,11 +156,12 @@ class _Player:
         )
 
     def _close_session(self, event: SessionClosed) -> str:
+        was_there = True
         try:
             self._scheduler.close_session(event.tenant, event.session_id)
         except NotFound:
-            return _differs("close of a session, was it there", event.was_there, False)
-        return _differs("close of a session, was it there", event.was_there, True)
+            was_there = False
+        return _differs("close of a session, was it there", event.was_there, was_there)
 
     def _schedule(self, event: Scheduled) -> str:
         if event.expired and (difference := self.play(Expired(event.now, []))):

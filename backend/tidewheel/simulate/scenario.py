@@ -50,7 +50,7 @@ class Scenario:
     router: str
     cost: CostModel
     settings: dict[str, str]
-    record: str
+    record: str  # folder; empty: none
 
     def config(self, policy: str) -> EngineConfig:
         values = {"model": MODEL, **self.settings, "scheduling_policy": policy, "record": self.record}
@@ -65,16 +65,12 @@ class Scenario:
         return self._synthesise(ARRIVALS[self.arrivals](self.num_requests, rate, rng), rng)
 
     def at_once(self, count: int) -> Trace:
-        """Return `count` requests that arrive together."""
         if self.recorded_trace is None:
             return self._synthesise(np.zeros(count), np.random.default_rng(self.seed))
         return self.recorded_trace.at_once(count)
 
     def _synthesise(self, arrivals: FloatArray, rng: np.random.Generator) -> Trace:
         return synthesise(arrivals, self.prompt, self.output, rng, tenants=self.tenants, prefixes=self.prefixes)
-
-    def simulator(self, policy: str, trace: Trace) -> Simulator:
-        return self._simulator(self.config(policy), trace, self.num_replicas)
 
     def capacity(self, policy: str) -> float:
         """Return requests per second of one replica while its batch stays full."""
@@ -86,22 +82,19 @@ class Scenario:
             scheduling_policy="fifo",
         )
         trace = self.at_once(CAPACITY_BATCHES * config.max_num_seqs)
-        return throughput(self._simulator(config, trace, 1).run())
+        return throughput(self.simulator(config, trace, 1).run())
 
     def results(self) -> Iterator[Result]:
         for policy in self.policies:
-            if not self.loads:
-                yield Result(policy, None, self._simulate(policy, self.rate))
-                continue
-            capacity = self.capacity(policy) * self.num_replicas
-            for load in self.loads:
-                yield Result(policy, load, self._simulate(policy, load * capacity))
+            rates: list[tuple[float | None, float | None]] = [(None, self.rate)]
+            if self.loads:
+                capacity = self.capacity(policy) * self.num_replicas
+                rates = [(load, load * capacity) for load in self.loads]
+            for load, rate in rates:
+                simulator = self.simulator(self.config(policy), self.trace(rate), self.num_replicas)
+                yield Result(policy, load, summarise(simulator.run(), simulator.replicas))
 
-    def _simulate(self, policy: str, rate: float | None) -> Figures:
-        simulator = self.simulator(policy, self.trace(rate))
-        return summarise(simulator.run(), simulator.replicas)
-
-    def _simulator(self, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
+    def simulator(self, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
         info = simulated_info(config, self.cost, max_model_len=max(trace.max_num_tokens, 2))
         return simulator_of(
             config,
@@ -124,7 +117,6 @@ def simulator_of(
     router: str = "round-robin",
     max_tokens: int | None = None,
 ) -> Simulator:
-    """Return a simulator of engines with these settings."""
     return Simulator(
         trace,
         lambda _: build_scheduler(config, info),
@@ -142,7 +134,7 @@ def simulator_of(
 
 
 def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int) -> EngineInfo:
-    """Return what an engine on the cost model's device would resolve. Given settings come first."""
+    """Return what an engine on the cost model's device would resolve."""
     block_size = config.block_size or cost.block_size
     num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
     device = cost.device or cost.name

@@ -15,7 +15,7 @@ from tidewheel.simulate.scenario import Result
 
 
 class Knee(NamedTuple):
-    """Mean number in the system by load, for one service time distribution."""
+    """Simulated queue of one service time distribution."""
 
     name: str
     service_scv: float  # squared coefficient of variation

@@ -1,4 +1,4 @@
-"""Arrival times of requests, in seconds from the start."""
+"""Arrival times, in seconds from the start."""
 
 from __future__ import annotations
 
@@ -20,19 +20,13 @@ def poisson_arrivals(count: int, rate: float, rng: np.random.Generator) -> Float
 
 
 def poisson_until(seconds: float, rate: float, rng: random.Random) -> list[float]:
-    """Return a Poisson process before `seconds`.
-
-    The recorded measurements used this generator, so their seeds still give their times.
-    """
+    """Return a Poisson process before `seconds`, with the generator of the recorded measurements."""
     _check_rate(rate)
     return list(takewhile(lambda at: at < seconds, accumulate(map(rng.expovariate, repeat(rate)))))
 
 
 def bursty_arrivals(count: int, rate: float, rng: np.random.Generator, *, burstiness: float = 4.0) -> FloatArray:
-    """Return arrivals in clumps: gamma distributed gaps.
-
-    Their variance is `burstiness` times that of a Poisson process of the same rate; 1 is Poisson.
-    """
+    """Return gamma distributed gaps, whose variance is `burstiness` times that of a Poisson process."""
     _check_rate(rate)
     if not 0.1 <= burstiness <= 1000:
         raise ConfigError(f"burstiness is {burstiness:g}: it must be 0.1 to 1000")
@@ -50,8 +44,7 @@ def switching_arrivals(
 ) -> FloatArray:
     """Return a two-state Markov modulated Poisson process (Fischer, Meier-Hellstern, 1993).
 
-    Busy spells, `mean_busy_s` seconds on average, take `busy_share` of the time; requests arrive `ratio` times as
-    fast in them.
+    In busy spells, a `busy_share` of the time, requests arrive `ratio` times as fast.
     """
     _check_rate(rate)
     calm_rate = rate / (1 - busy_share + ratio * busy_share)

@@ -30,11 +30,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Distribution of whole numbers from 1 to `maximum`.
-
-    `shape` is sigma of the underlying normal for lognormal (1: heavy, 0.5: mild). For Pareto type I it is the tail
-    index, above 1; up to 2 the variance is infinite. `_scale` restores the mean after `maximum` cuts the tail.
-    """
+    """Distribution from 1 to `maximum`; `shape` is sigma of a lognormal or the tail index of a Pareto type I."""
 
     kind: str
     mean: float
@@ -43,10 +39,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, *, name: str) -> Lengths:
-        """Parse ``lognormal:128:1.0:4096`` or ``constant:64``.
-
-        Raise `ConfigError` naming `name` and the faulty part.
-        """
+        """Parse ``lognormal:128:1.0:4096``; raise `ConfigError` naming `name` and the fault."""
         kind, *numbers = text.split(":")
         if kind not in KINDS:
             raise ConfigError(f"{name} is {text!r}: write {SYNTAX} with one of {', '.join(KINDS)}")
@@ -88,7 +81,7 @@ class Lengths:
                 return np.asarray(self.mean * (self.shape - 1) / self.shape * (1 + rng.pareto(self.shape, count)))
 
     def _scale(self) -> float:
-        """Find the factor that restores the mean, by bisection."""
+        """Return the factor that restores the mean of a cut tail, by bisection."""
         sample = self._raw(1 << 16, np.random.default_rng(0))
         low, high = 1.0, 1.0
         while np.minimum(sample * high, self.maximum).mean() < self.mean and high < 1e6:

@@ -1,4 +1,4 @@
-"""Traces in files: one request a line, in JSONL, or in CSV after a header line. Its fields:
+"""Trace files: one request a line, in JSONL, or in CSV after a header line, with the fields
 
     arrival          seconds from the start           required
     prompt_tokens    tokens in the prompt             required
@@ -10,9 +10,9 @@
     prefix_tokens    with prefix_group
     deadline_s       seconds from arrival; absent: never
 
-Two published traces are known by their header, and their other columns ignored. Azure LLM inference traces (Patel and
-others, Splitwise, ISCA 2024; AzurePublicDataset on GitHub) have dates. BurstGPT (Wang and others, arXiv 2401.17644)
-has seconds; its rows without response tokens are failed requests and dropped.
+CSV files of two published traces are read too; their other columns are ignored. Azure's (Patel and others, Splitwise,
+ISCA 2024; AzurePublicDataset on GitHub) have dates. BurstGPT's (Wang and others, arXiv 2401.17644) have seconds, and
+rows without response tokens, which failed, are dropped.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,25 +39,41 @@ AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 MAX_TOKENS = 1 << 24
 
-Row = Mapping[str, object]
 
+class _Row(NamedTuple):
+    where: str
+    values: Mapping[str, object]
 
-def read_trace(path: Path) -> Trace:
-    """Read a trace, sorted by arrival, the first at 0.
+    def text(self, name: str) -> str:
+        value = self.values.get(name)
+        return "" if value is None else str(value)
 
-    Raise `ConfigError` naming file, line and field.
-    """
-    requests = _Requests()
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".csv":
-                _read_csv(file, path, requests)
-            else:
-                for where, row in _json_rows(file, path):
-                    requests.add(row, where)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from None
-    return requests.trace(path)
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name, default)
+        if value is None:
+            raise ConfigError(f"{self.where}: {name} is missing")
+        number = math.nan
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            with suppress(ValueError):
+                number = float(value)
+        if math.isnan(number) or (math.isinf(number) and name in self.values) or number < 0:
+            raise ConfigError(f"{self.where}: {name} is {value!r}: it must be a number of 0 or more")
+        return number
+
+    def whole(self, name: str, low: int = 1, high: int = MAX_TOKENS, default: int | None = None) -> int:
+        number = self.number(name, default)
+        if number != int(number) or not low <= number <= high:
+            raise ConfigError(
+                f"{self.where}: {name} is {self.values[name]!r}: it must be a whole number from {low} to {high}"
+            )
+        return int(number)
+
+    def date(self, name: str) -> float:
+        text = self.text(name)
+        try:
+            return datetime.fromisoformat(text).timestamp()
+        except ValueError:
+            raise ConfigError(f"{self.where}: {name} is {text!r}: it must be a date and time") from None
 
 
 class _Requests:
@@ -67,35 +85,35 @@ class _Requests:
         self._sessions: dict[str, int] = {}
         self._groups: dict[str, int] = {}
 
-    def add(self, row: Row, where: str) -> None:
-        for key in row:
+    def add(self, row: _Row) -> None:
+        for key in row.values:
             if key not in FIELDS:
-                raise ConfigError(f"{where}: {unknown_setting(str(key), FIELDS).replace('setting', 'field')}")
-        group, num_prompt_tokens = _text(row, "prefix_group"), _integer(row, "prompt_tokens", 1, MAX_TOKENS, where)
-        num_shared = _integer(row, "prefix_tokens", 0, MAX_TOKENS, where, default=0)
+                raise ConfigError(f"{row.where}: {unknown_setting(key, FIELDS).replace('setting', 'field')}")
+        group, num_prompt_tokens = row.text("prefix_group"), row.whole("prompt_tokens")
+        num_shared = row.whole("prefix_tokens", 0, default=0)
         if num_shared > num_prompt_tokens:
-            raise ConfigError(f"{where}: prefix_tokens is {num_shared}, more than prompt_tokens")
+            raise ConfigError(f"{row.where}: prefix_tokens is {num_shared}, more than prompt_tokens")
         if num_shared and not group:
-            raise ConfigError(f"{where}: prefix_tokens needs a prefix_group")
+            raise ConfigError(f"{row.where}: prefix_tokens needs a prefix_group")
         self._append(
-            arrivals=_number(row, "arrival", where),
+            arrivals=row.number("arrival"),
             prompt_tokens=num_prompt_tokens,
-            output_tokens=_integer(row, "output_tokens", 1, MAX_TOKENS, where),
-            priorities=Priority.from_wire(_integer(row, "priority", 0, 4, where, default=0)),
-            tenants=_index(self._tenants, _text(row, "tenant")),
-            sessions=_index(self._sessions, _text(row, "session")),
+            output_tokens=row.whole("output_tokens"),
+            priorities=Priority.from_wire(row.whole("priority", 0, 4, default=0)),
+            tenants=_index(self._tenants, row.text("tenant")),
+            sessions=_index(self._sessions, row.text("session")),
             prefix_groups=_index(self._groups, group),
             prefix_tokens=num_shared,
-            deadlines=_number(row, "deadline_s", where, default=math.inf),
+            deadlines=row.number("deadline_s", math.inf),
         )
 
-    def add_published(self, row: Row, columns: tuple[str, str, str], where: str) -> None:
+    def add_published(self, row: _Row, columns: tuple[str, str, str]) -> None:
         arrival, prompt, output = columns
-        num_output_tokens = _integer(row, output, 0, MAX_TOKENS, where)
+        num_output_tokens = row.whole(output, 0)
         if num_output_tokens or columns == AZURE:
             self._append(
-                arrivals=_date(row, arrival, where) if columns == AZURE else _number(row, arrival, where),
-                prompt_tokens=_integer(row, prompt, 1, MAX_TOKENS, where),
+                arrivals=row.date(arrival) if columns == AZURE else row.number(arrival),
+                prompt_tokens=row.whole(prompt),
                 output_tokens=max(1, num_output_tokens),
             )
 
@@ -117,18 +135,33 @@ class _Requests:
         )
 
 
-def _json_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[str, Row]]:
+def _index(names: dict[str, int], name: str) -> int:
+    return names.setdefault(name, len(names)) if name or name in names else NOBODY
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a trace, sorted by arrival, the first at 0; raise `ConfigError` naming file, line and field."""
+    requests = _Requests()
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            (_read_csv if path.suffix == ".csv" else _read_json)(file, path, requests)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from None
+    return requests.trace(path)
+
+
+def _read_json(lines: Iterable[str], path: Path, requests: _Requests) -> None:
     for number, content in enumerate(lines, 1):
         if not content.strip():
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(content)
+            values = json.loads(content)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
-        if not isinstance(row, dict):
+        if not isinstance(values, dict):
             raise ConfigError(f"{where}: it must be an object with {', '.join(REQUIRED)}")
-        yield where, row
+        requests.add(_Row(where, values))
 
 
 def _read_csv(lines: Iterable[str], path: Path, requests: _Requests) -> None:
@@ -138,54 +171,14 @@ def _read_csv(lines: Iterable[str], path: Path, requests: _Requests) -> None:
     missing = [name for name in REQUIRED if name not in header]
     if missing and published is None:
         raise ConfigError(f"{path}: the header line has no {', '.join(missing)}")
-    for row in reader:
-        where = f"{path}, line {reader.line_num}"
-        values = {name: value for name, value in row.items() if value is not None}
-        if None in row:
-            raise ConfigError(f"{where}: more values than the header has names")
+    for values in reader:
+        row = _Row(f"{path}, line {reader.line_num}", {name: value for name, value in values.items() if value})
+        if None in values:
+            raise ConfigError(f"{row.where}: more values than the header has names")
         if published is None:
-            requests.add({name: value for name, value in values.items() if value}, where)
-        elif len(values) < len(header):
-            raise ConfigError(f"{where}: {len(values)} values, the header names {len(header)}")
+            requests.add(row)
+        elif None in values.values():
+            found = len(header) - list(values.values()).count(None)
+            raise ConfigError(f"{row.where}: {found} values, the header names {len(header)}")
         else:
-            requests.add_published(values, published, where)
-
-
-def _index(names: dict[str, int], name: str) -> int:
-    """Return the name's index, a new one if need be."""
-    if not name and "" not in names:
-        return NOBODY
-    return names.setdefault(name, len(names))
-
-
-def _text(row: Row, name: str) -> str:
-    value = row.get(name)
-    return "" if value is None else str(value)
-
-
-def _number(row: Row, name: str, where: str, *, default: float | None = None) -> float:
-    value = row.get(name, default)
-    if value is None:
-        raise ConfigError(f"{where}: {name} is missing")
-    try:
-        number = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
-    except ValueError:
-        number = math.nan
-    if math.isnan(number) or (math.isinf(number) and name in row) or number < 0:
-        raise ConfigError(f"{where}: {name} is {value!r}: it must be a number of 0 or more")
-    return number
-
-
-def _integer(row: Row, name: str, low: int, high: int, where: str, *, default: int | None = None) -> int:
-    number = _number(row, name, where, default=default)
-    if number != int(number) or not low <= number <= high:
-        raise ConfigError(f"{where}: {name} is {row[name]!r}: it must be a whole number from {low} to {high}")
-    return int(number)
-
-
-def _date(row: Row, name: str, where: str) -> float:
-    text = str(row[name])
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        raise ConfigError(f"{where}: {name} is {text!r}: it must be a date and time") from None
+            requests.add_published(row, published)

@@ -1,4 +1,4 @@
-"""Traces of requests, synthetic ones from a seed, and token contents for them."""
+"""Traces of requests and their token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOBODY = -1  # no session or prefix group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Columns [n] in order of arrival; names are indices into the tuples beside them."""
+    """Columns [n] in order of arrival. Names are indices into tuples; the empty name is none."""
 
     arrivals: FloatArray  # seconds
     prompt_tokens: Int32Array
@@ -40,17 +40,25 @@ class Trace:
     def of(
         cls, arrivals: npt.ArrayLike, prompt_tokens: npt.ArrayLike, output_tokens: npt.ArrayLike, **others: Any
     ) -> Trace:
-        """Return a trace, by default of one tenant in class NORMAL, without sessions, prefixes and deadlines."""
+        """Fill absent columns: class NORMAL, no tenants, sessions, prefixes or deadlines."""
         values: dict[str, Any] = {name: np.full(np.size(arrivals), value) for name, value in _DEFAULTS.items()}
         values |= {"arrivals": arrivals, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens, **others}
         return cls(**{name: _column(name, value) for name, value in values.items()})
+
+    def tenant(self, index: int) -> str:
+        return self.tenant_names[int(self.tenants[index])]
+
+    def session(self, index: int) -> str:
+        return "" if self.sessions[index] == NOBODY else self.session_names[self.sessions[index]]
+
+    def prefix_group(self, index: int) -> str:
+        return "" if self.prefix_groups[index] == NOBODY else self.prefix_names[self.prefix_groups[index]]
 
     def __len__(self) -> int:
         return len(self.arrivals)
 
     @property
     def rate(self) -> float:
-        """Requests per second over the trace."""
         span = float(self.arrivals[-1] - self.arrivals[0]) if len(self) > 1 else 0.0
         return (len(self) - 1) / span if span > 0 else 0.0
 
@@ -60,13 +68,13 @@ class Trace:
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def at_rate(self, rate: float) -> Trace:
-        """Return the same requests, faster or slower; raise `ConfigError` if all arrive at one moment."""
+        """Return the same requests, faster or slower; raise `ConfigError` without a rate."""
         if not self.rate:
             raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
         return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
 
     def at_once(self, count: int) -> Trace:
-        """Return `count` requests like these, in turn, that arrive together and have no deadline."""
+        """Return `count` of these requests, arriving together, without deadlines."""
         index = np.arange(count) % len(self)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
@@ -87,7 +95,7 @@ def _column(name: str, value: Any) -> Any:
 
 
 class Prefixes(NamedTuple):
-    """System prompts of `num_tokens` tokens; `num_groups` used by Zipf's law."""
+    """System prompts, used by Zipf's law."""
 
     num_groups: int
     num_tokens: int
@@ -108,7 +116,6 @@ def synthesise(
     tenants: Tenants = Tenants(),  # noqa: B008 - immutable
     prefixes: Prefixes | None = None,
 ) -> Trace:
-    """Return a trace with these arrivals, the rest drawn."""
     count, shares = len(arrivals), np.array(tenants.shares) / sum(tenants.shares)
     tenant_index = rng.choice(len(shares), size=count, p=shares)
     prompt_tokens = prompt.draw(count, rng)
@@ -135,10 +142,9 @@ _STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
 
 
 class Contents:
-    """Token contents of a trace's requests: views of one pool of random ids from 1, so prompts take no memory.
+    """Token ids above 0, as views of one random pool, so prompts take no memory.
 
-    A request reads prompt and output from one offset; so do all turns of a session, whose prompts thus grow. Requests
-    of a prefix group begin with the same view.
+    A request reads prompt and output from one offset; so do all turns of a session.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -147,7 +153,7 @@ class Contents:
         self.pool: Int32Array = np.concatenate((pool, pool[: trace.max_num_tokens + 1]))
 
     def offset(self, index: int) -> int:
-        """Return the request's offset: its token at position p is ``pool[offset + p]``."""
+        """Return the place in the pool of the request's first token."""
         session = int(self._trace.sessions[index])
         return _offset(2 * session + 1 if session != NOBODY else 2 * index)
 

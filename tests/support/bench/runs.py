@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.plan import Run, Stage
+from tidewheel.bench.outcome import Offered, Outcome, Slo
 from tidewheel.bench.results import Recorder, RunResult, StageResult
+from tidewheel.bench.stage import Run, Stage
 from tidewheel.bench.targets import Target
-from tidewheel.bench.values import Offered, Outcome, Slo
 from tidewheel.bench.workloads import WORKLOADS
 
 ENVIRONMENT: dict[str, Any] = {

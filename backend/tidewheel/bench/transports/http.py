@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from tidewheel.bench.errors import BenchError, RequestFailed
-from tidewheel.bench.transports.base import words
-from tidewheel.bench.values import Offered, Outcome
+from tidewheel.bench import BenchError
+from tidewheel.bench.outcome import Offered, Outcome, RequestFailed, words
 
 PROBE_S = 5.0
 _READ_BUFFER = 1 << 20  # for an SSE line

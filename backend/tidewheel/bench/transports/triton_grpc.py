@@ -12,9 +12,9 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from tidewheel.bench.errors import BenchError, RequestFailed
+from tidewheel.bench import BenchError
+from tidewheel.bench.outcome import Offered, Outcome, RequestFailed
 from tidewheel.bench.transports.triton_tensors import ModelShape, build_request, read_response
-from tidewheel.bench.values import Offered, Outcome
 
 NUM_CHANNELS = 4
 PROBE_S = 5.0

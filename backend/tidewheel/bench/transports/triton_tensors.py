@@ -10,9 +10,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from tidewheel.bench.errors import BenchError
-from tidewheel.bench.transports.base import words
-from tidewheel.bench.values import Offered
+from tidewheel.bench import BenchError
+from tidewheel.bench.outcome import Offered, words
 
 _FLAGS = ("return_num_output_tokens", "return_finish_reason", "exclude_input_in_output")
 

@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from tidewheel.bench import BenchError
 from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.errors import BenchError
-from tidewheel.bench.transports import worker as transport
-from tidewheel.bench.transports.worker import Worker
-from tidewheel.bench.values import Offered, Outcome
+from tidewheel.bench.outcome import Offered, Outcome
+from tidewheel.bench.transports import peer as transport
+from tidewheel.bench.transports.peer import Peer
 
-# The real program of the worker, with one more peer: two tokens a step to each request; 13 makes it fail.
+# The real program, with one more engine: two tokens a step to each request; 13 makes it fail.
 PROGRAM = """
-import sys, types
+import sys
 sys.path.insert(0, {folder!r})
-import worker
+import peer_engines
 
 class Counting:
     versions = {{"counting": "1.0"}}
-    streams = False
-    def __init__(self):
+    def __init__(self, options):
+        if options["model"] != "good":
+            1 / 0
         self.left = {{}}
     def add(self, request_id, input_ids, max_tokens):
         if 13 in input_ids:
@@ -40,11 +41,8 @@ class Counting:
                 del self.left[request_id]
         return events
 
-module = types.ModuleType("counting")
-module.make = lambda options: Counting() if options["model"] == "good" else 1 / 0
-sys.modules["counting"] = module
-worker.PEERS["counting"] = "counting"
-worker.main()
+peer_engines.ENGINES["counting"] = Counting
+peer_engines.main()
 """
 
 
@@ -55,30 +53,30 @@ def counting_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "PROGRAM", program)
 
 
-def peer(tmp_path: Path, *, model: str = "good", python: str = sys.executable) -> Worker:
-    return Worker(python, "counting", {"model": model}, tmp_path / "peer.log")
+def peer(tmp_path: Path, *, model: str = "good", python: str = sys.executable) -> Peer:
+    return Peer(python, "counting", {"model": model}, tmp_path / "peer.log")
 
 
-def send(worker: Worker, *requests: Offered) -> list[Outcome]:
+def send(one: Peer, *requests: Offered) -> list[Outcome]:
     async def run() -> list[Outcome]:
         progress = Progress()
-        await worker.open()
+        await one.open()
         try:
-            await Driver(worker, Limits(60.0), progress).open_loop([(request,) for request in requests])
+            await Driver(one, Limits(60.0), progress).open_loop([(request,) for request in requests])
         finally:
-            await worker.close()
+            await one.close()
         return progress.outcomes
 
     return asyncio.run(run())
 
 
 def test_tokens_arrive_as_they_are_made(tmp_path: Path) -> None:
-    worker = peer(tmp_path)
-    outcomes = send(worker, Offered(0.0, [5], 5), Offered(0.0, [6], 2), Offered(0.0, [7], 1))
+    counting = peer(tmp_path)
+    outcomes = send(counting, Offered(0.0, [5], 5), Offered(0.0, [6], 2), Offered(0.0, [7], 1))
     assert [[count for _, count in outcome.chunks] for outcome in outcomes] == [[2, 2, 1], [2], [1]]
     assert all(outcome.is_complete for outcome in outcomes)
-    assert worker.versions == {"counting": "1.0"}
-    assert not any(outcome.streamed for outcome in outcomes)  # as it says itself
+    assert counting.versions == {"counting": "1.0"}
+    assert all(outcome.streamed for outcome in outcomes)
     assert "chatter" in (tmp_path / "peer.log").read_text()
 
 
@@ -89,7 +87,7 @@ def test_a_peer_that_dies_ends_its_requests_with_its_reason(tmp_path: Path) -> N
 
 
 def test_a_peer_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match="counting cannot start: ZeroDivisionError"):
+    with pytest.raises(BenchError, match="counting: ZeroDivisionError"):
         send(peer(tmp_path, model="bad"), Offered(0.0, [5], 1))
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tidewheel.bench.arrivals import Load
+from tidewheel.bench.outcome import Conversation, Offered, Slo
 from tidewheel.bench.targets import Target
-from tidewheel.bench.values import Conversation, Offered, Slo
 from tidewheel.bench.workloads import Workload
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tidewheel.bench.estimates import Estimate
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.stats import Estimate
 
 NOTHING = "-"
 CLASS_ORDER = ("critical", "high", "normal", "low")

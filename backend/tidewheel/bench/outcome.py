@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,15 @@ TIMEOUT = "TIMEOUT"  # client's limit
 UNREADABLE = "UNREADABLE"  # breaks the protocol
 
 _TAG = re.compile(r"\[(TW-[A-Z-]+)")
+
+
+class RequestFailed(Exception):
+    """Failed request. `code` groups errors in reports; `message` is the server's."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +133,8 @@ def error_code(code: str, message: str) -> str:
     """Return Tidewheel's tag, which says more than a status."""
     match = _TAG.search(message)
     return match[1] if match else code
+
+
+def words(input_ids: Sequence[int]) -> str:
+    """Return a word per id, some tokens each, for targets without ids."""
+    return " ".join(f"t{token_id}" for token_id in input_ids)

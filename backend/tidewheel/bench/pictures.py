@@ -13,11 +13,11 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from tidewheel.bench.errors import BenchError
+from tidewheel.bench import BenchError
+from tidewheel.bench.estimates import UNKNOWN, Estimate
 from tidewheel.bench.knee import knee_of
-from tidewheel.bench.plan import Stage
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.stats import UNKNOWN, Estimate
+from tidewheel.bench.stage import Stage
 
 # Okabe and Ito's colours, for any colour vision; grey is for baselines.
 _OURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.bench.runs import stage
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.plan import in_turns
+from tidewheel.bench.stage import in_turns
 from tidewheel.bench.workloads import parse_workload
 
 TARGETS = ("continuous", "static", "baseline_dynamic")

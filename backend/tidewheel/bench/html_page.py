@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from tidewheel.bench.columns import LATENCIES, RATES, SERVER, Table, class_table, number, table, without_empty
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.tables import LATENCIES, RATES, SERVER, Table, class_table, number, table, without_empty
 
 if TYPE_CHECKING:
-    from tidewheel.bench.plots import Picture
+    from tidewheel.bench.pictures import Picture
 
 MOST_LAG_S = 0.05  # warned about beyond this
 _STYLE = """

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.bench.stats import bootstrap_quantiles, jain, knee, quantile, ratio_interval, t_interval
+from tidewheel.bench.estimates import bootstrap_quantiles, jain, knee, quantile, ratio_interval, t_interval
 
 
 def test_a_quantile_is_the_nearest_rank() -> None:

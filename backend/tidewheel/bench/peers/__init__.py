@@ -1,1 +1,0 @@
-"""Peer engines, each in its own process, maybe of another Python environment."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from tidewheel import __version__
+from tidewheel.version import __version__
 
 # Module → summary. Each has add_arguments(parser) and run(args) → exit code.
 COMMANDS = {

@@ -130,7 +130,7 @@ class EngineCore:
         Requests that have left their rows since are computed again.
         """
         if not self._in_flight:
-            return recover(self._runner, batch, failure, self._give_up)
+            return recover(lambda rest: self._runner.launch(rest).wait(), batch, failure, self._give_up)
         left = set(self._in_flight[0].batch.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:

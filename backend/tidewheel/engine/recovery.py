@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
-
-if TYPE_CHECKING:
-    from tidewheel.engine.core import Runner
 
 MAX_GIVEN_UP = 3  # requests
 
@@ -47,9 +44,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def recover(
-    runner: Runner, batch: ScheduledBatch, failure: OutOfMemory, give_up: Callable[[int], None]
+    run: Callable[[ScheduledBatch], SampledTokens],
+    batch: ScheduledBatch,
+    failure: OutOfMemory,
+    give_up: Callable[[int], None],
 ) -> SampledTokens:
-    """Return the tokens of the batch without the rows given up. Raise the error if that does not help."""
+    """Run the batch without the rows given up, and return its tokens. Raise the error if that does not help."""
     keep = np.ones(len(batch.rows), dtype=np.bool_)
     for _ in range(MAX_GIVEN_UP):
         largest = int(np.argmax(np.where(keep, batch.num_scheduled_tokens, 0)))
@@ -57,7 +57,7 @@ def recover(
         give_up(int(batch.rows[largest]))
         if not keep.any():
             return no_tokens(batch)
-        result = attempt(lambda: runner.launch(_only(batch, keep)).wait())
+        result = attempt(lambda: run(_only(batch, keep)))
         if not isinstance(result, OutOfMemory):
             return _spread(batch, keep, result)
         failure = result

@@ -12,7 +12,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from tidewheel import __version__
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.record.recorded_events import (
     ORDINARY_TOKEN,
@@ -33,6 +32,7 @@ from tidewheel.record.recorded_events import (
     step_features,
 )
 from tidewheel.request import Request
+from tidewheel.version import __version__
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from tidewheel import __version__
 from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.server_log import LogLine
 from tidewheel.server.triton_http import DeployedModel
+from tidewheel.version import __version__
 
 Phase = Literal["loading", "ready", "stopping"]
 _SHOWN: dict[Phase, str] = {"loading": "W", "ready": "WEF", "stopping": ""}

@@ -21,7 +21,7 @@ from gpu.models import limits_of, shape_of
 from gpu.stage import Stage, parser, run
 from gpu.values import Measurement, throughput
 from gpu.work import of_length
-from tidewheel.runner.host_tier import HostBlocks
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import KVTensors
 from workload import WorkItem
 

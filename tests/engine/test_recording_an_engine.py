@@ -61,7 +61,7 @@ def test_serve_records_what_it_serves_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = []
-    monkeypatch.setattr("tidewheel.server.serving.serve", lambda options: started.append(options) or 0)
+    monkeypatch.setattr("tidewheel.server.run_server.serve", lambda options: started.append(options) or 0)
     model = str(tmp_path)
     (tmp_path / "file").touch()
     assert main(["serve", "--model", model, "--record", str(tmp_path)]) == 0

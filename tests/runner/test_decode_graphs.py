@@ -24,7 +24,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.models.causal_lm import CausalLM, KVLayer, no_progress
 from tidewheel.request import Request
 from tidewheel.runner.decode_graphs import DecodeGraphs, decode_sizes
-from tidewheel.runner.host_tier import HostBlocks
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner

@@ -27,7 +27,7 @@ from tidewheel.models.decoder_config import ModelConfig
 from tidewheel.models.rope_table import RopeConfig
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
-from tidewheel.runner.host_tier import HostBlocks
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache

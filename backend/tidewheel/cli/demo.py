@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tidewheel.server.endpoints import Endpoints
-    from tidewheel.server.serving import ServeOptions, serve
+    from tidewheel.server.run_server import ServeOptions, serve
 
     if not args.model_repository.is_dir():
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
-    from tidewheel.server.serving import ServeOptions
+    from tidewheel.server.run_server import ServeOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
@@ -73,14 +73,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = _options(args)
-    from tidewheel.server.serving import serve
+    from tidewheel.server.run_server import serve
 
     return serve(options)
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
     from tidewheel.server.endpoints import Endpoints
-    from tidewheel.server.serving import ServeOptions
+    from tidewheel.server.run_server import ServeOptions
 
     model_repository = args.model_repository
     if args.model is not None and model_repository is not None:

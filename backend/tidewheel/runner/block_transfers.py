@@ -11,7 +11,7 @@ import torch
 
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import InternalError
-from tidewheel.runner.host_tier import HostBlocks
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import KVTensors
 
 NUM_TIMED_BLOCKS = 8

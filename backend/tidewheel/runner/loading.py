@@ -19,7 +19,7 @@ from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
-from tidewheel.runner.host_tier import HostBlocks, available_host_bytes, decide_num_host_blocks, num_staged_blocks
+from tidewheel.runner.host_slots import HostBlocks, available_host_bytes, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks

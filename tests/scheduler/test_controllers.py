@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.scheduler.controllers import (
     GOVERNOR_PERIOD_S,
     KV_HIGH,
@@ -218,7 +218,7 @@ def test_step_time_settles_under_its_target(overhead: float) -> None:
 @pytest.mark.parametrize("has_tpot", [True, False])
 @pytest.mark.parametrize("has_governor", [True, False])
 def test_each_controller_sets_its_own_limit(has_tpot: bool, has_governor: bool) -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         max_num_seqs=8,
         max_num_batched_tokens=64,
         target_tpot_s=TARGET_S if has_tpot else None,

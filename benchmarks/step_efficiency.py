@@ -35,8 +35,8 @@ LONG_PROMPT = 3000
 NUM_SHORT = 15  # with the long one, as many as rows
 VOCABULARY = 500
 HERE = Path(__file__).resolve().parent
-PEERS = HERE.parent / "backend" / "tidewheel" / "bench" / "peers"
-MODULES = {"tidewheel": "tidewheel_llm", "vllm": "vllm_engine"}
+ENGINES = HERE.parent / "backend" / "tidewheel" / "bench"  # imported as a file: other environments lack the package
+KINDS = {"tidewheel": "llm", "vllm": "vllm"}
 
 
 class Stepwise(Protocol):
@@ -117,8 +117,8 @@ def drawn_ids(length: int, seed: int) -> list[int]:
 def serve(kind: str, part: str, options: dict[str, Any]) -> None:
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    sys.path[:0] = [str(HERE), str(PEERS)]
-    engine: Stepwise = import_module(MODULES[kind]).make({**options, "threads": 1})
+    sys.path[:0] = [str(HERE), str(ENGINES)]
+    engine: Stepwise = import_module("peer_engines").ENGINES[KINDS[kind]]({**options, "threads": 1})
     print("ready", file=output)
     for number, _ in enumerate(sys.stdin):
         print(json.dumps(PARTS[part](engine, number)), file=output)

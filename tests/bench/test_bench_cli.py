@@ -58,7 +58,7 @@ def test_a_measurement_from_start_to_report(
     output = capsys.readouterr().out
     assert "goodput" in output
     assert str(tmp_path / "report.html") in output
-    for name in ("report.html", "runs.jsonl", "run.png", "run_ttft.png", "recorded/figures_run.png"):
+    for name in ("report.html", "runs.jsonl", "run.png", "recorded/figures_run.png"):
         assert (tmp_path / name).stat().st_size > 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidewheel.bench.estimates import bootstrap_quantiles, jain, knee, quantile, ratio_interval, t_interval
+from tidewheel.bench.estimates import bootstrap_quantiles, jain, quantile, ratio_interval, t_interval, wilson_interval
 
 
 def test_a_quantile_is_the_nearest_rank() -> None:
@@ -82,24 +82,20 @@ def test_jain_of_known_shares() -> None:
     assert math.isnan(jain([0.0, 0.0]))
 
 
-def test_the_knee_of_a_queue() -> None:
-    loads = [0.1 * step for step in range(1, 10)]
-    waits = [load / (1 - load) for load in loads]  # M/M/1
-    assert loads[knee(loads, waits)] == pytest.approx(0.7)
+def test_the_wilson_interval_of_known_shares() -> None:
+    # Newcombe (1998), table I: 81 of 263, and 0 of 20.
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
-def test_the_knee_of_a_corner_is_the_corner() -> None:
-    assert knee([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 1.0, 1.0, 10.0, 20.0]) == 2
-
-
-def test_a_flat_curve_has_its_knee_at_the_end() -> None:
-    assert knee([1.0, 2.0, 3.0], [5.0, 5.0, 5.0]) == 2
-
-
-@pytest.mark.parametrize("loads", [[1.0, 2.0], [1.0, 1.0, 2.0], [3.0, 2.0, 1.0]])
-def test_a_knee_needs_loads_that_grow(loads: list[float]) -> None:
-    with pytest.raises(ValueError, match="at least 3"):
-        knee(loads, [1.0] * len(loads))
+@given(st.integers(1, 500), st.data())
+def test_a_wilson_interval_holds_its_share_and_mirrors(count: int, data: st.DataObject) -> None:
+    successes = data.draw(st.integers(0, count))
+    low, high = wilson_interval(successes, count)
+    assert -1e-9 <= low <= successes / count + 1e-9
+    assert successes / count - 1e-9 <= high <= 1 + 1e-9
+    assert wilson_interval(count - successes, count) == pytest.approx((1 - high, 1 - low))
 
 
 def test_means_agree_with_the_standard_library() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,22 +13,15 @@ import pytest
 
 from support.bench.runs import ENVIRONMENT, measured, outcome, recorder, stage
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.columns import (
-    LATENCIES,
-    RATES,
-    SERVER,
-    SHORT,
-    as_markdown,
-    as_text,
-    class_table,
-    table,
-    without_empty,
-)
-from tidewheel.bench.html_page import render
+from tidewheel.bench.capacity import Capacity
+from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, SHORT, capacity_table, class_table, table
+from tidewheel.bench.html_page import render, write_files
 from tidewheel.bench.outcome import Outcome
-from tidewheel.bench.pictures import pictures
+from tidewheel.bench.pictures import capacity_picture, pictures
 from tidewheel.bench.results import SAMPLE_COLUMNS, Recorder, RunResult, StageResult
-from tidewheel.bench.stage import Run, Stage
+from tidewheel.bench.run_plan import Run, Stage
+from tidewheel.bench.suites import capacity_findings
+from tidewheel.bench.terminal import result_tables
 
 VOID = {"meta", "img", "br"}
 
@@ -86,7 +80,7 @@ STAGES = {
 def test_the_page_is_whole_and_needs_nothing_else(tmp_path: Path, name: str) -> None:
     result = measured(STAGES[name], some)
     one = recorder(tmp_path, result)
-    one.extra |= {"reference": "baseline_dynamic", "goodput_ratio": 12.3456, "goodput_ratio_is_lower_bound": True}
+    one.extra |= {"reference": "baseline_dynamic", "capacity_ratio": 12.3456, "capacity_ratio_is_lower_bound": True}
     page = Page(render(one, {"run": pictures(result)}))
     assert page.images
     assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
@@ -126,19 +120,19 @@ def test_tables_have_a_row_per_load_and_target() -> None:
         ["4 in flight", "continuous"],
         ["4 in flight", "baseline_dynamic"],
     ]
-    text = as_text(table(result, RATES)).splitlines()
+    text = table(result, RATES).as_text().splitlines()
     assert len(text) == 5
     assert len({line.index("continuous") for line in text if "continuous" in line}) == 1
-    markdown = as_markdown(table(result, LATENCIES)).splitlines()
+    markdown = table(result, LATENCIES).as_markdown().splitlines()
     assert len({line.count("|") for line in markdown}) == 1
 
 
 def test_columns_in_which_nothing_is_known_are_left_out() -> None:
-    shown = without_empty(table(measured(stage(), some), SERVER))
+    shown = table(measured(stage(), some), SERVER).without_empty()
     assert shown.header == ["load", "target", "batch req/step", "busy %"]
     assert shown.rows[0][2:] == ["4.00", "50.0"]
     silent = StageResult(stage(), [RunResult(run, some(run), {}) for run in stage().runs()])
-    assert without_empty(table(silent, SERVER)).rows == []
+    assert table(silent, SERVER).without_empty().rows == []
 
 
 def test_classes_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -165,12 +159,48 @@ def test_a_client_that_fell_behind_is_told_of(tmp_path: Path) -> None:
     assert page.count("the client itself was late") == 1
 
 
-def test_knees_are_shown(tmp_path: Path) -> None:
-    one = recorder(tmp_path, measured(stage(), some))
-    one.extra["knees_per_s"] = {"continuous": 12.5}
-    text = Page(render(one, {})).text
-    assert "12.5/s" in text
-    assert "knee of continuous" in text
+CAPACITIES = capacity_findings(
+    {
+        "continuous": {"whole answer": Capacity(16.0, 17.0), "stream": Capacity(8.0, math.inf)},
+        "baseline_dynamic": {"whole answer": Capacity(0.0, 0.5, (0.25,))},
+    },
+    "continuous",
+    "baseline_dynamic",
+) | {"reference": "baseline_dynamic", "objective": {"ttft_s": 0.2, "tpot_s": 0.02}}
+
+
+def searched() -> StageResult:
+    of = stage(name="capacity", loads=[Load("poisson", rate) for rate in (1.0, 2.0, 4.0)], repeats=1, longest_s=20.0)
+    return measured(of, some)
+
+
+def test_capacities_lead_the_page(tmp_path: Path) -> None:
+    one = recorder(tmp_path, measured(stage(name="alone", title="Alone", is_preliminary=True), some), searched())
+    one.extra |= CAPACITIES
+    written = write_files(one, None)
+    page = Page((tmp_path / "report.html").read_text())
+    assert str(tmp_path / "report.html") in written
+    assert "33.0x" in page.text  # the baseline has less than 0.5/s
+    rows = [page.cells[at : at + 6] for at in range(6, 24, 6)]
+    assert rows == [
+        ["whole answer", "continuous", "16.5", "16.0 to 17.0", "≥ 33.0", "-"],
+        ["", "baseline_dynamic", "0.00", "0.00 to 0.50", "-",
+         "no rate met the objective, down to 0.25/s; undecided at 0.25/s"],
+        ["stream", "continuous", "≥ 8.00", "8.00 to ?", "-", "no rate missed the objective, up to 8/s"],
+    ]  # fmt: skip
+    assert page.text.index("A <test>") < page.text.index("Alone")
+    for name in ("capacity.png", "capacity_rates.png"):
+        assert (tmp_path / name).stat().st_size > 0
+    assert len(page.images) == 2
+    tables = list(result_tables(one))
+    assert tables[0] == capacity_table(CAPACITIES).as_text()
+    assert len(tables) == 2
+
+
+def test_the_bars_of_capacities_are_sorted_and_have_their_ratio() -> None:
+    (axes,) = capacity_picture(CAPACITIES, stage().targets).figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["baseline_dynamic", "continuous"]
+    assert {text.get_text() for text in axes.texts} >= {"16.5   ≥ 33.0x", "≥ 8", "0"}
 
 
 def test_the_record_has_all_that_is_needed_to_repeat_and_every_sample(tmp_path: Path) -> None:

@@ -4,101 +4,21 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.bench.runs import measured, outcome, recorder, stage
 from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.findings import comparison, efficiency_ratios, lone_tpot, offline_ratios
-from tidewheel.bench.knee import curve, knee_of
+from tidewheel.bench.capacity import CapacitySearch
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import StageResult
-from tidewheel.bench.stage import Run, Stage
-from tidewheel.bench.suites import Suite
+from tidewheel.bench.run_plan import Run, Stage
+from tidewheel.bench.suites import Suite, efficiency_ratios, lone_tpot, offline_ratios
 from tidewheel.bench.targets import Target
-
-LOADS = tuple(Load("poisson", rate) for rate in (1.0, 2.0, 3.0))
-
-
-def test_the_knee_is_that_of_the_mean_latency() -> None:
-    def hockey_stick(run: Run) -> list[Outcome]:
-        return [outcome(ttft=0.1 if run.load.value < 3 else 5.0) for _ in range(10)]
-
-    assert knee_of(measured(stage(loads=LOADS), hockey_stick), "continuous").rate == pytest.approx(2.0)
-
-
-def test_loads_without_requests_have_no_place_on_the_curve() -> None:
-    def nothing_at_first(run: Run) -> list[Outcome]:
-        if run.load.value < 2:
-            return []
-        return [outcome(code="TIMEOUT")] if run.load.value > 4 else [outcome(ttft=0.1)]
-
-    loads = [Load("poisson", rate) for rate in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    assert knee_of(measured(stage(loads=loads), nothing_at_first), "continuous").load == 3
-
-
-def test_the_curve_of_requests_in_flight_is_over_what_came_of_them() -> None:
-    def saturated_at_four(run: Run) -> list[Outcome]:
-        users = int(run.load.value)
-        per_s = min(4, users)
-        return [outcome(sent=i / per_s, ttft=users / per_s, tokens=1) for i in range(40)]
-
-    loads = [Load("closed", users) for users in (1, 2, 4, 8)]
-    points = curve(measured(stage(loads=loads, repeats=1), saturated_at_four), "continuous")
-    assert [point.load for point in points] == [0, 1, 2]  # the last sends more, and gets no more
-    assert [point.latency for point in points] == pytest.approx([1.0, 1.0, 1.0])
-    assert points[0].rate == pytest.approx(40 / 40)
-    assert knee_of(measured(stage(loads=loads, repeats=1), saturated_at_four), "continuous").load == 2
-
-
-def test_two_points_have_no_knee() -> None:
-    result = measured(stage(loads=LOADS), lambda run: [outcome()] if run.load.value > 1 else [])
-    with pytest.raises(BenchError, match="too few requests to find the knee of continuous"):
-        knee_of(result, "continuous")
-
-
-def test_ours_over_the_reference() -> None:
-    def twice_as_good(run: Run) -> list[Outcome]:
-        if run.target.name == "continuous":
-            return [outcome(ttft=0.2) for _ in range(20)]
-        return [outcome(ttft=0.8) for _ in range(10)] + [outcome(ttft=2.0) for _ in range(10)]
-
-    findings = comparison(measured(stage(loads=LOADS), twice_as_good), 1, "continuous", "baseline_dynamic")
-    assert findings["goodput_ratio"] == pytest.approx(2.0)
-    assert findings["goodput_ratio_is_lower_bound"] is False
-    assert findings["p99_ttft_ratio"] == pytest.approx(0.1)
-    assert findings["comparison_load"] == "2/s"
-
-
-def test_a_reference_without_one_good_answer_gives_a_bound() -> None:
-    def hopeless(run: Run) -> list[Outcome]:
-        return [outcome(ttft=0.2 if run.target.name == "continuous" else 9.0) for _ in range(20)]
-
-    findings = comparison(measured(stage(loads=LOADS), hopeless), 1, "continuous", "baseline_dynamic")
-    assert findings["goodput_ratio"] == pytest.approx(20.0)  # it is taken to have had one
-    assert findings["goodput_ratio_is_lower_bound"] is True
-
-
-def test_repeats_without_one_good_answer_count_as_what_they_are() -> None:
-    def good_once(run: Run) -> list[Outcome]:
-        ttft = 0.2 if run.target.name == "continuous" or run.repeat == 0 else 9.0
-        return [outcome(ttft=ttft) for _ in range(20)]
-
-    findings = comparison(measured(stage(loads=LOADS), good_once), 1, "continuous", "baseline_dynamic")
-    assert findings["goodput_ratio"] == pytest.approx(2.0)  # 40 good ones over 20
-    assert findings["goodput_ratio_is_lower_bound"] is False
-
-
-def test_a_reference_without_any_answer_has_no_time_to_first_token() -> None:
-    def dead(run: Run) -> list[Outcome]:
-        return [outcome() if run.target.name == "continuous" else outcome(code="TIMEOUT") for _ in range(5)]
-
-    findings = comparison(measured(stage(loads=LOADS), dead), 1, "continuous", "baseline_dynamic")
-    assert findings["p99_ttft_ratio"] is None
-    assert findings["p99_ttft_ratio_reason"]
 
 
 def test_offline_speeds_are_compared_pair_by_pair() -> None:
@@ -131,17 +51,18 @@ def test_efficiency_compares_each_engine_with_itself() -> None:
 
 def test_the_time_per_token_of_a_request_alone() -> None:
     whole = [outcome(ttft=0.1 + 0.02 * (n - 1), tpot=0.0, tokens=n, streamed=False) for n in (2, 11, 31)]
-    assert lone_tpot([whole], 0.1) == pytest.approx(0.02)
-    assert lone_tpot([[outcome(ttft=9.0, tpot=0.03, tokens=5)]], 0.1) == pytest.approx(0.03)
+    assert lone_tpot(whole, 0.1) == pytest.approx(0.02)
+    assert lone_tpot([outcome(ttft=9.0, tpot=0.03, tokens=5)], 0.1) == pytest.approx(0.03)
     with pytest.raises(BenchError, match="give --ttft and --tpot"):
-        lone_tpot([[outcome(tokens=1), outcome(code="TIMEOUT")]], 0.1)
+        lone_tpot([outcome(tokens=1), outcome(code="TIMEOUT")], 0.1)
 
 
 class Measured:
-    """An experiment whose targets are queues. The baseline does 10 requests/s and gets slow, ours does not."""
+    """An experiment whose targets serve 10 requests/s, ours 100, and get slow beyond that."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
+        self.runs: list[Run] = []
 
     def measure(self, of: Stage) -> StageResult:
         self.stages.append(of)
@@ -150,52 +71,88 @@ class Measured:
     def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
         return [self.measure(of) for of in stages]
 
-    @staticmethod
-    def _run(run: Run) -> list[Outcome]:
-        capacity = 10.0 if run.target.name == "baseline_dynamic" else 100.0
+    def find_capacities(self, of: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
+        self.stages.append(of)
+        for target in of.targets:
+            while target.name in searches and (point := searches[target.name].next_point()) is not None:
+                run = Run(target, Load("poisson", point.rate), 0, of.seed)
+                searches[target.name].note(point, self._run(run))
+        return StageResult(of)
+
+    def _run(self, run: Run) -> list[Outcome]:
+        self.runs.append(run)
+        is_baseline = run.target.name == "baseline_dynamic"
+        capacity = 10.0 if is_baseline else 100.0
         if run.load.kind == "all":
-            return [outcome() for _ in range(40)]
+            return [outcome(ttft=40 / capacity, tpot=0.0, tokens=9) for _ in range(40)]
         if run.load.kind == "closed":
             per_s = min(capacity, 2.5 * run.load.value)
             latency = run.load.value / per_s
             return [outcome(sent=index / per_s, ttft=latency, tpot=0.0, tokens=9) for index in range(50)]
         ttft = 0.2 if run.load.value <= capacity else 9.0
-        return [outcome(sent=index / run.load.value, ttft=ttft, tokens=1) for index in range(40)]
+        return [outcome(sent=i / run.load.value, ttft=ttft, tokens=1, streamed=not is_baseline) for i in range(40)]
 
 
-def test_a_comparison_is_made_around_the_knee_of_the_reference(tmp_path: Path) -> None:
-    experiment = Measured()
+def compared(tmp_path: Path, experiment: Measured, slo: Slo | None = None) -> dict[str, Any]:
     one = recorder(tmp_path)
     suite = Suite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
-    baseline = suite.base.targets[1]
-    suite.compare(baseline, "continuous")
-    ramp, alone, compared = experiment.stages
-    assert [[target.name for target in of.targets] for of in (ramp, alone)] == [["baseline_dynamic"]] * 2
-    assert [of.repeats for of in (ramp, alone)] == [1, 1]
-    assert one.extra["reference_capacity_per_s"] == pytest.approx(10.0, rel=0.1)
-    assert one.extra["knee_per_s"] == pytest.approx(10.0, rel=0.1)
-    knee = one.extra["knee_per_s"]
-    assert [load.value for load in compared.loads] == pytest.approx([knee / 2, knee, 2 * knee], rel=0.01)
-    assert [target.name for target in compared.targets] == ["continuous", "baseline_dynamic"]
-    assert one.extra["goodput_ratio"] == pytest.approx(1.0)
-    assert one.extra["comparisons"]["twice the knee"]["goodput_ratio_is_lower_bound"] is True
-    assert one.extra["comparisons"]["twice the knee"]["p99_ttft_ratio"] == pytest.approx(0.2 / 9.0)
+    suite.compare(suite.base.targets[1], "continuous", slo)
+    return one.extra
+
+
+def test_capacities_are_found_and_compared(tmp_path: Path) -> None:
+    experiment = Measured()
+    findings = compared(tmp_path, experiment)
+    alone, also_alone, at_once, capacity = experiment.stages
+    assert [[target.name for target in of.targets] for of in (alone, also_alone)] == [["baseline_dynamic"]] * 2
+    assert [of.is_preliminary for of in experiment.stages] == [True, True, True, False]
+    assert [target.name for target in (*at_once.targets, *capacity.targets)] == ["continuous", "baseline_dynamic"] * 2
+    assert capacity.longest_s == 4 * capacity.seconds
+    whole = findings["capacities"]["whole answer"]
+    assert whole["continuous"]["bracket"][0] <= 100.0 < whole["continuous"]["bracket"][1]
+    assert whole["baseline_dynamic"]["bracket"][0] <= 10.0 < whole["baseline_dynamic"]["bracket"][1]
+    assert set(findings["capacities"]["stream"]) == {"continuous"}
+    assert findings["capacities"]["stream"]["continuous"]["ratio"] is None  # the baseline has none
+    assert findings["capacity_ratio"] == pytest.approx(10.0, rel=0.1)
+    low, high = whole["continuous"]["ratio"][1:]
+    assert low <= 10.0 <= high
 
 
 def test_the_objective_is_a_multiple_of_a_request_alone(tmp_path: Path) -> None:
     experiment = Measured()
-    one = recorder(tmp_path)
-    suite = Suite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
-    suite.compare(suite.base.targets[1], "continuous")
+    findings = compared(tmp_path, experiment)
     assert experiment.stages[-1].slo.ttft_s == pytest.approx(4.0)  # alone it takes 0.4 s
-    assert one.extra["objective"] == {"ttft_s": 4.0, "tpot_s": 0.0, "is_given": False}
+    assert findings["objective"] == {"ttft_s": 4.0, "tpot_s": 0.0, "is_given": False}
 
 
 def test_an_objective_that_is_given_holds(tmp_path: Path) -> None:
     experiment = Measured()
-    suite = Suite(experiment, recorder(tmp_path), stage(loads=[]))  # type: ignore[arg-type]
-    suite.compare(suite.base.targets[1], "continuous", Slo(0.7, 0.07))
+    compared(tmp_path, experiment, Slo(0.7, 0.07))
     assert experiment.stages[-1].slo == Slo(0.7, 0.07)
+
+
+def test_a_target_that_answers_nothing_is_not_searched(tmp_path: Path) -> None:
+    class HalfDead(Measured):
+        def _run(self, run: Run) -> list[Outcome]:
+            return [outcome(code="TIMEOUT")] if run.target.name == "continuous" else super()._run(run)
+
+    findings = compared(tmp_path, HalfDead())
+    assert set(findings["capacities"]["whole answer"]) == {"baseline_dynamic"}
+    assert findings["capacity_ratio"] is None
+
+
+def test_an_interrupted_search_keeps_what_it_found(tmp_path: Path) -> None:
+    class Interrupted(Measured):
+        def _run(self, run: Run) -> list[Outcome]:
+            if run.target.name == "baseline_dynamic" and run.load.kind == "poisson":
+                raise KeyboardInterrupt
+            return super()._run(run)
+
+    one = recorder(tmp_path)
+    suite = Suite(Interrupted(), one, stage(loads=[]))  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        suite.compare(suite.base.targets[1], "continuous")
+    assert set(one.extra["capacities"]["whole answer"]) == {"continuous"}
 
 
 def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
@@ -203,7 +160,7 @@ def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     suite = Suite(experiment, one, stage(("baseline_dynamic",), loads=[]))  # type: ignore[arg-type]
     suite.rates(suite.base.targets[0])
-    capacity = one.extra["capacity_per_s"]
+    capacity = one.extra["saturation_per_s"]
     assert [load.value for load in experiment.stages[1].loads] == pytest.approx(
         [capacity / 10, capacity, capacity * 5], rel=0.01
     )
@@ -232,7 +189,7 @@ def test_batch_sizes_go_up_to_128(tmp_path: Path) -> None:
     assert [int(load.value) for load in experiment.stages[0].loads] == [1, 2, 4, 8, 16, 32, 64, 128]
 
 
-def test_a_target_that_answers_nothing_has_no_capacity(tmp_path: Path) -> None:
+def test_a_target_that_answers_nothing_cannot_be_saturated(tmp_path: Path) -> None:
     class Dead(Measured):
         def measure(self, of: Stage) -> StageResult:
             return measured(of, lambda run: [outcome(code="TIMEOUT")])

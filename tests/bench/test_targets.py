@@ -50,7 +50,7 @@ def test_addresses(text: str, kind: str, name: str, model: str) -> None:
 def test_an_address_with_metrics() -> None:
     target = parse_target("a=grpc://host:8001/demo,metrics=http://host:8002/metrics")
     assert target.url == "grpc://host:8001/demo"
-    assert target.metrics_url == "http://host:8002/metrics"
+    assert target.settings["metrics"] == "http://host:8002/metrics"
 
 
 def test_a_peer_of_another_environment() -> None:

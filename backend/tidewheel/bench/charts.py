@@ -1,4 +1,4 @@
-"""Shared look of all charts. Importing it needs matplotlib; nothing needs a display."""
+"""Look of all charts; needs matplotlib and no display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-# Okabe and Ito's colours first, for any colour vision; greys are for baselines.
+# Okabe and Ito's first, for any colour vision; greys are for baselines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#882255", "#44AA99", "#F0C000")
 GREYS = ("#555555", "#999999")
 INK, GRID = "#222222", "#DDDDDD"
@@ -38,13 +38,12 @@ class Picture(NamedTuple):
 def panels(
     columns: int = 1, rows: int = 1, *, width: float = 12.0, height: float = 4.4, sharex: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure, sized in inches, and its axes row by row."""
+    """Return a figure, in inches, and its axes row by row."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=sharex).flat)
 
 
 def style(axes: Axes, title: str, note: str = "") -> None:
-    """Set a title with a small note below it, and the look of axes and grid."""
     axes.set_title(title, loc="left", fontsize=11, color=INK, pad=18 if note else 6, fontweight="bold")
     axes.text(0, 1.02, note, transform=axes.transAxes, fontsize=9, color="#666666")
     axes.grid(axis="y", color=GRID, linewidth=0.7)
@@ -55,7 +54,7 @@ def style(axes: Axes, title: str, note: str = "") -> None:
 
 
 def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
-    """Scale an axis by logarithm, after plotting; label 1, 2 and 5 of each decade, or only 1 over a wide range."""
+    """Scale an axis after plotting; label 1, 2 and 5 of each decade, or only 1 of many."""
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
@@ -66,6 +65,5 @@ def logarithmic(axes: Axes, which: Literal["x", "y"] = "y") -> None:
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """Put the legend of `axes` under the whole figure."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(8, len(labels)), frameon=False, fontsize=9)

@@ -1,8 +1,4 @@
-"""Servers and peers for a measurement.
-
-All stay up while their runs take turns, so targets are measured at the same hour; idle engines compute nothing. With
-`one_at_a_time`, for a device that cannot hold all, each is up only for its own runs.
-"""
+"""Servers and peers for a measurement."""
 
 from __future__ import annotations
 
@@ -46,17 +42,18 @@ class Deployment:
     folder: Path
 
     def summary(self) -> dict[str, Any]:
-        """Describe the model by its shape; its folder says less."""
-        try:
-            shape = json.loads((Path(self.model) / "config.json").read_text())
-        except (OSError, ValueError):
-            shape = {}
-        return {
-            "model": Path(self.model).name,
-            "model_config": shape,
-            "dtype": self.dtype,
-            "settings": dict(self.settings),
-        }
+        folder = Path(self.model)
+        about = {"model": folder.name, "model_config": model_config(folder)}
+        return {**about, "dtype": self.dtype, "settings": dict(self.settings)}
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """Return a model's `config.json`; empty if it cannot be read."""
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config
 
 
 class Place(NamedTuple):
@@ -88,7 +85,7 @@ def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: boo
                 places[target.name] = Place(_peer(deployment, target), None, "")
             elif not target.is_served_here:
                 transport = target.transport(with_ids=with_ids)
-                places[target.name] = Place(transport, target.metrics_url, target.model)
+                places[target.name] = Place(transport, target.settings.get("metrics"), target.model)
         yield places
 
 
@@ -106,7 +103,7 @@ def _repository(deployment: Deployment, targets: Sequence[Target]) -> Iterator[P
     try:
         for target in targets:
             if target.kind == "ours":
-                settings = {"dtype": deployment.dtype, **deployment.settings, **_engine_settings(target)}
+                settings = {"dtype": deployment.dtype, **deployment.settings, **_settings(target)}
                 write_entry(folder, deployment.model, target.name, settings)
             else:
                 _write_baseline(folder, deployment, target)
@@ -115,8 +112,8 @@ def _repository(deployment: Deployment, targets: Sequence[Target]) -> Iterator[P
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _engine_settings(target: Target) -> dict[str, str]:
-    return {key: value for key, value in target.settings.items() if key != "metrics"}
+def _settings(target: Target) -> dict[str, str]:
+    return {key: value for key, value in target.settings.items() if key not in ("entry", "metrics")}
 
 
 def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> None:
@@ -129,9 +126,8 @@ def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> Non
         ) from None
     except text_format.ParseError as error:
         raise ConfigError(f"{source / 'config.pbtxt'}: {error}") from None
-    changes = {key: value for key, value in target.settings.items() if key not in ("entry", "metrics")}
-    changes = {"model": str(Path(deployment.model).resolve()), "dtype": deployment.dtype, **changes}
-    for key, value in changes.items():
+    model = str(Path(deployment.model).resolve())
+    for key, value in {"model": model, "dtype": deployment.dtype, **_settings(target)}.items():
         config.parameters[key].string_value = value
     entry = folder / target.name
     shutil.copytree(source, entry, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""Driver of one target: sends a load and collects outcomes."""
+"""Sending of a load to one target."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Progress:
     start: float = 0.0  # perf_counter
     outcomes: list[Outcome] = field(default_factory=list)
     num_ended: int = 0
-    num_tokens_ended: int = 0
 
     def now(self) -> float:
         return time.perf_counter() - self.start
@@ -44,15 +43,13 @@ class Limits:
 
 
 class Driver:
-    """One run. Turns of a conversation follow each other; conversations are independent."""
-
     def __init__(self, transport: Transport, limits: Limits, progress: Progress) -> None:
         self._transport = transport
         self._limits = limits
         self._progress = progress
 
     async def open_loop(self, load: Iterable[Conversation]) -> None:
-        """Start each conversation at its own time, whether earlier ones are answered or not."""
+        """Start each conversation at its time, whatever is answered."""
         self._progress.start = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for conversation in load:
@@ -113,5 +110,4 @@ class Driver:
             outcome.fail(UNANSWERED, "the run was cut short")
             raise
         progress.num_ended += 1
-        progress.num_tokens_ended += outcome.num_tokens
         return outcome

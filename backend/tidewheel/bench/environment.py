@@ -7,9 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from tidewheel.bench.peer_engines import installed_versions
 
 SOURCE = Path(__file__).parents[3]
 PACKAGES = ("torch", "transformers", "triton", "tritonclient", "nvidia-pytriton", "numpy")
@@ -21,13 +22,17 @@ def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
         "command": command_line("tidewheel", sys.argv[1:]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"processor": processor(), "cores": os.cpu_count(), "gpu": gpu(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), **_versions(packages)},
+        "versions": {"python": platform.python_version(), **installed_versions(*packages)},
     }
 
 
 def command_line(program: str, arguments: Sequence[str]) -> str:
-    """Cut absolute paths to their last part."""
-    return " ".join([program, *(re.sub(r"(^|=)/(?:[^/=]+/)*", r"\1", argument) for argument in arguments)])
+    return " ".join([program, *map(without_folders, arguments)])
+
+
+def without_folders(text: str) -> str:
+    """Cut an absolute path, or that of `option=path`, to its last part."""
+    return re.sub(r"(^|=)/(?:[^/=]+/)*", r"\1", text)
 
 
 def processor() -> str:
@@ -38,7 +43,6 @@ def processor() -> str:
 
 
 def gpu() -> str | None:
-    """Return name, memory and driver version; None without a GPU."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return _output(command) or None
 
@@ -55,13 +59,3 @@ def _output(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _versions(packages: tuple[str, ...]) -> dict[str, str]:
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions

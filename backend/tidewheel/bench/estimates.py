@@ -1,6 +1,7 @@
+"""Estimates with intervals."""
+
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Student's t, 97.5 % quantile by degrees of freedom; beyond, the normal's is within 2 %.
+# Student's t, 97.5 %, by degrees of freedom; beyond, the normal's.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -18,7 +19,7 @@ _RESAMPLES = 1000
 
 
 class Estimate(NamedTuple):
-    """Mean over repeats with 95 % confidence interval, NaN for a single repeat."""
+    """Mean with 95 % interval; NaN if unknown."""
 
     mean: float
     low: float
@@ -29,7 +30,7 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the nearest rank, as load generators do; NaN if empty."""
+    """Return the nearest rank; NaN if empty."""
     return sorted(values)[max(0, math.ceil(q * len(values)) - 1)] if values else math.nan
 
 
@@ -38,7 +39,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def t_interval(samples: Sequence[float]) -> Estimate:
-    """Return the mean of repeats and Student's 95 % interval; NaN repeats are skipped."""
+    """Return Student's 95 % interval; NaN samples are skipped."""
     seen = [value for value in samples if not math.isnan(value)]
     if not seen:
         return UNKNOWN
@@ -52,11 +53,7 @@ def t_interval(samples: Sequence[float]) -> Estimate:
 
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """Return the geometric mean ratio of paired repeats, with Student's 95 % interval of the logarithms.
-
-    Drift moves both of a pair, so this is sharper than a ratio of means. Pairs with 0 or NaN are skipped; no pairs
-    give NaN.
-    """
+    """Return the geometric mean ratio of pairs; drift moves both of one. Pairs with 0 or NaN are skipped."""
     logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True) if a > 0 and b > 0]
     centre, low, high = t_interval(logs)
     return Estimate(math.exp(centre), math.exp(low), math.exp(high))
@@ -68,31 +65,24 @@ def bootstrap_quantiles(values: Sequence[float], quantiles: Sequence[float], *, 
         return [UNKNOWN] * len(quantiles)
     sample, rng = np.sort(np.asarray(values, dtype=np.float64)), np.random.default_rng(seed)
     ranks = [max(0, math.ceil(q * len(sample)) - 1) for q in quantiles]
-    # Sorted indices pick sorted values: one integer sort serves every quantile.
     drawn = np.sort(rng.integers(0, len(sample), (_RESAMPLES, len(sample))), axis=1)[:, ranks]
     low, high = np.quantile(sample[drawn], (0.025, 0.975), axis=0)
     return [Estimate(float(sample[r]), float(a), float(b)) for r, a, b in zip(ranks, low, high, strict=True)]
 
 
 def jain(shares: Sequence[float]) -> float:
-    """Return Jain's fairness index (Jain, Chiu, Hawe, 1984): 1 for equal shares, 1/n if one has all."""
+    """Return Jain's fairness index (Jain, Chiu, Hawe, 1984): 1/n to 1."""
     squares = sum(share * share for share in shares)
     if not squares:
         return math.nan
     return sum(shares) ** 2 / (len(shares) * squares)
 
 
-def knee(loads: Sequence[float], latencies: Sequence[float]) -> int:
-    """Return the index of the knee of a rising latency curve (Kneedle: Satopää and others, 2011).
-
-    With axes scaled to 0…1, it lies furthest below the line from first to last. Raise `ValueError` unless 3 or more
-    loads rise.
-    """
-    if len(loads) < 3 or any(b <= a for a, b in itertools.pairwise(loads)):
-        raise ValueError("a knee needs at least 3 loads that grow")
-    low, high = min(latencies), max(latencies)
-    if high == low:
-        return len(loads) - 1
-    span = loads[-1] - loads[0]
-    depths = [(x - loads[0]) / span - (y - low) / (high - low) for x, y in zip(loads, latencies, strict=True)]
-    return max(range(len(depths)), key=depths.__getitem__)
+def wilson_interval(successes: int, count: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson, 1927)."""
+    if not count:
+        return 0.0, 1.0
+    share, z2 = successes / count, _T_LIMIT**2
+    centre = share + z2 / (2 * count)
+    half = _T_LIMIT * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    return (centre - half) / (1 + z2 / count), (centre + half) / (1 + z2 / count)

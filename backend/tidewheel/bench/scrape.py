@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import aiohttp
 
@@ -23,39 +23,26 @@ _GAUGES = {
     "nv_gpu_utilization": "gpu_utilization",
     "nv_cpu_utilization": "cpu_utilization",
 }
+_STEPS = "tidewheel_steps_total"
 _COUNTERS = (
-    "tidewheel_steps_total",
-    "tidewheel_step_seconds_total",
-    "tidewheel_scheduled_tokens_total",
-    "vllm:num_preemptions_total",
-    "vllm:generation_tokens_total",
-    "vllm:request_queue_time_seconds_sum",
-    "vllm:request_queue_time_seconds_count",
-    "nv_inference_count",
-    "nv_inference_exec_count",
-    "nv_inference_queue_duration_us",
-)
+    _STEPS, "tidewheel_step_seconds_total", "tidewheel_scheduled_tokens_total",
+    "vllm:num_preemptions_total", "vllm:generation_tokens_total",
+    "vllm:request_queue_time_seconds_sum", "vllm:request_queue_time_seconds_count",
+    "nv_inference_count", "nv_inference_exec_count", "nv_inference_queue_duration_us",
+)  # fmt: skip
 Sample = dict[str, float]
 
 
 def parse(text: str, model: str) -> Sample:
     """Sum a model's series by name; series without a model count too."""
-    wanted = {*_GAUGES, *_COUNTERS}
     sample: Sample = {}
-    for name, labels, value in _series(text):
-        if name in wanted and _is_of(labels, model):
-            sample[name] = sample.get(name, 0.0) + value
-    return sample
-
-
-def _series(text: str) -> Iterator[tuple[str, str, float]]:
     for line in text.splitlines():
-        if line.startswith("#"):
-            continue
         series, _, value = line.rpartition(" ")
         name, _, labels = series.partition("{")
-        with contextlib.suppress(ValueError):
-            yield name, labels, float(value)
+        if (name in _GAUGES or name in _COUNTERS) and _is_of(labels, model):
+            with contextlib.suppress(ValueError):
+                sample[name] = sample.get(name, 0.0) + float(value)
+    return sample
 
 
 def _is_of(labels: str, model: str) -> bool:
@@ -65,10 +52,7 @@ def _is_of(labels: str, model: str) -> bool:
 
 
 def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
-    """Return exported figures of a run of `seconds`.
-
-    The first sample precedes the run, the last follows it.
-    """
+    """Return figures of a run between the first sample and the last."""
     if len(samples) < 2:
         return {}
     first, last = samples[0], samples[-1]
@@ -81,15 +65,9 @@ def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
     return figures
 
 
-def lacks_steps(samples: list[Sample]) -> bool:
-    """Return whether an engine that counts steps reports none."""
-    name = "tidewheel_steps_total"
-    return len(samples) > 1 and name in samples[-1] and samples[-1][name] == samples[0].get(name, 0.0)
-
-
 def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
     figures: dict[str, float] = {}
-    if steps := grown.get("tidewheel_steps_total"):
+    if steps := grown.get(_STEPS):
         figures["steps"] = steps
         figures["batch_size"] = grown.get("vllm:generation_tokens_total", 0.0) / steps
         figures["tokens_per_step"] = grown["tidewheel_scheduled_tokens_total"] / steps
@@ -103,10 +81,7 @@ def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
 
 
 def _of_triton(grown: Mapping[str, float]) -> dict[str, float]:
-    """Use Triton's counters, which cover models that answer before `execute` returns.
-
-    They give no time of execution: a batch's duration counts once per request.
-    """
+    """Use Triton's counters; they give no time of execution, as a batch's counts once per request."""
     executions, count = grown.get("nv_inference_exec_count"), grown.get("nv_inference_count")
     if not executions or not count:
         return {}
@@ -136,15 +111,15 @@ class Sampler:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        if self._session is not None:
-            try:
-                await self._scrape_the_end()
-            finally:
-                await self._session.close()
+        if self._task is None or self._session is None:
+            return
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        try:
+            await self._scrape_the_end()
+        finally:
+            await self._session.close()
 
     def figures(self, seconds: float) -> dict[str, float]:
         return summarise(self.samples, seconds)
@@ -155,17 +130,17 @@ class Sampler:
             await self._scrape()
 
     async def _scrape_the_end(self) -> None:
-        """Take a last sample once it has steps, which a busy machine publishes late."""
+        """Take a last sample once it has steps, published late under load."""
         before = list(self.samples)
         for _ in range(MAX_FLUSHES):
             await asyncio.sleep(FLUSH_S)
             self.samples = list(before)
             await self._scrape()
-            if not lacks_steps(self.samples):
+            steps = [sample.get(_STEPS, 0.0) for sample in self.samples]
+            if len(steps) < 2 or _STEPS not in self.samples[-1] or steps[-1] != steps[0]:
                 return
 
     async def _scrape(self) -> None:
-        """Take a sample, or none if the server does not answer."""
         assert self._session is not None and self._url is not None
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
             async with self._session.get(self._url) as answer:

@@ -1,40 +1,34 @@
-"""Suites of stages, later ones set by earlier results."""
+"""Suites of stages, and what is concluded from them."""
 
 from __future__ import annotations
 
-import contextlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.estimates import Estimate, quantile
+from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER, Capacity, CapacitySearch
+from tidewheel.bench.estimates import UNKNOWN, Estimate, quantile, ratio_interval
 from tidewheel.bench.experiment import Experiment
-from tidewheel.bench.findings import (
-    comparison,
-    efficiency_ratios,
-    lone_tpot,
-    offline_ratios,
-    offline_speeds,
-)
-from tidewheel.bench.knee import curve as points_of
-from tidewheel.bench.knee import knee_of
-from tidewheel.bench.outcome import Slo
+from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder, StageResult
-from tidewheel.bench.stage import Stage
+from tidewheel.bench.run_plan import Stage
+from tidewheel.bench.summary import rates
 from tidewheel.bench.targets import Target
 from tidewheel.bench.workloads import WORKLOADS
 from tidewheel.workload.lengths import Lengths, Range
 
-CAPACITY_USERS = 64
-RAMP = (1, 2, 4, 8, 16, 32, 64)  # in flight
-ALONE_REQUESTS = 32
-# Multiples of a lone request. Ten times its wait, at some 20 ms, still feels prompt; five times its pace still
-# streams.
+ALONE_REQUESTS = 20
+AT_ONCE_REQUESTS = 32
+# Multiples of a lone request: ten times 20 ms still feels prompt, five times its pace still streams.
 TTFT_MULTIPLE, TPOT_MULTIPLE = 10.0, 5.0
-LOADS = {"half the knee": 0.5, "the knee": 1.0, "twice the knee": 2.0}
+LONGEST = 4.0  # time of an undecided point over that of the shortest
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-RATES = (10, 100, 500)  # requests/s; 100 stands for capacity
-RATE_OF_CAPACITY = 100
+SATURATION_USERS = 64
+RATES = (10, 100, 500)  # requests/s; 100 stands for saturation
+RATE_OF_SATURATION = 100
 OFFLINE_REQUESTS = 64
 # Mean lengths agree in the first two, and in the last two.
 EFFICIENCY = {
@@ -45,107 +39,100 @@ EFFICIENCY = {
     "a shared prompt": WORKLOADS["shared-prefix"],
     "prompts of their own": replace(WORKLOADS["mixed"], inputs=Range(272, 384)),
 }
+EFFICIENCIES = {
+    "scheduling_efficiency": ("mixed lengths", "equal lengths"),
+    "prefix_caching_gain": ("a shared prompt", "prompts of their own"),
+}
+Speeds = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Suites; stages inherit workload, times and objective from `base`."""
-
     experiment: Experiment
     recorder: Recorder
     base: Stage
 
     def run(self) -> None:
-        result = self.experiment.measure(self.base)
-        self._note_knees(result)
+        self.experiment.measure(self.base)
 
-    def compare(self, reference: Target, ours: str, slo: Slo | None = None) -> None:
-        """Measure all targets at three loads around the knee of the reference.
-
-        The objective is `slo`, or multiples of what the reference takes for a lone request.
-        """
-        curve = self.experiment.measure(
-            replace(
-                self.base,
-                name="curve",
-                title=f"The curve of {reference.name}",
-                targets=(reference,),
-                loads=tuple(Load("closed", users) for users in RAMP),
-                repeats=1,
-            )
-        )
-        lone = self._alone(reference)
-        tpot = lone_tpot(curve.outcomes(reference.name, 0), lone)
-        at = knee_of(curve, reference.name)
-        base = replace(self.base, slo=slo or Slo(_rounded(TTFT_MULTIPLE * lone), _rounded(TPOT_MULTIPLE * tpot)))
-        loads = tuple(Load("poisson", _rounded(at.rate * share)) for share in LOADS.values())
+    def compare(self, reference: Target, ours: str, slo: Slo | None = None, budget_s: float = math.inf) -> None:
+        """Find capacities under `slo`, or multiples of the reference's lone request, in `budget_s` or so."""
+        lone_ttft, lone_tpot = self._alone(reference)
+        slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
         self.recorder.extra |= {
             "reference": reference.name,
-            "unloaded": {"ttft_s": lone, "tpot_s": tpot},
-            "objective": {"ttft_s": base.slo.ttft_s, "tpot_s": base.slo.tpot_s, "is_given": slo is not None},
-            "reference_capacity_per_s": max(point.rate for point in points_of(curve, reference.name)),
-            "knee_per_s": at.rate,
-            "loads": dict(zip(LOADS, (load.value for load in loads), strict=True)),
+            "unloaded": {"ttft_s": lone_ttft, "tpot_s": lone_tpot},
+            "objective": {"ttft_s": slo_of_all.ttft_s, "tpot_s": slo_of_all.tpot_s, "is_given": slo is not None},
+            "goal": GOAL,
         }
-        title = "Every strategy, the baselines and the peers, at three loads"
-        stage = replace(base, name="compare", title=title, loads=loads, load_names=tuple(LOADS))
-        result = self.experiment.measure(stage)
-        by_load = {name: comparison(result, index, ours, reference.name) for index, name in enumerate(LOADS)}
-        self.recorder.extra |= {"comparisons": by_load, **by_load["the knee"]}
-
-    def _alone(self, reference: Target) -> float:
-        """Return median seconds of lone one-token requests; raise `BenchError` if none is answered."""
-        one_token = replace(self.base.workload, outputs=Lengths("constant", 1, 1.0, 1))
-        result = self.experiment.measure(
-            replace(
-                self.base,
-                name="alone",
-                title=f"One request after the other at {reference.name}, one token each",
-                targets=(reference,),
-                loads=(Load("closed", 1),),
-                workload=one_token,
-                max_requests=ALONE_REQUESTS,
-                repeats=1,
-            )
+        at_once = self._measure(
+            "at once",
+            f"{AT_ONCE_REQUESTS} requests at once",
+            loads=(Load("all"),),
+            max_requests=AT_ONCE_REQUESTS,
+            repeats=1,
+            is_preliminary=True,
         )
-        times = [o.first_token for o in result.outcomes(reference.name, 0)[0] if o.first_token is not None]
+        starts = {target.name: _served_per_s(at_once, target.name) for target in self.base.targets}
+        searches = {name: CapacitySearch(slo_of_all, _rounded(start)) for name, start in starts.items() if start > 0}
+        title = "Capacity: the highest rate at which 90 % of requests meet the objective"
+        stage = replace(
+            self.base, name="capacity", title=title, slo=slo_of_all, longest_s=LONGEST * self.base.seconds
+        )
+        try:
+            self.experiment.find_capacities(stage, searches, budget_s)
+        finally:
+            found = {name: search.capacities() for name, search in searches.items()}
+            self.recorder.extra |= capacity_findings(found, ours, reference.name)
+
+    def _alone(self, reference: Target) -> tuple[float, float]:
+        """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
+        stage = replace(
+            self.base,
+            name="alone",
+            title=f"One request after the other at {reference.name}",
+            targets=(reference,),
+            loads=(Load("closed", 1),),
+            seconds=LONGEST * self.base.seconds,
+            max_requests=ALONE_REQUESTS,
+            repeats=1,
+            is_preliminary=True,
+        )
+        one_token = replace(stage.workload, outputs=Lengths("constant", 1, 1.0, 1))
+        title = f"{stage.title}, one token each"
+        stages = [replace(stage, name="first token alone", title=title, workload=one_token), stage]
+        firsts, wholes = (r.outcomes(reference.name, 0)[0] for r in self.experiment.measure_in_turns(stages))
+        times = [o.first_token for o in firsts if o.first_token is not None]
         if not times:
             raise BenchError(f"target {reference.name} answered no request: there is nothing to compare with")
-        return quantile(times, 0.5)
+        ttft = quantile(times, 0.5)
+        return ttft, lone_tpot(wholes, ttft)
 
     def batch_sizes(self) -> None:
         loads = tuple(Load("closed", size) for size in BATCH_SIZES)
-        self.experiment.measure(
-            replace(self.base, name="batch", title="Throughput and latency over the batch size", loads=loads)
-        )
+        self._measure("batch", "Throughput and latency over the batch size", loads=loads)
 
     def rates(self, measure: Target) -> None:
-        """Measure 10, 100 and 500 requests/s, scaled so that 100 is `measure`'s capacity."""
-        capacity = self.capacity(measure)
-        scale = capacity / RATE_OF_CAPACITY
-        loads = tuple(Load("poisson", round(rate * scale, 3)) for rate in RATES)
-        self.recorder.extra |= {
-            "capacity_per_s": capacity,
-            "rates": {f"{rate}/s": load.value for rate, load in zip(RATES, loads, strict=True)},
-        }
-        title = "A tenth of the capacity, all of it, and five times as much"
+        """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates `measure`."""
+        users = (Load("closed", SATURATION_USERS),)
+        title = f"Saturation of {measure.name}"
+        result = self._measure("saturation", title, targets=(measure,), loads=users, repeats=1, is_preliminary=True)
+        saturation = _served_per_s(result, measure.name)
+        if not saturation:
+            raise BenchError(f"target {measure.name} answered no request in full: there is no load to scale to")
+        loads = tuple(Load("poisson", round(rate * saturation / RATE_OF_SATURATION, 3)) for rate in RATES)
         names = tuple(f"{rate}/s" for rate in RATES)
-        self.experiment.measure(replace(self.base, name="rates", title=title, loads=loads, load_names=names))
+        rates_of_loads = {name: load.value for name, load in zip(names, loads, strict=True)}
+        self.recorder.extra |= {"saturation_per_s": saturation, "rates": rates_of_loads}
+        title = "A tenth of what saturates the machine, all of it, and five times as much"
+        self._measure("rates", title, loads=loads, load_names=names)
 
     def offline(self, ours: str) -> None:
         count = self.base.max_requests or OFFLINE_REQUESTS
-        stage = replace(
-            self.base, name="offline", title=f"{count} requests at once", loads=(Load("all"),), max_requests=count
-        )
-        result = self.experiment.measure(stage)
+        result = self._measure("offline", f"{count} requests at once", loads=(Load("all"),), max_requests=count)
         self.recorder.extra |= offline_ratios(result, ours)
 
     def efficiency(self, ours: str) -> None:
-        """Measure how much of its own best speed each engine keeps.
-
-        Mixed lengths compare with equal ones, a shared prompt with separate ones as long. The ratios judge scheduler
-        and cache, whatever the arithmetic.
-        """
         base = self.base.workload
         stages = [
             replace(
@@ -160,34 +147,83 @@ class Suite:
             for name, workload in EFFICIENCY.items()
         ]
         results = self.experiment.measure_in_turns(stages)
-        self.recorder.extra |= efficiency_ratios(
-            {result.stage.name: offline_speeds(result) for result in results}, ours
-        )
+        speeds = {result.stage.name: offline_speeds(result) for result in results}
+        self.recorder.extra |= efficiency_ratios(speeds, ours)
 
-    def capacity(self, target: Target) -> float:
-        stage = replace(
-            self.base,
-            name=f"capacity of {target.name}",
-            title=f"Capacity of {target.name}",
-            targets=(target,),
-            loads=(Load("closed", CAPACITY_USERS),),
-            repeats=1,
-        )
-        result = self.experiment.measure(stage)
-        rate = result.figures(target.name, 0).get("requests_per_s", Estimate(0.0, 0.0, 0.0)).mean
-        if not rate > 0:
-            raise BenchError(f"target {target.name} answered no request in full: there is no load to scale to")
-        return float(rate)
+    def _measure(self, name: str, title: str, **changes: Any) -> StageResult:
+        return self.experiment.measure(replace(self.base, name=name, title=title, **changes))
 
-    def _note_knees(self, result: StageResult) -> None:
-        loads = result.stage.loads
-        is_ramp = all(load.rate is not None for load in loads) or all(load.kind == "closed" for load in loads)
-        if len(loads) < 3 or not is_ramp:
-            return
-        for target in result.stage.targets:
-            with contextlib.suppress(BenchError):  # no knee, but figures
-                knees = self.recorder.extra.setdefault("knees_per_s", {})
-                knees[target.name] = knee_of(result, target.name).rate
+
+def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:
+    """Return the median TPOT, answers in one piece taken to need `ttft` first; raise `BenchError`."""
+    times = [
+        o.tpot if o.tpot is not None else max(0.0, o.last_token - ttft) / (o.num_tokens - 1)
+        for o in outcomes
+        if o.is_complete and o.num_tokens > 1 and o.last_token is not None
+    ]
+    if not times:
+        raise BenchError("no request was answered alone: there is no objective to derive; give --ttft and --tpot")
+    return quantile(times, 0.5)
+
+
+def capacity_findings(found: Mapping[str, Mapping[str, Capacity]], ours: str, reference: str) -> dict[str, Any]:
+    """Return capacities by objective and target, and the ratio by the whole answer."""
+    findings: dict[str, Any] = {"capacities": {}}
+    for target, capacities in found.items():
+        for objective, capacity in capacities.items():
+            theirs = found.get(reference, {}).get(objective)
+            ratio, is_bound = capacity.over(theirs) if theirs and target != reference else (UNKNOWN, False)
+            findings["capacities"].setdefault(objective, {})[target] = {
+                **capacity.summary(),
+                "ratio": None if math.isnan(ratio.mean) else list(ratio),
+                "ratio_is_lower_bound": is_bound,
+            }
+    mine = findings["capacities"].get(WHOLE_ANSWER, {}).get(ours, {})
+    findings["capacity_ratio"] = (mine.get("ratio") or [None])[0]
+    findings["capacity_ratio_is_lower_bound"] = mine.get("ratio_is_lower_bound", False)
+    return findings
+
+
+def offline_speeds(result: StageResult) -> Speeds:
+    slo = result.stage.slo
+    return {
+        target.name: [rates(one, slo, None)["output_tokens_per_s"] for one in result.outcomes(target.name, 0)]
+        for target in result.stage.targets
+    }
+
+
+def offline_ratios(result: StageResult, ours: str) -> dict[str, Any]:
+    speeds = offline_speeds(result)
+    findings: dict[str, Any] = {"offline_ratios": {}}
+    for target in result.stage.targets:
+        if target.name == ours or not speeds[target.name] or not speeds[ours]:
+            continue
+        ratio = _paired(speeds[ours], speeds[target.name])
+        findings["offline_ratios"][target.name] = list(ratio)
+        if target.kind == "vllm":
+            findings |= {"vllm_cpu_ratio": ratio.mean, "vllm_cpu_ratio_interval": [ratio.low, ratio.high]}
+    return findings
+
+
+def efficiency_ratios(speeds: Mapping[str, Speeds], ours: str) -> dict[str, Any]:
+    """Return each engine's ratios to itself, and those of `ours` over the others'."""
+    findings: dict[str, Any] = {}
+    for name, (tested, plain) in EFFICIENCIES.items():
+        by_target = {target: _paired(values, speeds[plain][target]) for target, values in speeds[tested].items()}
+        mine = by_target[ours].mean
+        findings[name] = {target: list(ratio) for target, ratio in by_target.items()}
+        findings[f"{name}_ratios"] = {t: mine / ratio.mean for t, ratio in by_target.items() if t != ours}
+    return findings
+
+
+def _paired(mine: list[float], theirs: list[float]) -> Estimate:
+    count = min(len(mine), len(theirs))
+    return ratio_interval(mine[:count], theirs[:count])
+
+
+def _served_per_s(result: StageResult, target: str) -> float:
+    rate = result.figures(target, 0).get("requests_per_s", UNKNOWN).mean
+    return float(rate) if rate > 0 else 0.0
 
 
 def _rounded(value: float) -> float:

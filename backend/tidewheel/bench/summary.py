@@ -19,83 +19,82 @@ LATENCIES: Mapping[str, Callable[[Outcome], float | None]] = {
 CLASS_NAMES = {0: "normal", 1: "critical", 2: "high", 3: "normal", 4: "low"}
 RATES = (
     "requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "goodput_per_s", "goodput_e2e_per_s",
-    "slo_attainment",
+    "slo_attainment", "e2e_attainment",
 )  # fmt: skip
 Figures = dict[str, float]
 
 
 def span(outcomes: Sequence[Outcome]) -> float:
-    """Return seconds from first sending to last end."""
     ends = [o.sent + o.ended for o in outcomes if o.ended is not None]
     return max(ends) - min(o.sent for o in outcomes) if ends else 0.0
 
 
 def rates(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None) -> Figures:
-    """Return figures per second, from first sending to last end.
-
-    Goodput counts full answers within the objective. An open loop divides it by `offered_s`, the time of sending, or
-    until its last turn: each request had its chance, however long the queue drains.
-    """
+    """Return figures per second; goodput of an open loop per second of sending: `offered_s`, or to the last turn."""
     seconds = span(outcomes)
     if not seconds:
-        return dict.fromkeys(
-            ("requests_per_s", "output_tokens_per_s", "goodput_per_s", "goodput_e2e_per_s"), math.nan
-        )
+        return dict.fromkeys(RATES, math.nan)
     window = max(offered_s, max(o.sent for o in outcomes)) if offered_s else seconds
+    num_met, num_met_at_end = sum(map(slo.is_met, outcomes)), sum(map(slo.is_met_at_end, outcomes))
     return {
         "requests_per_s": sum(o.is_complete for o in outcomes) / seconds,
         "output_tokens_per_s": sum(o.num_tokens for o in outcomes if not o.error) / seconds,
         "prompt_tokens_per_s": sum(o.num_prompt_tokens for o in outcomes if not o.error) / seconds,
-        "goodput_per_s": sum(map(slo.is_met, outcomes)) / window,
-        "goodput_e2e_per_s": sum(map(slo.is_met_at_end, outcomes)) / window,
-        "slo_attainment": sum(map(slo.is_met, outcomes)) / len(outcomes),
+        "goodput_per_s": num_met / window,
+        "goodput_e2e_per_s": num_met_at_end / window,
+        "slo_attainment": num_met / len(outcomes),
+        "e2e_attainment": num_met_at_end / len(outcomes),
     }
 
 
 def summarise_run(outcomes: Sequence[Outcome], slo: Slo, offered_s: float | None = None) -> dict[str, Any]:
-    answered = [o for o in outcomes if not o.error]
-    gaps = [gap for o in answered if o.streamed for gap in o.inter_token_latencies()]
-    figures: dict[str, Any] = {
-        "requests": len(outcomes),
+    return {
+        **_counts(outcomes, slo),
+        **rates(outcomes, slo, offered_s),
         "completed": sum(o.is_complete for o in outcomes),
-        "errors": dict(Counter(o.code for o in outcomes if o.error)),
         "output_tokens": sum(o.num_tokens for o in outcomes),
         "span_s": span(outcomes),
-        **rates(outcomes, slo, offered_s),
         "fairness": fairness(outcomes),
-        "send_lag_p99_s": quantile([o.lag for o in outcomes], 0.99),
-        "itl_s": _quantiles(gaps),
+        **{name: _quantiles(values) for name, values in _latencies(outcomes).items()},
     }
-    for name, of in LATENCIES.items():
-        figures[name] = _quantiles([value for o in answered if (value := of(o)) is not None])
-    if classes := _by_class(outcomes, slo):
-        figures["classes"] = classes
-    return figures
 
 
 def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s: float | None) -> dict[str, Any]:
-    """Give rates as means with Student's t, latencies as pooled quantiles with percentile bootstrap."""
+    """Give rates as means of repeats, latencies as pooled quantiles."""
     per_repeat = [rates(outcomes, slo, offered_s) for outcomes in repeats if outcomes]
-    figures: dict[str, Any] = {name: t_interval([rate[name] for rate in per_repeat]) for name in RATES}
     pooled = [o for outcomes in repeats for o in outcomes]
-    answered = [o for o in pooled if not o.error]
-    for name, of in LATENCIES.items():
-        values = [value for o in answered if (value := of(o)) is not None]
-        estimates = bootstrap_quantiles(values, list(QUANTILES.values()))
-        figures[name] = dict(zip(QUANTILES, estimates, strict=True))
-    gaps = [gap for o in answered if o.streamed for gap in o.inter_token_latencies()]
-    figures["itl_s"] = {name: Estimate(quantile(gaps, q), math.nan, math.nan) for name, q in QUANTILES.items()}
-    figures["errors"] = dict(Counter(o.code for o in pooled if o.error))
-    figures["requests"] = len(pooled)
-    figures["fairness"] = t_interval([fairness(outcomes) for outcomes in repeats if outcomes])
-    figures["send_lag_p99_s"] = quantile([o.lag for o in pooled], 0.99)
-    if classes := _by_class(pooled, slo):
-        figures["classes"] = classes
-    return figures
+    latencies = _latencies(pooled)
+    gaps = latencies.pop("itl_s")
+    return {
+        **_counts(pooled, slo),
+        **{name: t_interval([rate[name] for rate in per_repeat]) for name in RATES},
+        "fairness": t_interval([fairness(outcomes) for outcomes in repeats if outcomes]),
+        **{
+            name: dict(zip(QUANTILES, bootstrap_quantiles(values, list(QUANTILES.values())), strict=True))
+            for name, values in latencies.items()
+        },
+        "itl_s": {name: Estimate(quantile(gaps, q), math.nan, math.nan) for name, q in QUANTILES.items()},
+    }
+
+
+def _counts(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
+    counts = {
+        "requests": len(outcomes),
+        "errors": dict(Counter(o.code for o in outcomes if o.error)),
+        "send_lag_p99_s": quantile([o.lag for o in outcomes], 0.99),
+    }
+    classes = _by_class(outcomes, slo)
+    return counts | {"classes": classes} if classes else counts
+
+
+def _latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    answered = [o for o in outcomes if not o.error]
+    latencies = {name: [value for o in answered if (value := of(o)) is not None] for name, of in LATENCIES.items()}
+    return latencies | {"itl_s": [gap for o in answered if o.streamed for gap in o.inter_token_latencies()]}
 
 
 def fairness(outcomes: Sequence[Outcome]) -> float:
-    """Return Jain's index over tenants' served shares, or, without tenants, over requests' tokens/s."""
+    """Return Jain's index over tenants' served shares; without tenants, over requests' tokens/s."""
     wanted: dict[str, float] = defaultdict(float)
     got: dict[str, float] = defaultdict(float)
     for outcome in outcomes:
@@ -119,7 +118,7 @@ def _by_class(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
             "completed": sum(o.is_complete for o in members),
             "slo_attainment": sum(map(slo.is_met, members)) / len(members),
             "ttft_s": _quantiles([o.first_token for o in members if o.first_token is not None]),
-            "e2e_s": _quantiles([o.latency for o in members if not o.error and o.latency is not None]),
+            "e2e_s": _quantiles(_latencies(members)["e2e_s"]),
             "errors": dict(Counter(o.code for o in members if o.error)),
         }
         for name, members in classes.items()

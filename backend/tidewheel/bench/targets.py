@@ -1,15 +1,4 @@
-"""Targets and their syntax.
-
-continuous, static, dynamic, predictive, hybrid   Tidewheel with that strategy, served by this command
-baseline_dynamic, baseline_static                 transformers `generate` behind Triton's batcher, likewise
-transformers, llm                                 a peer process; llm: Tidewheel, for offline loads
-vllm=PYTHON, openvino=PYTHON                      a peer in that python's environment
-grpc://HOST:PORT/MODEL                            a Triton model, streamed or unary
-http://HOST:PORT/v2/models/MODEL/generate_stream  or …/infer
-http://HOST:PORT/v1/completions?model=NAME        OpenAI-compatible; or …/v1/chat/completions
-
-`NAME=SPEC` names a target; `SPEC,KEY=VALUE,…` adds settings of engine or peer, or `metrics=URL`.
-"""
+"""Targets: `[NAME=]SPEC[,SETTING=VALUE…]`, as in the help of `tidewheel bench`."""
 
 from __future__ import annotations
 
@@ -17,11 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from urllib.parse import parse_qs, urlsplit
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.driver import Transport
+from tidewheel.bench.environment import without_folders
 from tidewheel.bench.transports.http import GenerateStream, Infer, OpenAi
 from tidewheel.bench.transports.triton_grpc import TritonGrpc
 from tidewheel.config import StrategyName
@@ -42,6 +32,10 @@ class Target:
     url: str = ""
     python: str = ""  # of a peer
 
+    def summary(self) -> dict[str, Any]:
+        settings = {key: without_folders(value) for key, value in self.settings.items()}
+        return {"name": self.name, "kind": self.kind, "settings": settings, "url": self.url}
+
     @property
     def is_served_here(self) -> bool:
         return self.kind in ("ours", "baseline")
@@ -49,10 +43,6 @@ class Target:
     @property
     def is_peer(self) -> bool:
         return self.kind in PEERS
-
-    @property
-    def metrics_url(self) -> str | None:
-        return self.settings.get("metrics")
 
     @property
     def model(self) -> str:
@@ -75,7 +65,7 @@ class Target:
 
 
 def parse_targets(texts: list[str]) -> list[Target]:
-    """Raise `BenchError` for an unknown target or a repeated name."""
+    """Raise `BenchError` for a wrong target or a repeated name."""
     targets = [parse_target(text) for text in texts]
     names = [target.name for target in targets]
     for name in names:

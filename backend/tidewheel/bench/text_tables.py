@@ -10,7 +10,6 @@ NOTHING = "-"
 
 
 def number(value: float | None) -> str:
-    """Format with three digits or so; `-` for None and values that are not finite."""
     if value is None or not math.isfinite(value):
         return NOTHING
     size = abs(value)
@@ -43,7 +42,7 @@ class Table(NamedTuple):
         return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
     def as_html(self) -> str:
-        """Return a table that shows a repeated first label once; nothing without rows."""
+        """Show a repeated first label once; nothing without rows."""
         if not self.rows:
             return ""
         header = "".join(f"<th>{escape(cell)}</th>" for cell in self.header)

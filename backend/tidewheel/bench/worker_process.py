@@ -18,20 +18,16 @@ _CHUNK = 1 << 16  # bytes
 
 
 class WorkerFailed(Exception):
-    """The worker did not start, said an error, ended, or took too long."""
+    """Worker that failed, ended, or took too long."""
 
 
 class WorkerProcess:
-    """Process from construction to `stop`; its standard error goes to `log`.
-
-    It leads a session of its own: Ctrl-C reaches only this program, and `stop` ends its children too. One thread may
-    send while another receives.
-    """
+    """Process until `stop`, out of reach of Ctrl-C, with children. One thread may send while another receives."""
 
     def __init__(
         self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Start the process; `environment` adds to this one's. Raise `WorkerFailed` if it cannot be run."""
+        """Start, standard error in `log`, `environment` added to this one's; raise `WorkerFailed`."""
         self._name = name
         self._log = log
         self._received = b""
@@ -64,7 +60,7 @@ class WorkerProcess:
             raise self._ended() from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """Return the next answer; raise `WorkerFailed` for an end, `{"error": …}`, or none within the limit."""
+        """Return the next answer; raise `WorkerFailed`, for `{"error": …}` too."""
         end = None if limit_s is None else time.monotonic() + limit_s
         while b"\n" not in self._received:
             chunk = self._read(None if end is None else max(0.0, end - time.monotonic()))
@@ -80,7 +76,7 @@ class WorkerProcess:
         return answer
 
     def stop(self, limit_s: float = END_S) -> None:
-        """End the process and its children; kill what is left after `limit_s`."""
+        """Terminate; kill what is left after `limit_s`."""
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
@@ -92,7 +88,7 @@ class WorkerProcess:
                     pipe.close()
 
     def _read(self, limit_s: float | None) -> bytes | None:
-        """Return new output, none at its end; None after the limit."""
+        """Return output, empty at its end; None after the limit."""
         assert self._process.stdout is not None
         try:
             ready, _, _ = select.select([self._process.stdout], [], [], limit_s)

@@ -81,6 +81,12 @@ class Workload:
                 yield self._turns(inputs[row].tolist(), outputs[row].tolist(), prefix, parameters, rng)
                 number += 1
 
+    def other_ids(self, input_ids: list[int], shift: int) -> list[int]:
+        """Return as many ids, each moved by `shift` within the vocabulary."""
+        if not shift:
+            return input_ids
+        return [FIRST_ID + (token_id - FIRST_ID + shift) % (self.vocab - FIRST_ID) for token_id in input_ids]
+
     def summary(self) -> dict[str, Any]:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "trace"}
         fields["inputs"], fields["outputs"] = dataclasses.asdict(self.inputs), dataclasses.asdict(self.outputs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
-from tidewheel.cli.benchmark import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, parts_of, why_no_vllm
-from tidewheel.cli.benchmark_output import report
+from tidewheel.cli.bench_parts import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, parts_of, why_no_vllm
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 
@@ -20,90 +21,70 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     suites = "\n".join(f"  {name:8} {text}" for name, (text, *_) in SUITES.items())
-    parser.epilog = (
-        f"suites:\n{suites}\n\nThe folder of --out gets report.html, results.json, runs.jsonl and pictures."
-    )
+    files = "The folder of --out gets report.html, results.json, runs.jsonl and pictures."
+    parser.epilog = f"suites:\n{suites}\n\n{files}"
     parser.add_argument("--suite", choices=SUITES, default="run", help="what to measure (default: %(default)s)")
-    _add_what(parser)
-    _add_load(parser)
-    _add_where(parser)
+    _add_what(parser.add_argument_group("targets"))
+    _add_load(parser.add_argument_group("load"))
+    _add_objective(parser.add_argument_group("objective"))
+    where = parser.add_argument_group("results")
+    where.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: %(default)s")
+    where.add_argument("--record", type=Path, metavar="FILE", help="write the JSON here too, with pictures beside it")
 
 
-def _add_what(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("targets")
-    what.add_argument(
+def _add_what(what: argparse._ArgumentGroup) -> None:
+    folder: dict[str, Any] = {"type": Path, "metavar": "DIR"}
+    _repeated(
+        what,
         "--target",
-        action="append",
-        default=[],
-        metavar="SPEC",
-        help="continuous, static, dynamic, predictive, hybrid; baseline_dynamic, baseline_static; transformers, llm; "
+        "SPEC",
+        "continuous, static, dynamic, predictive, hybrid; baseline_dynamic, baseline_static; transformers, llm; "
         "vllm=PYTHON, openvino=PYTHON; grpc://HOST:PORT/MODEL; http://HOST:PORT/v2/models/MODEL/generate_stream or "
-        "/infer; http://HOST:PORT/v1/completions?model=NAME; [NAME=]SPEC[,SETTING=VALUE…] (repeatable; default: the "
-        "suite's)",
+        "/infer; http://HOST:PORT/v1/completions?model=NAME; [NAME=]SPEC[,SETTING=VALUE…] (default: the suite's)",
     )
-    what.add_argument(
-        "--peer", action="append", default=[], metavar="SPEC", help="a target besides the suite's own (repeatable)"
-    )
-    what.add_argument(
-        "--model", type=Path, default=DEFAULT_MODEL, metavar="DIR", help="weights of what is served here"
-    )
+    _repeated(what, "--peer", "SPEC", "a target besides the suite's own")
+    what.add_argument("--model", **folder, default=DEFAULT_MODEL, help="weights of what is served here")
     what.add_argument("--dtype", default="float32", choices=_DTYPES, help="of all of it")
-    what.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="an engine setting of ours (repeatable)"
-    )
-    what.add_argument(
-        "--baselines", type=Path, default=DEFAULT_REPOSITORY, metavar="DIR", help="where their entries are"
-    )
-    what.add_argument(
-        "--offline-model", type=Path, metavar="DIR", help="of compare's offline part (default: --model)"
-    )
+    _repeated(what, "--set", "KEY=VALUE", "an engine setting of ours")
+    what.add_argument("--baselines", **folder, default=DEFAULT_REPOSITORY, help="where their entries are")
+    what.add_argument("--offline-model", **folder, help="of compare's offline part (default: --model)")
     what.add_argument("--offline-dtype", default="bfloat16", choices=_DTYPES, help="default: %(default)s")
     what.add_argument("--one-at-a-time", action="store_true", help="start each target for its runs, and end it then")
     what.add_argument("--warm-up", type=_count, default=16, metavar="N", help="requests before the first run")
 
 
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "--workload", metavar="NAME", help="fixed, mixed, sharegpt[:SCALE], chat, shared-prefix, qos, trace:FILE"
-    )
-    load.add_argument(
-        "--input", default="", metavar="LENGTHS", help="prompt tokens: range:16:128, lognormal:128:1.0:512 …"
-    )
-    load.add_argument("--output", default="", metavar="LENGTHS", help="output tokens, likewise")
-    load.add_argument("--max-tokens", type=_positive, metavar="N", help="longest prompt and output together")
-    load.add_argument("--vocab", type=_positive, metavar="N", help="ids are below it (default: the model's)")
-    load.add_argument(
-        "--load",
-        action="append",
-        default=[],
-        metavar="LOAD",
-        help="closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or "
-        "all (repeatable)",
-    )
-    load.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help="of sending, a run (default: 10)")
-    load.add_argument("--requests", type=_positive, metavar="N", help="at most, a run")
-    load.add_argument("--repeats", type=_positive, default=3, metavar="N", help="of every run (default: %(default)s)")
-    load.add_argument(
-        "--ttft", type=_seconds, metavar="S", help=f"objective: time to first token (default: {DEFAULT_TTFT_S:g})"
-    )
-    load.add_argument(
-        "--tpot",
-        type=_seconds,
-        metavar="S",
-        help=f"objective: time per output token (default: {DEFAULT_TPOT_S:g}). compare takes 10 and 5 times those of "
-        "a request that the baseline serves alone, unless both are given",
-    )
-    load.add_argument("--timeout-s", type=_seconds, default=120.0, metavar="S", help="of one request")
+def _add_load(load: argparse._ArgumentGroup) -> None:
+    seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
+    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    lengths: dict[str, Any] = {"default": "", "metavar": "LENGTHS"}
+    workloads = "fixed, mixed, sharegpt[:SCALE], chat, shared-prefix, qos, trace:FILE"
+    load.add_argument("--workload", metavar="NAME", help=workloads)
+    load.add_argument("--input", **lengths, help="prompt tokens: range:16:128, lognormal:128:1.0:512 …")
+    load.add_argument("--output", **lengths, help="output tokens, likewise")
+    load.add_argument("--max-tokens", **number, help="longest prompt and output together")
+    load.add_argument("--vocab", **number, help="ids are below it (default: the model's)")
+    loads = "closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or all"
+    _repeated(load, "--load", "LOAD", loads)
+    load.add_argument("--seconds", **seconds, default=10.0, help="of sending, a run (default: %(default)g)")
+    load.add_argument("--requests", **number, help="at most, a run")
+    load.add_argument("--repeats", **number, default=3, help="of every run (default: %(default)s)")
+    load.add_argument("--timeout-s", **seconds, default=120.0, help="of one request")
     load.add_argument("--seed", type=_count, default=0)
 
 
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_argument_group("results")
-    where.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: %(default)s")
-    where.add_argument(
-        "--record", type=Path, metavar="FILE", help="also the JSON as FILE, and the pictures beside it"
+def _add_objective(objective: argparse._ArgumentGroup) -> None:
+    objective.description = (
+        "compare takes 10 and 5 times those of a request that the baseline serves alone, unless both are given; it "
+        "measures a rate for --seconds, and up to four times as long until it is clear"
     )
+    seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
+    objective.add_argument("--ttft", **seconds, help=f"time to first token (default: {DEFAULT_TTFT_S:g})")
+    objective.add_argument("--tpot", **seconds, help=f"time per output token (default: {DEFAULT_TPOT_S:g})")
+    objective.add_argument("--budget-s", **seconds, default=math.inf, help="of compare's search (default: no limit)")
+
+
+def _repeated(group: argparse._ArgumentGroup, name: str, metavar: str, text: str) -> None:
+    group.add_argument(name, action="append", default=[], metavar=metavar, help=f"{text} (repeatable)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,8 +105,10 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> int:
     from tidewheel.bench.environment import environment
     from tidewheel.bench.experiment import Experiment
+    from tidewheel.bench.html_page import write_files
     from tidewheel.bench.results import Recorder
     from tidewheel.bench.suites import Suite
+    from tidewheel.bench.terminal import result_tables
 
     parts = list(parts_of(args))
     recorder = Recorder(args.out, environment())
@@ -144,21 +127,22 @@ def _measure(args: argparse.Namespace) -> int:
         if recorder.extra["vllm_cpu_ratio"] is not None:
             del recorder.extra["vllm_cpu_ratio_reason"]
         if any(result.runs for result in recorder.stages):
-            report(recorder, args.record)
+            print("", *result_tables(recorder), write_files(recorder, args.record), sep="\n\n")
     return INTERRUPTED if interrupted else 0
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least 1")
-    return number
+    return _at_least(1, text)
 
 
 def _count(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
     return number
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.outcome import Offered, Outcome, Slo
 from tidewheel.bench.results import Recorder, RunResult, StageResult
-from tidewheel.bench.stage import Run, Stage
+from tidewheel.bench.run_plan import Run, Stage
 from tidewheel.bench.targets import Target
 from tidewheel.bench.workloads import WORKLOADS
 

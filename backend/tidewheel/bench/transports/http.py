@@ -42,7 +42,6 @@ class _Http:
         raise NotImplementedError
 
     async def _get(self, url: str) -> tuple[int, str]:
-        """Raise `BenchError` without a server."""
         assert self._session is not None
         try:
             async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=PROBE_S)) as answer:

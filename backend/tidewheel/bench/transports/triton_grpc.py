@@ -5,16 +5,17 @@ One asyncio loop and a few shared channels keep the load cheap beside a server o
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.outcome import Offered, Outcome, RequestFailed
-from tidewheel.bench.transports.triton_tensors import ModelShape, build_request, read_response
+from tidewheel.bench.outcome import Offered, Outcome, RequestFailed, words
 
 NUM_CHANNELS = 4
 PROBE_S = 5.0
@@ -24,6 +25,9 @@ _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 )
+
+
+_FLAGS = ("return_num_output_tokens", "return_finish_reason", "exclude_input_in_output")
 
 
 class TritonGrpc:
@@ -36,7 +40,7 @@ class TritonGrpc:
         self._channels: list[grpc.aio.Channel] = []
         self._stubs: list[Any] = []
         self._sent = 0
-        self._shape: ModelShape | None = None
+        self._shape: Declared | None = None
 
     async def open(self) -> None:
         self._channels = [grpc.aio.insecure_channel(self._address, options=_OPTIONS) for _ in range(NUM_CHANNELS)]
@@ -58,7 +62,7 @@ class TritonGrpc:
             if shape.is_decoupled:
                 await self._stream(stub, message, shape, outcome)
             else:
-                _note(shape, await stub.ModelInfer(message), outcome)
+                note_response(shape, await stub.ModelInfer(message), outcome)
         except grpc.aio.AioRpcError as error:
             raise RequestFailed(error.code().name, str(error.details())) from None
 
@@ -79,22 +83,85 @@ class TritonGrpc:
             raise BenchError(f"{where} cannot be measured: {error.details()}") from None
         if not ready.ready:
             raise BenchError(f"{where} is not ready: wait until it is loaded")
-        self._shape = ModelShape.from_config(config.config)
+        self._shape = Declared.from_config(config.config)
 
     @staticmethod
-    async def _stream(stub: Any, message: pb.ModelInferRequest, shape: ModelShape, outcome: Outcome) -> None:
+    async def _stream(stub: Any, message: pb.ModelInferRequest, shape: Declared, outcome: Outcome) -> None:
         async def requests() -> Any:
             yield message
 
         async for answer in stub.ModelStreamInfer(requests()):
             if answer.error_message:
                 raise RequestFailed("ERROR", answer.error_message)
-            _note(shape, answer.infer_response, outcome)
+            note_response(shape, answer.infer_response, outcome)
 
 
-def _note(shape: ModelShape, response: Any, outcome: Outcome) -> None:
-    expected = 1 if shape.is_decoupled else outcome.offered.num_output_tokens
-    piece = read_response(response, expected)
-    outcome.add_tokens(piece.num_tokens)
-    outcome.token_ids += piece.token_ids
-    outcome.finish_reason = piece.finish_reason or outcome.finish_reason
+class Declared(NamedTuple):
+    """Configuration that shapes a request."""
+
+    name: str
+    inputs: frozenset[str]
+    is_batched: bool  # leading batch dimension
+    is_decoupled: bool
+
+    @classmethod
+    def from_config(cls, config: Any) -> Declared:
+        """Raise `BenchError` without an input for prompts."""
+        inputs = frozenset(tensor.name for tensor in config.input)
+        if not inputs & {"input_ids", "text_input"}:
+            raise BenchError(f"model {config.name!r} has neither input_ids nor text_input: it takes no prompt")
+        return cls(config.name, inputs, config.max_batch_size > 0, config.model_transaction_policy.decoupled)
+
+
+def build_request(
+    shape: Declared, offered: Offered, input_ids: Sequence[int], *, with_ids: bool
+) -> pb.ModelInferRequest:
+    """Build a greedy, full-length request; parameters without an input go."""
+    message = pb.ModelInferRequest(model_name=shape.name)
+    if "input_ids" in shape.inputs:
+        ids = struct.pack(f"<{len(input_ids)}i", *input_ids)
+        _add(message, shape, "input_ids", "INT32", len(input_ids), ids)
+    else:
+        _add_text(message, shape, "text_input", words(input_ids))
+    length = offered.num_output_tokens
+    if "sampling_parameters" in shape.inputs:
+        sampling = {"max_tokens": length, "temperature": 0, "ignore_eos": True, **offered.parameters}
+        _add_text(message, shape, "sampling_parameters", json.dumps(sampling))
+    else:
+        _add(message, shape, "max_tokens", "INT32", 1, struct.pack("<i", length))
+        if "ignore_eos" in shape.inputs:
+            _add(message, shape, "ignore_eos", "BOOL", 1, b"\x01")
+    if "stream" in shape.inputs:
+        _add(message, shape, "stream", "BOOL", 1, b"\x01" if shape.is_decoupled else b"\x00")
+    for flag in (*_FLAGS, *(("return_token_ids",) if with_ids else ())):
+        if flag in shape.inputs:
+            _add(message, shape, flag, "BOOL", 1, b"\x01")
+    return message
+
+
+def note_response(shape: Declared, response: Any, outcome: Outcome) -> None:
+    """Note tokens; one a response of an uncounted stream, else all."""
+    tensors = zip(response.outputs, response.raw_output_contents, strict=True)
+    raw = {tensor.name: data for tensor, data in tensors}
+    if "num_output_tokens" in raw:
+        (count,) = struct.unpack("<I", raw["num_output_tokens"][:4])
+    else:
+        expected = 1 if shape.is_decoupled else outcome.offered.num_output_tokens
+        count = expected if raw.get("text_output", b"")[4:] else 0
+    outcome.add_tokens(count)
+    ids = raw.get("token_ids", b"")
+    outcome.token_ids += struct.unpack(f"<{len(ids) // 4}i", ids)
+    reason = raw.get("finish_reason", b"")[4:].decode(errors="replace")
+    outcome.finish_reason = outcome.finish_reason if reason in ("", "None") else reason
+
+
+def _add_text(message: pb.ModelInferRequest, shape: Declared, name: str, text: str) -> None:
+    data = text.encode()
+    _add(message, shape, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
+
+
+def _add(message: pb.ModelInferRequest, shape: Declared, name: str, datatype: str, size: int, raw: bytes) -> None:
+    tensor = message.inputs.add()
+    tensor.name, tensor.datatype = name, datatype
+    tensor.shape.extend([1, size] if shape.is_batched else [size])
+    message.raw_input_contents.append(raw)

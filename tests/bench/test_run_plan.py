@@ -6,10 +6,13 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from support.bench.runs import stage
 from tidewheel.bench.arrivals import Load
-from tidewheel.bench.stage import in_turns
-from tidewheel.bench.workloads import parse_workload
+from tidewheel.bench.outcome import Conversation
+from tidewheel.bench.run_plan import Run, in_turns
+from tidewheel.bench.workloads import FIRST_ID, parse_workload
 
 TARGETS = ("continuous", "static", "baseline_dynamic")
 LOAD = Load("poisson", 5.0)
@@ -71,3 +74,20 @@ def test_stages_in_turns_are_repeated_together() -> None:
 def test_a_load_is_called_by_its_name_where_it_has_one() -> None:
     assert stage(TARGETS, loads=[LOAD]).label(LOAD) == "5/s"
     assert replace(stage(TARGETS, loads=[LOAD]), load_names=("the knee",)).label(LOAD) == "the knee"
+
+
+def test_points_of_a_search_have_the_same_requests_at_scaled_times_and_prompts_of_their_own() -> None:
+    one = stage(TARGETS, loads=[], seconds=5.0, longest_s=20.0)
+
+    def requests(rate: float, shift: int) -> list[Conversation]:
+        run = Run(one.targets[0], Load("poisson", rate), 0, 7, longest_s=40 / rate, ids_shift=shift)
+        return list(one.conversations(run))
+
+    slow, fast = requests(2.0, 0), requests(8.0, 97)
+    assert len(slow) == len(fast) > 20
+    for (before,), (after,) in zip(slow, fast, strict=True):
+        assert before.at == pytest.approx(4.0 * after.at)
+        assert before.num_output_tokens == after.num_output_tokens
+        assert len(before.input_ids) == len(after.input_ids)
+        assert before.input_ids[0] != after.input_ids[0]
+        assert all(FIRST_ID <= token_id < one.workload.vocab for token_id in after.input_ids)

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tidewheel.bench.arrivals import Load
@@ -13,23 +12,23 @@ from tidewheel.bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Equal requests to every target at every load, `repeats` times."""
-
     name: str
     title: str
     targets: tuple[Target, ...]
     loads: tuple[Load, ...]
     workload: Workload
-    seconds: float  # of sending
+    seconds: float  # of sending, in an open loop
     repeats: int
+    longest_s: float | None = None  # of a search's point
     max_requests: int | None = None
     slo: Slo = Slo()  # noqa: RUF009 - immutable
     seed: int = 0
     timeout_s: float = 120.0
     load_names: tuple[str, ...] = ()
+    is_preliminary: bool = False  # only sets up later stages
 
     def runs(self) -> Iterator[Run]:
-        """Yield runs in turns of targets, starting with a different one each time."""
+        """Yield runs in turns of targets, another one first each time."""
         for repeat in range(self.repeats):
             for index, load in enumerate(self.loads):
                 first = (repeat + index) % len(self.targets)
@@ -37,7 +36,7 @@ class Stage:
                     yield Run(target, load, repeat, seed=self.seed + 1000 * repeat + index)
 
     def conversations(self, run: Run) -> Iterator[Conversation]:
-        """Yield a run's requests: equal for all targets, new for each load and repeat."""
+        """Yield requests: equal for all targets, new for each load and repeat."""
         source = self.workload.conversations(run.seed)
         if run.load.kind == "closed":
             return source
@@ -45,32 +44,32 @@ class Stage:
             return (_at(next(source), 0.0) for _ in range(self.max_requests or 64))
         if run.load.kind == "trace":
             return self._recorded(source, run.load.value)
-        times = run.load.times(self.seconds, run.seed)
-        limited = times if self.max_requests is None else times[: self.max_requests]
-        return (_at(conversation, at) for conversation, at in zip(source, limited, strict=False))
+        times = run.load.times(run.longest_s or self.seconds, run.seed)[: self.max_requests]
+        return (
+            _at(conversation, at, self.workload.other_ids(conversation[0].input_ids, run.ids_shift))
+            for conversation, at in zip(source, times, strict=False)
+        )
 
     def label(self, load: Load) -> str:
         return self.load_names[self.loads.index(load)] if self.load_names else str(load)
 
     def offered_s(self, load: Load) -> float | None:
-        """Return the seconds of sending of an open loop, else None."""
+        """Return seconds of sending; None for a closed loop."""
         return self.seconds if load.rate is not None else None
 
     def summary(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "title": self.title,
-            "targets": [
-                {"name": t.name, "kind": t.kind, "settings": _portable(t.settings), "url": t.url}
-                for t in self.targets
-            ],
-            "loads": [{"kind": load.kind, "value": load.value, "burstiness": load.burstiness} for load in self.loads],
+            "targets": [target.summary() for target in self.targets],
+            "loads": [asdict(load) for load in self.loads],
             "load_names": self.load_names,
             "workload": self.workload.summary(),
             "seconds": self.seconds,
+            "longest_s": self.longest_s,
             "max_requests": self.max_requests,
             "repeats": self.repeats,
-            "slo": {"ttft_s": self.slo.ttft_s, "tpot_s": self.slo.tpot_s},
+            "slo": asdict(self.slo),
             "seed": self.seed,
             "timeout_s": self.timeout_s,
         }
@@ -89,20 +88,16 @@ class Run:
     load: Load
     repeat: int
     seed: int
+    longest_s: float | None = None  # of sending, if a watch may end it
+    ids_shift: int = 0  # for prompts new to a prefix cache
 
 
 def in_turns(stages: Sequence[Stage]) -> list[tuple[int, Run]]:
-    """Return (stage index, run): one repeat of every stage, then the next."""
+    """Return (stage index, run), repeat by repeat."""
     runs = [(index, run) for index, stage in enumerate(stages) for run in stage.runs()]
     return sorted(runs, key=lambda numbered: numbered[1].repeat)  # stable
 
 
-def _portable(settings: Mapping[str, str]) -> dict[str, str]:
-    """Cut absolute paths to their last part."""
-    return {key: Path(value).name if value.startswith("/") else value for key, value in settings.items()}
-
-
-def _at(conversation: Sequence[Offered], at: float) -> Conversation:
+def _at(conversation: Sequence[Offered], at: float, input_ids: list[int] | None = None) -> Conversation:
     first = conversation[0]
-    moved = Offered(at, first.input_ids, first.num_output_tokens, first.parameters, first.think_s)
-    return (moved, *conversation[1:])
+    return (replace(first, at=at, input_ids=input_ids or first.input_ids), *conversation[1:])

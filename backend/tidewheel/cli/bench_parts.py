@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tidewheel.cli.usage import UsageError
 
@@ -15,12 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from tidewheel.bench.deploy import Deployment
-    from tidewheel.bench.stage import Stage
+    from tidewheel.bench.run_plan import Stage
     from tidewheel.bench.suites import Suite
     from tidewheel.bench.targets import Target
     from tidewheel.bench.workloads import Workload
 
 _ELSEWHERE = re.compile(r"(^|=)(vllm|openvino)=")
+OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
 
@@ -35,18 +35,9 @@ class Defaults(NamedTuple):
 SUITES: dict[str, Defaults] = {
     "run": Defaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
     "compare": Defaults(
-        "every strategy, Triton's own batcher and transformers, at three loads around the knee of baseline_dynamic; "
-        "then offline with vLLM and OpenVINO, if named",
-        (
-            "static",
-            "dynamic",
-            "predictive",
-            "hybrid",
-            "continuous",
-            "baseline_static",
-            "baseline_dynamic",
-            "transformers",
-        ),
+        "the capacity of every strategy, Triton's own batcher and transformers under an objective; then offline with "
+        "vLLM and OpenVINO, if named",
+        (*OURS, "baseline_dynamic", "baseline_static", "transformers"),
         "sharegpt:0.25",
     ),
     "batch": Defaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
@@ -89,7 +80,7 @@ def parts_of(args: argparse.Namespace) -> Iterator[Part]:
         raise UsageError("--suite compare needs a baseline among its targets: baseline_dynamic")
     reference = baselines.get("baseline_dynamic") or next(iter(baselines.values()))
     slo = stage.slo if args.ttft and args.tpot else None
-    yield Part(deployment, stage, lambda suite: suite.compare(reference, ours.name, slo))
+    yield Part(deployment, stage, lambda suite: suite.compare(reference, ours.name, slo, args.budget_s))
     if peers := [spec for spec in args.peer if _ELSEWHERE.search(spec)]:
         yield _offline_part(args, peers)
 
@@ -106,7 +97,7 @@ def _offline_part(args: argparse.Namespace, peers: list[str]) -> Part:
 def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     from tidewheel.bench.arrivals import parse_loads
     from tidewheel.bench.outcome import Slo
-    from tidewheel.bench.stage import Stage
+    from tidewheel.bench.run_plan import Stage
 
     text, targets, workload, loads = SUITES[suite or args.suite]
     online_peers = [peer for peer in args.peer if args.suite != "compare" or not _ELSEWHERE.search(peer)]
@@ -139,9 +130,10 @@ def _targets(texts: list[str]) -> tuple[Target, ...]:
 
 
 def _workload(args: argparse.Namespace, name: str, folder: Path) -> Workload:
+    from tidewheel.bench.deploy import model_config
     from tidewheel.bench.workloads import parse_workload
 
-    model = _model_config(folder)
+    model = model_config(folder)
     context = int(model.get("max_position_embeddings", _MOST_TOKENS))
     return parse_workload(
         name,
@@ -152,28 +144,21 @@ def _workload(args: argparse.Namespace, name: str, folder: Path) -> Workload:
     )
 
 
-def _model_config(folder: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return config
-
-
 def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str) -> Deployment:
     from tidewheel.bench.deploy import Deployment
-    from tidewheel.bench.experiment import scratch
     from tidewheel.server.repository import parse_settings
 
     needed = [target.name for target in stage.targets if target.is_served_here or target.is_peer]
     if needed and not (model / "config.json").is_file():
         raise UsageError(f"--model {str(model)!r}: no folder with a config.json, and {needed[0]} needs one")
+    folder = args.out / "work"
+    folder.mkdir(parents=True, exist_ok=True)
     return Deployment(
         model=str(model.resolve()),
         dtype=dtype,
         settings=parse_settings(args.set),
         baselines=args.baselines,
-        folder=scratch(args.out),
+        folder=folder,
     )
 
 

@@ -1,0 +1,192 @@
+"""Capacity under an objective: the highest rate of Poisson arrivals at which enough requests meet it.
+
+DistServe (Zhong and others, arXiv 2401.09670) and Sarathi-Serve (Agrawal and others, arXiv 2403.02310) compare
+servers by it. A search doubles or halves the rate until it has a bracket, then bisects. The confidence interval of
+its attainment decides whether a rate has met or missed the objective; else it stays undecided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from tidewheel.bench.estimates import UNKNOWN, Estimate, wilson_interval
+from tidewheel.bench.outcome import Outcome, Slo
+
+GOAL = 0.9  # share of requests that must meet the objective
+RESOLUTION = 1.1  # a bracket of ends within this ratio is done
+HIGHEST_RATE = 400.0  # requests/s; about what one client sends
+LOWEST_SHARE = 1 / 16  # of the rate that a search starts at
+FIRST_LOOK = 20  # requests
+FEWEST_REQUESTS = 60  # of a point that is not clear: 59 good ones of 60 are
+
+Objective = Callable[[Slo, Outcome], bool]
+WHOLE_ANSWER, STREAM = "whole answer", "stream"
+OBJECTIVES: Mapping[str, Objective] = {WHOLE_ANSWER: Slo.is_met_at_end, STREAM: Slo.is_met}
+
+
+class Verdict(StrEnum):
+    MET = "met"
+    MISSED = "missed"
+    UNDECIDED = "undecided"
+
+
+def verdict_of(num_met: int, count: int) -> Verdict:
+    low, high = wilson_interval(num_met, count)
+    if low >= GOAL:
+        return Verdict.MET
+    return Verdict.MISSED if high < GOAL else Verdict.UNDECIDED
+
+
+class Capacity(NamedTuple):
+    """Bracket: the highest rate that met the objective, and the lowest that missed it."""
+
+    low: float  # 0: none met it
+    high: float  # inf: none missed it
+    undecided: tuple[float, ...] = ()  # rates between both, ascending
+
+    @property
+    def per_s(self) -> float:
+        """Return the geometric middle, or the only end."""
+        return math.sqrt(self.low * self.high) if math.isfinite(self.high) else self.low
+
+    @property
+    def note(self) -> str:
+        tried = (self.low, *self.undecided, self.high)
+        notes = [
+            (not self.low, f"no rate met the objective, down to {tried[1]:.3g}/s"),
+            (math.isinf(self.high), f"no rate missed the objective, up to {tried[-2]:.3g}/s"),
+            (self._is_wide(tried), "not narrowed further: out of time"),
+            (bool(self.undecided), f"undecided at {', '.join(f'{rate:.3g}' for rate in self.undecided)}/s"),
+        ]
+        return "; ".join(text for is_so, text in notes if is_so)
+
+    def _is_wide(self, tried: Sequence[float]) -> bool:
+        ends = (tried[:2], tried[-2:])
+        return bool(self.low) and any(1.001 * RESOLUTION * low < high < math.inf for low, high in ends)
+
+    def over(self, other: Capacity) -> tuple[Estimate, bool]:
+        """Return the ratio, from worst to best ends, and whether it is a lower bound."""
+        is_bound = not other.low or math.isinf(self.high)
+        theirs = other.per_s or other.high
+        if math.isinf(other.high) or not (self.low or other.low):
+            return UNKNOWN, False
+        low = self.low / other.high
+        high = math.nan if is_bound else self.high / other.low
+        return Estimate(self.per_s / theirs, low, high), is_bound
+
+    def summary(self) -> dict[str, Any]:
+        return {"per_s": self.per_s, "bracket": [self.low, self.high], "undecided": self.undecided, "note": self.note}
+
+
+@dataclass(slots=True)
+class Search:
+    """Search for one capacity."""
+
+    start: float
+    highest: float = HIGHEST_RATE
+    _met: float = 0.0
+    _missed: float = math.inf
+    _undecided: list[float] = field(default_factory=list)
+
+    def next_rate(self) -> float | None:
+        if math.isinf(self._missed) and (rate := self._above()) is not None:
+            return rate
+        return self._between() if self._met else self._below()
+
+    def _above(self) -> float | None:
+        highest = max((self._met, *self._undecided))
+        rate = min(2.0 * highest or self.start, self.highest)
+        return rate if rate > highest else None
+
+    def _below(self) -> float | None:
+        rate = min((self._missed, *self._undecided)) / 2.0
+        return rate if rate >= self.start * LOWEST_SHARE else None
+
+    def _between(self) -> float | None:
+        rates = [self._met, *self._undecided, self._missed]
+        ends = [(low, high) for low, high in (rates[:2], rates[-2:]) if math.isfinite(high)]
+        low, high = max(ends, key=lambda pair: pair[1] / pair[0], default=(1.0, 1.0))
+        return math.sqrt(low * high) if high > RESOLUTION * low else None
+
+    def note(self, rate: float, verdict: Verdict) -> None:
+        if not self._met < rate < self._missed:
+            return
+        if verdict is Verdict.MET:
+            self._met = rate
+        elif verdict is Verdict.MISSED:
+            self._missed = rate
+        elif rate not in self._undecided:
+            self._undecided.append(rate)
+        self._undecided = sorted(one for one in self._undecided if self._met < one < self._missed)
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self._met, self._missed, tuple(self._undecided))
+
+
+class Point(NamedTuple):
+    rate: float
+    objective: str
+
+
+class CapacitySearch:
+    """Searches of a target by each objective, on shared points."""
+
+    def __init__(self, slo: Slo, start: float) -> None:
+        self._slo = slo
+        self._searches = {name: Search(start) for name in OBJECTIVES}
+
+    def next_point(self) -> Point | None:
+        for name, search in self._searches.items():
+            if (rate := search.next_rate()) is not None:
+                return Point(rate, name)
+        return None
+
+    def note(self, point: Point, outcomes: Sequence[Outcome], seen: Verdict | None = None) -> Verdict:
+        """Return the verdict: the one `seen` by the point's watch, else that of all outcomes."""
+        if outcomes and not any(outcome.streamed for outcome in outcomes):
+            self._searches.pop(STREAM, None)
+        verdicts = {}
+        for name, search in self._searches.items():
+            num_met = sum(OBJECTIVES[name](self._slo, outcome) for outcome in outcomes)
+            verdicts[name] = (seen if name == point.objective else None) or verdict_of(num_met, len(outcomes))
+            if name == point.objective or verdicts[name] is not Verdict.UNDECIDED:
+                search.note(point.rate, verdicts[name])
+        return verdicts.get(point.objective, Verdict.UNDECIDED)
+
+    def capacities(self) -> dict[str, Capacity]:
+        """Return the brackets of objectives with a measured point."""
+        found = {name: search.capacity for name, search in self._searches.items()}
+        return {name: one for name, one in found.items() if one != Capacity(0.0, math.inf)}
+
+
+class Watch:
+    """Decider of when a point is clear: looks after `least_s`, then when the count has doubled."""
+
+    def __init__(self, slo: Slo, objective: str, least_s: float) -> None:
+        self._slo = slo
+        self._is_met = OBJECTIVES[objective]
+        self._least_s = least_s
+        self._next_look = FIRST_LOOK
+        self.verdict: Verdict | None = None  # once it is clear
+
+    def is_enough(self, outcomes: Sequence[Outcome], now: float) -> bool:
+        if now < self._least_s or len(outcomes) < self._next_look:
+            return False
+        judged = list(takewhile(lambda outcome: self._is_settled(outcome, now), outcomes))
+        if len(judged) < self._next_look:
+            return False
+        self._next_look = 2 * len(judged)
+        num_met = sum(self._is_met(self._slo, outcome) for outcome in judged)
+        verdict = verdict_of(num_met, len(judged))
+        self.verdict = None if verdict is Verdict.UNDECIDED else verdict
+        return self.verdict is not None
+
+    def _is_settled(self, outcome: Outcome, now: float) -> bool:
+        limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
+        return outcome.ended is not None or now - outcome.sent > limit

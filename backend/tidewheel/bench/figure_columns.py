@@ -1,0 +1,138 @@
+"""Tables of a stage: what its columns show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tidewheel.bench.estimates import Estimate
+from tidewheel.bench.results import StageResult
+from tidewheel.bench.text_tables import NOTHING, Table, number
+
+CLASS_ORDER = ("critical", "high", "normal", "low")
+Figures = Mapping[str, Any]
+
+
+class Column(NamedTuple):
+    title: str
+    unit: str
+    path: str  # keys of the figures
+    scale: float = 1.0
+
+    def estimate(self, figures: Figures) -> Estimate:
+        """Return the scaled value, NaN if unknown."""
+        value = self._value(figures)
+        parts = value if isinstance(value, Estimate) else (math.nan if value == {} else value, math.nan, math.nan)
+        return Estimate(*(part * self.scale for part in parts))
+
+    def cell(self, figures: Figures) -> str:
+        value = self._value(figures)
+        if self.path == "errors":
+            return ", ".join(f"{code} {count}" for code, count in sorted(value.items())) or "0"
+        return str(value) if isinstance(value, int) else with_interval(self.estimate(figures))
+
+    def _value(self, figures: Figures) -> Any:
+        value: Any = figures
+        for key in self.path.split("."):
+            value = value.get(key, {})
+        return value
+
+
+def with_interval(estimate: Estimate) -> str:
+    """Format as `12.3 ± 0.4`, or with both ends if asymmetric."""
+    mean, low, high = estimate
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return number(mean)
+    above, below = high - mean, mean - low
+    if math.isclose(above, below, rel_tol=0.01, abs_tol=1e-12):
+        return f"{number(mean)} ± {number(above)}"
+    return f"{number(mean)} ({number(low)} to {number(high)})"
+
+
+_ERRORS = Column("errors", "", "errors")
+RATES = (
+    Column("goodput", "req/s", "goodput_per_s"),
+    Column("goodput e2e", "req/s", "goodput_e2e_per_s"),
+    Column("within", "%", "slo_attainment", 100.0),
+    Column("within e2e", "%", "e2e_attainment", 100.0),
+    Column("done", "req/s", "requests_per_s"),
+    Column("output", "tok/s", "output_tokens_per_s"),
+    Column("fairness", "Jain", "fairness"),
+    _ERRORS,
+)
+LATENCIES = (
+    Column("TTFT p50", "ms", "ttft_s.p50", 1e3),
+    Column("TTFT p95", "ms", "ttft_s.p95", 1e3),
+    Column("TTFT p99", "ms", "ttft_s.p99", 1e3),
+    Column("TPOT p50", "ms", "tpot_s.p50", 1e3),
+    Column("TPOT p99", "ms", "tpot_s.p99", 1e3),
+    Column("ITL p99", "ms", "itl_s.p99", 1e3),
+    Column("e2e p50", "ms", "e2e_s.p50", 1e3),
+    Column("e2e p99", "ms", "e2e_s.p99", 1e3),
+)
+SERVER = (
+    Column("queue", "ms", "server.queue_s", 1e3),
+    Column("batch", "req/step", "server.batch_size"),
+    Column("tokens", "per step", "server.tokens_per_step"),
+    Column("step", "ms", "server.step_s", 1e3),
+    Column("busy", "%", "server.device_busy", 100.0),
+    Column("GPU", "%", "server.gpu_utilization", 100.0),
+    Column("CPUs", "%", "server.cpu_utilization", 100.0),
+    Column("KV use mean", "%", "server.kv_use", 100.0),
+    Column("KV use max", "%", "server.kv_use_max", 100.0),
+    Column("preempted", "", "server.preemptions"),
+)
+_CLASSES = (
+    Column("requests", "", "requests"),
+    Column("within the objective", "%", "slo_attainment", 100.0),
+    *(column for column in LATENCIES if column.title in ("TTFT p50", "TTFT p99", "e2e p50", "e2e p99")),
+    _ERRORS,
+)
+COLUMNS = {column.title: column for column in (*RATES, *LATENCIES, *SERVER)}
+SHORT = tuple(
+    COLUMNS[title]
+    for title in (
+        "goodput", "goodput e2e", "output", "errors", "TTFT p50", "TTFT p99", "TPOT p50", "e2e p99", "batch", "busy",
+    )
+)  # fmt: skip
+
+
+def table(result: StageResult, columns: Sequence[Column]) -> Table:
+    rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in _measured(result)]
+    return Table(_header(columns), rows)
+
+
+def class_table(result: StageResult) -> Table:
+    """Return a row per load, target and QoS class; none for one class."""
+    rows = [
+        [*labels, name, *(c.cell(figures["classes"][name]) for c in _CLASSES)]
+        for labels, figures in _measured(result)
+        for name in sorted(figures.get("classes", ()), key=CLASS_ORDER.index)
+    ]
+    return Table(_header(_CLASSES, "class"), rows)
+
+
+def capacity_table(findings: Figures) -> Table:
+    header = ["objective", "target", "capacity req/s", "bracket req/s", "times the reference", "note"]
+    rows = []
+    for objective, of_targets in findings.get("capacities", {}).items():
+        for target, found in of_targets.items():
+            low, high = found["bracket"]
+            bracket = f"{number(low)} to {number(high) if math.isfinite(high) else '?'}"
+            capacity = ("≥ " if math.isinf(high) else "") + number(found["per_s"])
+            ratio = with_interval(Estimate(*found["ratio"])) if found["ratio"] else NOTHING
+            sign = "≥ " if found["ratio_is_lower_bound"] else ""
+            rows.append([objective, target, capacity, bracket, sign + ratio, found["note"] or NOTHING])
+    return Table(header, rows)
+
+
+def _measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
+    for index, load in enumerate(result.stage.loads):
+        for target in result.stage.targets:
+            if figures := result.figures(target.name, index):
+                yield (str(load), target.name), figures
+
+
+def _header(columns: Sequence[Column], *labels: str) -> list[str]:
+    return ["load", "target", *labels, *(f"{c.title} {c.unit}".strip() for c in columns)]

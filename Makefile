@@ -9,7 +9,8 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long lint docs lines aot bench bench-gpu clean
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long test-processors lint docs lines aot bench \
+	bench-gpu clean
 
 venv: $(STAMP)
 
@@ -27,7 +28,10 @@ demo: venv
 serve: venv
 	$(BIN)/tidewheel serve --model-repository model_repository --models demo,demo_infer
 
-test: lint test-unit test-kernels test-e2e
+# Parts run at once, the longest first; each prints when it is done. Three keep two cores busy: servers are often waited for.
+TEST_JOBS ?= 3
+test: venv
+	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --output-sync=target test-unit test-e2e test-kernels lint
 
 lint: venv
 	$(BIN)/ruff check .
@@ -39,19 +43,41 @@ check: lint
 	$(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore-glob '*_mutations.py' --ignore-glob '*_machine.py' \
 		$(addprefix tests/,values layers documentation kvcache scheduler frontend adapter client)
 
+# One thread of torch in each: parts run beside each other, and the models of tests are small.
 test-unit: venv
-	$(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels --ignore tests/e2e tests
 
 # In a process of its own: triton-lang reads TRITON_INTERPRET when it is imported.
 test-kernels: venv
-	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
+# Folders with such tests: the others need not be imported.
+E2E := tests/e2e tests/server
 test-e2e: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' tests
+	$(BIN)/pytest -q -m 'e2e and not slow' $(E2E)
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu' --timeout 7200 tests/kernels
+
+# Tests that compute, as on other x86-64 processors: with the plainest code of torch, oneDNN, MKL and our kernels, with that
+# for AVX2, and with the machine's own on two threads (`make test` has it on one).
+AS_plain := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE CC=$(CURDIR)/build/gcc-x86-64
+AS_avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 CC=$(CURDIR)/build/gcc-x86-64-v3
+PROCESSORS := plain/1 avx2/2 own/2
+test-processors: $(PROCESSORS:%=test-as/%)
+
+.PHONY: $(PROCESSORS:%=test-as/%)
+$(PROCESSORS:%=test-as/%): test-as/%: venv build/gcc-x86-64 build/gcc-x86-64-v3
+	$(AS_$(*D)) OMP_NUM_THREADS=$(*F) $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' \
+		$(addprefix tests/,models runner engine baselines)
+	$(AS_$(*D)) OMP_NUM_THREADS=$(*F) TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
+
+# A compiler for an older processor than this one: of two -march the last counts.
+build/gcc-%:
+	@mkdir -p $(@D)
+	printf '#!/bin/sh\nexec gcc "$$@" -march=%s\n' $* > $@
+	chmod +x $@
 
 # The generated parts of docs/*.md.
 docs: venv

@@ -18,12 +18,11 @@ import torch
 
 from study import Study, in_turns
 from tidewheel_kernels import AttentionMetadata
-from tidewheel_kernels.activation import silu_and_mul_cpu
-from tidewheel_kernels.attention_cpu import paged_attention_cpu
-from tidewheel_kernels.native import ops
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
 from tidewheel_kernels.native.library import native_library
-from tidewheel_kernels.rms_norm import rms_norm_cpu
-from tidewheel_kernels.rope import rope_and_cache_cpu
+from tidewheel_kernels.norm.cpu import rms_norm_cpu, rms_norm_native
+from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
 
 ROWS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 512, 1536, 8, 4, 64, 8
 BLOCK_SIZE, SHORTEST, LONGEST = 16, 20, 200
@@ -61,26 +60,26 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
         layer = cycle(layers)
         return lambda: function(q, *next(layer), step, out, HEAD_DIM**-0.5, 0, 0.0)
 
-    yield Case("decode attention", attention(ops.paged_attention), attention(paged_attention_cpu))
+    yield Case("decode attention", attention(paged_attention_native), attention(paged_attention_cpu))
 
     sizes = [HEADS, KV_HEADS, KV_HEADS]
     queries, keys, values = drawn(ROWS, sum(sizes), HEAD_DIM).split(sizes, dim=1)
     table, positions = torch.rand(LONGEST, HEAD_DIM, generator=generator), torch.arange(ROWS)
-    weights = {"q_norm_weight": drawn(HEAD_DIM), "k_norm_weight": drawn(HEAD_DIM)}
+    weights = drawn(HEAD_DIM), drawn(HEAD_DIM)
 
     def rotation(function: Callable[..., object]) -> Callable[[], object]:
         rows = queries, keys, values, table, positions, positions
-        return lambda: function(*rows, layers[0][0], layers[0][1], **weights)
+        return lambda: function(*rows, layers[0][0], layers[0][1], *weights, 1e-6)
 
-    yield Case("rotation and cache write", rotation(ops.rope_and_cache), rotation(rope_and_cache_cpu))
+    yield Case("rotation and cache write", rotation(rope_and_cache_native), rotation(rope_and_cache_cpu))
 
     x, residual, weight, both = drawn(ROWS, HIDDEN), drawn(ROWS, HIDDEN), drawn(HIDDEN), drawn(ROWS, 2 * INTERMEDIATE)
     yield Case(
         "norm and residual",
-        lambda: ops.rms_norm(x, weight, 1e-6, residual),
-        lambda: rms_norm_cpu(x, weight, 1e-6, residual),
+        lambda: rms_norm_native(x, weight, 1e-6, residual, 0.0),
+        lambda: rms_norm_cpu(x, weight, 1e-6, residual, 0.0),
     )
-    yield Case("activation", lambda: ops.silu_and_mul(both), lambda: silu_and_mul_cpu(both))
+    yield Case("activation", lambda: silu_and_mul_native(both), lambda: silu_and_mul_cpu(both))
 
 
 def microseconds(call: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""A trace on the engine's core in this process, or on one simulated replica."""
+"""A trace on the engine's core in this process."""
 
 from __future__ import annotations
 
@@ -15,27 +15,21 @@ from clocks import Clock, CpuClock, WallClock
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, build_scheduler, engine_info, load_model_runner
-from tidewheel.engine.core import EngineCore
+from tidewheel.engine.core import EngineCore, PendingTokens, Runner
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.runner import PendingTokens, Runner
 from tidewheel.errors import TidewheelError
-from tidewheel.fleet.router import make_router
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.columns import Int64Array
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.contents import Contents
-from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.traces import FloatArray, Trace
 from tidewheel.stats import EngineStats
+from tidewheel.workload.traces import Contents, Trace
 
 GREEDY = SamplingParams(temperature=0.0)
 STOP_ID = 2
 ORDINARY_ID = 3
 FIRST_ID = 4  # of prompts
-RAMP_UP, DRAIN = 0.2, 0.7  # shares of ends
 
 
 class Engine(NamedTuple):
@@ -157,29 +151,9 @@ def run_engine(
             stop_token_ids=(STOP_ID,),
             arrival_time=began + float(trace.arrivals[index]),
             priority=Priority(int(trace.priorities[index])),
-            tenant=trace.tenant_names[trace.tenants[index]],
+            tenant=trace.tenant(index),
         )
         loop.send(request)
     loop.run()
     outcomes.check_complete()
     return RealRun(outcomes, loop.core.stats())
-
-
-def steady_rate(outcomes: Outcomes, amounts: FloatArray) -> float:
-    """Return the amount that ends per second between ramp-up and drain, where as many run as may."""
-    order = np.argsort(outcomes.last_token)
-    ends = outcomes.last_token[order]
-    first, last = int(RAMP_UP * len(ends)), int(DRAIN * len(ends))
-    return float(amounts[order][first + 1 : last + 1].sum() / (ends[last] - ends[first]))
-
-
-def simulate(trace: Trace, cost: CostModel, config: EngineConfig, info: EngineInfo) -> tuple[Simulator, Scheduler]:
-    scheduler = build_scheduler(config, info)
-    settings = ReplicaSettings(
-        num_rows=info.max_num_seqs, max_model_len=info.max_model_len, enable_prefix_caching=info.enable_prefix_caching
-    )
-    simulator = Simulator(
-        trace, lambda _: scheduler, cost, settings, num_replicas=1, router=make_router("round-robin", 1)
-    )
-    simulator.run()
-    return simulator, scheduler

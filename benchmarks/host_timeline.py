@@ -36,7 +36,6 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine import front_ends
 from tidewheel.engine.build import build_scheduler, engine_info
 from tidewheel.engine.messages import PROTOCOL, AddRequest, Hello, encoder
-from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import EngineServer
 from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.sampling import SamplingParams
@@ -162,7 +161,7 @@ class Engine:
         shape = SHAPES[model]
         self.max_tokens = 4 * (self.num_steps + WARM_UP_STEPS)
         self.prompt_tokens: int = options.context
-        config = EngineConfig(
+        self.config = config = EngineConfig(
             model=model, max_num_seqs=self.running, max_num_batched_tokens=8192, async_scheduling=is_async
         )
         runner = modelled_runner(
@@ -215,7 +214,7 @@ class Engine:
             try:
                 server = EngineServer(
                     socket, self.scheduler, self.runner, self.info,
-                    settings_digest="", seed=SEED, session_ttl=SessionTtl(1.0, 1.0), linger_s=1e9, clock=self.clock,
+                    config=self.config, linger_s=1e9, clock=self.clock,
                 )  # fmt: skip
                 while not socket.poll(100):
                     if not peer.is_alive():

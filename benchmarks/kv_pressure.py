@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from engine_runs import simulate
 from study import Study, show
 from tidewheel.config import EngineConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.simulate.cost_model import H200_8B
-from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.simulated_engine import simulated_info
-from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
+from tidewheel.simulate.scenario import simulated_info, simulator_of
+from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Trace, synthesise
 
 BLOCK_SIZE = 16
 MAX_PREEMPTIONS, MAX_TOKENS_RATIO = 0.10, 1.05  # goals: per request, and computed over needed
@@ -42,7 +42,7 @@ class Load:
 
     def trace(self, seed: int) -> Trace:
         rng = np.random.default_rng(seed)
-        return synthesise(self.requests, poisson_arrivals(self.requests, self.rate, rng), *self.lengths(), rng)
+        return synthesise(poisson_arrivals(self.requests, self.rate, rng), *self.lengths(), rng)
 
     @property
     def num_blocks(self) -> int:
@@ -60,8 +60,8 @@ def measure(load: Load, policy: str, growth: str, seed: int) -> Figures:
         scheduling_policy=policy, admit_by_growth=growth == "on",
     )  # fmt: skip
     info = simulated_info(config, H200_8B, max_model_len=trace.max_num_tokens)
-    simulator, _ = simulate(trace, H200_8B, config, info)
-    outcomes, (replica,) = simulator.outcomes, simulator.replicas
+    simulator = simulator_of(config, info, trace, H200_8B)
+    outcomes, (replica,) = simulator.run(), simulator.replicas
     finished = outcomes.finished
     needed = int((trace.prompt_tokens + trace.output_tokens - 1)[finished].sum())  # the last token is never fed back
     num_output = float(outcomes.output_tokens.sum())

@@ -23,10 +23,18 @@ import torch
 from safetensors.torch import save_file
 
 from study import Study, in_turns
-from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weight_carrier import Carrier, Event, HostCarrier, RingCarrier
-from tidewheel.models.weight_plan import plan_chunks
-from tidewheel.models.weight_stream import MAX_READERS, SLOT_BYTES, SLOTS_PER_READER, num_readers, stream_chunks
+from tidewheel.models.safetensors_file import SafetensorsFile, plan_chunks
+from tidewheel.models.weight_stream import (
+    MAX_READERS,
+    SLOT_BYTES,
+    SLOTS_PER_READER,
+    Carrier,
+    Event,
+    HostCarrier,
+    RingCarrier,
+    num_readers,
+    stream_chunks,
+)
 
 NUM_TENSORS = 16
 ROWS, COLUMNS = 4096, 4096  # 32 MiB in bfloat16

@@ -21,11 +21,10 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import PROTOCOL, AddRequest, Hello, encoder
-from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import EngineServer
 from tidewheel.sampling import SamplingParams
 from tidewheel.simulate.cost_model import H200_8B
-from tidewheel.simulate.simulated_engine import simulated_info
+from tidewheel.simulate.scenario import simulated_info
 
 BLOCK_SIZE = 64
 PROMPT = np.arange(3, 35, dtype=np.int32).tobytes()
@@ -117,7 +116,7 @@ def measure(strategy: str, num_blocks: int, repeats: int) -> dict[str, Any]:
     line = Line(device, repeats + 1)
     server = EngineServer(
         line, build_scheduler(config, info), device, info,
-        settings_digest="", seed=0, session_ttl=SessionTtl(1.0, 1.0), linger_s=1e9,
+        config=config, linger_s=1e9,
     )  # fmt: skip
     server.serve(lambda: "measured" if line.is_done else "")
     latencies = 1e3 * np.array(line.latencies[1:])  # without late imports

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from clocks import Clock
-from tidewheel.models.base import KVLayer, ModelShape
-from tidewheel.runner.cuda_graphs import Captured
+from tidewheel.models.causal_lm import KVLayer, ModelShape
+from tidewheel.runner.accelerator import Captured
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 from offered_load import offer, run
 from serving import Address, metric, served
 from study import Study
-from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.outcome import Outcome, Slo
-from tidewheel.record.events import Added, Scheduled
-from tidewheel.simulate.replay import Recording, measured_steps
+from tidewheel.record.recorded_events import Added, Scheduled
+from tidewheel.simulate.calibration import measured_steps
+from tidewheel.simulate.replay import Recording
+from tidewheel.workload.arrival_times import poisson_until
 
 INPUTS, OUTPUTS = (16, 112), (8, 56)  # least and most tokens
 SETTINGS: dict[str, Any] = {
@@ -84,7 +85,7 @@ def class_mix(load: float) -> Mix:
 
 
 def send(address: Address, rate: float, seconds: float, rng: random.Random, mix: Mix = ((1.0, {}),)) -> list[Outcome]:
-    times = poisson_arrivals(rate, seconds, rng)
+    times = poisson_until(seconds, rate, rng)
     return run(address.grpc, address.model, offer(times, mix, INPUTS, OUTPUTS, rng))
 
 

@@ -18,16 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from engine_runs import Engine, loaded, run_engine, simulate, steady_rate
+from engine_runs import Engine, loaded, run_engine
 from random_model import make_model
 from roofline import SHAPES
-from simulator_accuracy import SETTINGS, cost_model
+from simulator_accuracy import SETTINGS
 from study import Study, show
-from tidewheel.request import Priority
-from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.replay import Recording, measured_steps
-from tidewheel.simulate.traces import NOBODY, Trace, poisson_arrivals
+from tidewheel.simulate.calibration import facts_of, fit, measured_steps
+from tidewheel.simulate.outcomes import Outcomes, throughput
+from tidewheel.simulate.replay import Recording
+from tidewheel.simulate.scenario import simulator_of
+from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Trace
 
 POLICIES, PLACES = ("fifo", "sjf"), ("engine", "simulator")
 GOAL = 0.30
@@ -47,23 +49,18 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
         for _, prompt, output in KINDS
     ]
     (short_prompts, short_outputs), (long_prompts, long_outputs) = drawn
-    return Trace(
-        arrivals=np.zeros(count) if rate is None else poisson_arrivals(count, rate, rng),
-        prompt_tokens=np.where(is_long, long_prompts, short_prompts),
-        output_tokens=np.where(is_long, long_outputs, short_outputs),
-        priorities=np.full(count, int(Priority.NORMAL), dtype=np.int32),
-        tenants=is_long.astype(np.int32),
+    return Trace.of(
+        np.zeros(count) if rate is None else poisson_arrivals(count, rate, rng),
+        np.where(is_long, long_prompts, short_prompts),
+        np.where(is_long, long_outputs, short_outputs),
+        tenants=is_long,
         tenant_names=tuple(name for name, *_ in KINDS),
-        sessions=np.full(count, NOBODY, dtype=np.int32),
-        prefix_groups=np.full(count, NOBODY, dtype=np.int32),
-        prefix_tokens=np.zeros(count, dtype=np.int32),
-        deadlines=np.full(count, np.inf),
     )
 
 
 def capacity(engine: Engine, *, cpu_clock: bool) -> float:
     outcomes, _ = run_engine(engine, make_trace(96, None, 99), cpu_clock=cpu_clock)
-    return steady_rate(outcomes, np.ones(96))
+    return throughput(outcomes)
 
 
 def figures(outcomes: Outcomes, prediction_error: float) -> dict[str, float]:
@@ -88,12 +85,13 @@ def measure(engine: Engine, arguments: argparse.Namespace, folder: Path) -> dict
         outcomes, stats = run_engine(engine, trace, config, cpu_clock=arguments.cpu_clock)
         real[policy] = figures(outcomes, stats.prediction_error)
     (path,) = folder.iterdir()
-    cost = cost_model(engine.info, measured_steps(Recording(path).events()))
+    cost = fit(measured_steps(Recording(path).events()), "cpu", **facts_of(engine.info))
     simulated: dict[str, dict[str, float]] = {}
     for policy in POLICIES:
         config = dataclasses.replace(engine.config, scheduling_policy=policy)
-        simulator, scheduler = simulate(trace, cost, config, engine.info)
-        simulated[policy] = figures(simulator.outcomes, scheduler.stats().prediction_error)
+        simulator = simulator_of(config, engine.info, trace, cost)
+        outcomes, (replica,) = simulator.run(), simulator.replicas
+        simulated[policy] = figures(outcomes, replica.scheduler.stats().prediction_error)
     return {
         "requests": len(trace),
         "requests_per_s": trace.rate,

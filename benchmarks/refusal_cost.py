@@ -26,7 +26,7 @@ import numpy as np
 from study import Study, show
 from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, encoder, to_engine_decoder
-from tidewheel.engine.requests import SessionTtl, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Busy
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Priority, Request
@@ -35,7 +35,7 @@ from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import H200_8B
-from tidewheel.simulate.simulated_engine import simulated_info
+from tidewheel.simulate.scenario import simulated_info
 from tidewheel.tenants import TenantLimits
 
 GOAL_US = 50.0
@@ -157,12 +157,8 @@ displacing = partial(
 )
 
 
-ENGINE = simulated_info(
-    EngineConfig(model="none", max_num_seqs=8, max_num_batched_tokens=2048, num_blocks=NUM_BLOCKS),
-    H200_8B,
-    max_model_len=MAX_MODEL_LEN,
-)
-TTL = SessionTtl(300.0, 3600.0)
+CONFIG = EngineConfig(model="none", max_num_seqs=8, max_num_batched_tokens=2048, num_blocks=NUM_BLOCKS)
+ENGINE = simulated_info(CONFIG, H200_8B, max_model_len=MAX_MODEL_LEN)
 
 
 def payload(scene: Scene, tenant: str, num_biases: int, n: int) -> bytes:
@@ -204,7 +200,7 @@ def message(name: str, setting: Setting, patience: Patience, *, num_biases: int 
 def handle(scene: Scene, raw: bytes, names: list[str]) -> str:
     decoded = to_engine_decoder.decode(raw)
     assert isinstance(decoded, AddRequest)
-    requests = to_requests(decoded, ENGINE, TTL, request_ids=names, seed=0, now=scene.now)
+    requests = to_requests(decoded, ENGINE, CONFIG, request_ids=names, seed=0, now=scene.now)
     try:
         scene.scheduler.add_group(requests, scene.now)
     except Busy:

@@ -36,12 +36,12 @@ from study import Study, show
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
+from tidewheel.engine.core import Runner
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.runner import Runner
-from tidewheel.record.step_features import step_features
+from tidewheel.record.recorded_events import step_features
 from tidewheel.request import FinishReason, Request
 from tidewheel.simulate.cost_model import H200_8B
-from tidewheel.simulate.simulated_engine import simulated_info
+from tidewheel.simulate.scenario import simulated_info
 
 GOAL_HIT_RATIO = 1.3  # of the hit rate by arrival
 BLOCK_SIZE = 16

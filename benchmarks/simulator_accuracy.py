@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine_runs import Engine, loaded, run_engine, simulate, steady_rate
+from engine_runs import Engine, loaded, run_engine
 from random_model import make_model
 from roofline import SHAPES
 from study import Study, show
-from tidewheel.engine.messages import EngineInfo
-from tidewheel.simulate.calibration import MeasuredStep, fit
+from tidewheel.simulate.calibration import MeasuredStep, facts_of, fit, measured_steps
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.recorded_runs import kv_bytes_per_token
-from tidewheel.simulate.replay import Recording, measured_steps
-from tidewheel.simulate.traces import FloatArray, Trace, bursty_arrivals, poisson_arrivals, synthesise
+from tidewheel.simulate.outcomes import Outcomes, throughput
+from tidewheel.simulate.replay import Recording
+from tidewheel.simulate.scenario import simulator_of
+from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Trace, synthesise
 
 LIMIT = 0.15
 SETTINGS: dict[str, object] = {
@@ -67,15 +67,15 @@ def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Tr
     rate = load.share * tokens_per_s / (output.mean + prompt.mean / PROMPT_WEIGHT)
     count = max(30, round(rate * seconds))
     rng = np.random.default_rng(seed)
-    return synthesise(count, load.arrivals(count, rate, rng), prompt, output, rng)
+    return synthesise(load.arrivals(count, rate, rng), prompt, output, rng)
 
 
 def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
-    """Return weighted tokens per second while as many run as may."""
+    """Return weighted tokens per second in the middle of a run of requests that come at once."""
     prompt, output = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
-    trace = synthesise(requests, np.zeros(requests), prompt, output, np.random.default_rng(99))
+    trace = synthesise(np.zeros(requests), prompt, output, np.random.default_rng(99))
     outcomes, _ = run_engine(engine, trace, cpu_clock=cpu_clock)
-    return steady_rate(outcomes, trace.output_tokens + trace.prompt_tokens / PROMPT_WEIGHT)
+    return throughput(outcomes) * float((trace.output_tokens + trace.prompt_tokens / PROMPT_WEIGHT).mean())
 
 
 def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: bool) -> list[MeasuredStep]:
@@ -83,18 +83,6 @@ def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: 
     run_engine(engine, trace, dataclasses.replace(engine.config, record=str(folder)), cpu_clock=cpu_clock)
     (path,) = set(folder.iterdir()) - before
     return measured_steps(Recording(path).events())
-
-
-def cost_model(info: EngineInfo, steps: list[MeasuredStep]) -> CostModel:
-    return fit(
-        steps,
-        name="cpu",
-        device=info.device,
-        weights_bytes=info.weights_bytes,
-        kv_bytes_per_token=kv_bytes_per_token(info),
-        block_size=info.block_size,
-        num_blocks=info.num_blocks,
-    )
 
 
 def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, Any]:
@@ -116,7 +104,7 @@ def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, An
 
 
 def predict(engine: Engine, trace: Trace, cost: CostModel) -> Outcomes:
-    return simulate(trace, cost, engine.config, engine.info)[0].outcomes
+    return simulator_of(engine.config, engine.info, trace, cost).run()
 
 
 def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -> dict[str, Any]:
@@ -130,7 +118,7 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
         trace = make_trace(unknown, tokens_per_s, seconds, 100 + seed)
         real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock).outcomes))
         print(f"ran {known.name} and {unknown.name}", flush=True)
-    cost = cost_model(engine.info, steps)
+    cost = fit(steps, "cpu", **facts_of(engine.info))
     loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)) for load, outcomes in real]
     return {"cost_model": dataclasses.asdict(cost), "weighted_tokens_per_s": tokens_per_s, "loads": loads}
 

@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from engine_runs import simulate
-from simulator_speed import plan_of
+from simulator_speed import scenario_from
 from study import BUILD, RESULTS, Study
-from tidewheel.cli.simulation import Result, simulate_all
-from tidewheel.cli.simulation_output import write_plots
+from tidewheel.cli.simulation import write_charts
 from tidewheel.config import EngineConfig
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.plots import Knee, plot_knee
-from tidewheel.simulate.simulated_engine import simulated_info
-from tidewheel.simulate.traces import poisson_arrivals, synthesise
+from tidewheel.simulate.scenario import Result, simulated_info, simulator_of
+from tidewheel.simulate.simulation_charts import Knee, knee_chart
+from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import synthesise
 
 KNEE_LOADS = (0.7, 0.8, 0.9, 0.95)
 STEP_S = 0.010
@@ -36,7 +35,7 @@ def policies(requests: int) -> list[Result]:
         "--trace", "bursty", "--output", "lognormal:128:1.2:2048", "--tenants", "big:8:4,middle:3:3,small:1:1",
         "--set", "enable_prefix_caching=false", "--set", "max_num_seqs=64",
     ]  # fmt: skip
-    return list(simulate_all(plan_of(options)))
+    return list(scenario_from(options).results())
 
 
 def single_server(load: float, output: str, requests: int) -> tuple[float, float, float]:
@@ -44,7 +43,7 @@ def single_server(load: float, output: str, requests: int) -> tuple[float, float
     rng = np.random.default_rng(11)
     lengths = Lengths.parse(output, name="output")
     arrivals = poisson_arrivals(requests, load / (lengths.mean * STEP_S), rng)
-    trace = synthesise(requests, arrivals, Lengths.parse("constant:1", name="prompt"), lengths, rng)
+    trace = synthesise(arrivals, Lengths.parse("constant:1", name="prompt"), lengths, rng)
     service = trace.output_tokens * STEP_S
     config = EngineConfig(
         model="none", max_num_seqs=1, max_num_batched_tokens=64, max_model_len=4096, max_waiting_requests=10**9,
@@ -52,8 +51,7 @@ def single_server(load: float, output: str, requests: int) -> tuple[float, float
         enable_prefix_caching=False, async_scheduling=False,
     )  # fmt: skip
     cost = CostModel(name="one token every 10 ms", overhead_s=STEP_S)
-    simulator, _ = simulate(trace, cost, config, simulated_info(config, cost, max_model_len=4096))
-    outcomes = simulator.outcomes
+    outcomes = simulator_of(config, simulated_info(config, cost, max_model_len=4096), trace, cost).run()
     drawn = float(service.sum() / trace.arrivals[-1])
     return drawn, float(service.var() / service.mean() ** 2), float(outcomes.latency.sum() / outcomes.span)
 
@@ -75,10 +73,10 @@ def main() -> None:
     results, queues = policies(8000 // scale), knees(40_000 // scale)
     out = RESULTS if options.save else BUILD
     with tempfile.TemporaryDirectory() as scratch:
-        for path in write_plots(results, Path(scratch)):
+        for path in write_charts(results, Path(scratch)):
             shutil.copy(path, out / f"simulator_{path.name}")
-    plot_knee(queues, out / "simulator_knee.png")
-    rows: list[dict[str, Any]] = [{"policy": r.policy, "load": r.load, **r.report} for r in results]
+    (out / "simulator_knee.png").write_bytes(knee_chart(queues).png())
+    rows: list[dict[str, Any]] = [{"policy": r.policy, "load": r.load, **r.figures} for r in results]
     study.save({"policies": rows, "queues": [queue._asdict() for queue in queues]})
 
 

@@ -14,13 +14,14 @@ import time
 
 from study import Study, show
 from tidewheel.cli.simulate import add_arguments
-from tidewheel.cli.simulation import Plan, build_simulator, find_capacity
+from tidewheel.cli.simulation import scenario_of
+from tidewheel.simulate.scenario import Scenario
 
 
-def plan_of(options: list[str]) -> Plan:
+def scenario_from(options: list[str]) -> Scenario:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return Plan.from_options(parser.parse_args(options))
+    return scenario_of(parser.parse_args(options))
 
 
 def options(arguments: argparse.Namespace, output_mean: float) -> list[str]:
@@ -33,10 +34,10 @@ def options(arguments: argparse.Namespace, output_mean: float) -> list[str]:
 
 
 def measure(arguments: argparse.Namespace, output_mean: float) -> dict[str, float]:
-    plan = plan_of(options(arguments, output_mean))
-    (policy,) = plan.policies
-    rate = arguments.load * find_capacity(plan, policy) * plan.num_replicas
-    simulator = build_simulator(plan, policy, plan.trace(rate))
+    scenario = scenario_from(options(arguments, output_mean))
+    (policy,) = scenario.policies
+    rate = arguments.load * scenario.capacity(policy) * scenario.num_replicas
+    simulator = scenario.simulator(scenario.config(policy), scenario.trace(rate), scenario.num_replicas)
     gc.collect()
     gc.freeze()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -46,8 +47,8 @@ def measure(arguments: argparse.Namespace, output_mean: float) -> dict[str, floa
     tokens = sum(replica.num_tokens for replica in simulator.replicas)
     ttft = sorted(outcomes.ttft[outcomes.finished])
     return {
-        "requests": plan.num_requests,
-        "replicas": plan.num_replicas,
+        "requests": scenario.num_requests,
+        "replicas": scenario.num_replicas,
         "output_mean": output_mean,
         "wall_s": round(wall, 1),
         "cpu_s": round(cpu, 1),
@@ -55,8 +56,8 @@ def measure(arguments: argparse.Namespace, output_mean: float) -> dict[str, floa
         "rows_per_step": round(float(outcomes.output_tokens.sum()) / steps, 1),
         "tokens": tokens,
         "us_per_step": round(1e6 * cpu / steps, 1),
-        "us_per_request": round(1e6 * cpu / plan.num_requests, 1),
-        "requests_per_s": round(plan.num_requests / wall),  # of real time
+        "us_per_request": round(1e6 * cpu / scenario.num_requests, 1),
+        "requests_per_s": round(scenario.num_requests / wall),  # of real time
         "simulated_s": round(outcomes.span, 1),
         "finished": len(ttft),
         "ttft_p99_s": round(ttft[int(0.99 * len(ttft))], 4),

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tidewheel.scheduler.budget import AppliedStep, SeqsGovernor, TpotController
+from tidewheel.scheduler.controllers import AppliedStep, SeqsGovernor, TpotController
 from tidewheel.scheduler.strategy import Dynamic, JoinView, StrategyConfig
 
 SEED = 0

@@ -26,7 +26,7 @@ from step_models import (
     run_window,
 )
 from study import RESULTS, Study, show
-from tidewheel.scheduler.budget import KV_HIGH, KV_LOW
+from tidewheel.scheduler.controllers import KV_HIGH, KV_LOW
 from tidewheel.scheduler.strategy import MAX_WINDOW_S, MIN_WINDOW_S, TOLERANCE
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from offered_load import offer, run
 from overload import INPUTS, OUTPUTS, SETTINGS, measure_capacity
 from serving import served
 from study import Study
-from tidewheel.bench.arrivals import poisson_arrivals
 from tidewheel.bench.outcome import Outcome
+from tidewheel.workload.arrival_times import poisson_until
 
 SMALL_LOAD = 0.6  # of the capacity
 TIMES_AS_MUCH = 10
@@ -42,7 +42,7 @@ def measure(folder: Path, policy: str, seconds: float, seed: int) -> dict[str, A
         capacity = measure_capacity(address, 20.0, rng)
         rate = SMALL_LOAD * capacity * (1 + TIMES_AS_MUCH)
         mix = [(1.0, {"tenant": "small"}), (float(TIMES_AS_MUCH), {"tenant": "big"})]
-        load = offer(poisson_arrivals(rate, seconds, rng), mix, INPUTS, OUTPUTS, rng)
+        load = offer(poisson_until(seconds, rate, rng), mix, INPUTS, OUTPUTS, rng)
         outcomes = run(address.grpc, address.model, load)
     tokens = {tenant: served_tokens(outcomes, tenant, seconds) for tenant in ("small", "big")}
     offered = Counter(o.offered.parameters["tenant"] for o in outcomes)

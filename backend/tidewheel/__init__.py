@@ -8,16 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tidewheel.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from tidewheel.frontend.options import RequestOptions as RequestOptions
+    from tidewheel.frontend.request_options import RequestOptions as RequestOptions
     from tidewheel.llm import LLM as LLM
     from tidewheel.sampling import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
-
 _EXPORTS = {
     "LLM": "tidewheel.llm",
-    "RequestOptions": "tidewheel.frontend.options",
+    "RequestOptions": "tidewheel.frontend.request_options",
     "SamplingParams": "tidewheel.sampling",
 }
 

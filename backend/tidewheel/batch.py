@@ -1,21 +1,20 @@
 """Values that scheduler and runner exchange in a step.
 
-A *row* is the index of a running request in every table of scheduler and runner, in ``[0, max_num_seqs)``. The runner
-keeps tokens, block table and sampling state per row; a batch carries only changes. The runner itself writes each
-sampled token to its position in the row. So a step can be scheduled before the tokens of the last one are read.
+A *row* is the index of a running request in every table of both, in ``[0, max_num_seqs)``. The runner keeps tokens,
+block table and sampling state per row, and writes each sampled token there; a batch carries only changes. So a step
+can be scheduled before the tokens of the last one are read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from tidewheel.request import Request
-    from tidewheel.sampling import SamplingParams
+from tidewheel.request import Request
+from tidewheel.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -41,9 +40,9 @@ class NewRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step, as columns. Arrays must not be written after construction.
+    """One step, as columns that must not be written.
 
-    n is the number of scheduled rows: decode rows (one token) first, then longer chunks. Row i computes positions
+    n rows: decode rows (one token) first, then longer chunks. Row i computes positions
     ``[start_positions[i], start_positions[i] + num_scheduled_tokens[i])``.
     """
 
@@ -61,7 +60,7 @@ class ScheduledBatch:
     block_ids: Int32Array = field(default_factory=_no_ids)  # [m] and physical block
     copy_sources: Int32Array = field(default_factory=_no_ids)  # [c] blocks to copy before the forward pass
     copy_targets: Int32Array = field(default_factory=_no_ids)  # [c]
-    # Host tier, performed in this order: out, in, then the copies above. Blocks of the pool, slots in host memory.
+    # Host tier, performed in this order: out, in, then the copies above.
     swap_out_blocks: Int32Array = field(default_factory=_no_ids)  # [o] as earlier steps left them
     swap_out_slots: Int32Array = field(default_factory=_no_ids)  # [o]
     swap_in_slots: Int32Array = field(default_factory=_no_ids)  # [i]
@@ -91,9 +90,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """Effects of an applied step. `requests` and `token_ids` are aligned, one new token each."""
+    """Effects of an applied step."""
 
     requests: list[Request]
-    token_ids: list[int]
+    token_ids: list[int]  # one for each of `requests`
     logprobs: dict[int, TopLogprobs] | None  # by index into `requests`
-    finished: list[Request]  # ended in this step, with `finish_reason` set
+    finished: list[Request]

@@ -1,9 +1,4 @@
-"""Engine settings, the same in `config.pbtxt`, `model.json`, CLI and `LLM(...)`, with vLLM's names for equal
-concepts.
-
-A wrong key or value raises `ConfigError` with one line that says what to change. The engine resolves what depends on
-the model or device into `EngineInfo`.
-"""
+"""Engine settings, with vLLM's names for equal concepts. A wrong key or value raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -26,46 +21,32 @@ StrategyName = Literal["continuous", "static", "dynamic", "predictive", "hybrid"
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
 BLOCK_SIZES = (16, 32, 64, 128)
+_RANGES = {
+    "gpu_memory_utilization": (0.05, 1.0),
+    "engine_start_timeout_s": (0.001, 86_400.0),
+    "ageing_s": (0.001, 86_400.0),
+    "breaker_error_rate": (0.01, 1.0),
+    "breaker_queue_time_s": (0.001, 86_400.0),
+    "swap_space": (0.0, 4096.0),
+    "batch_timeout_ms": (0.0, 60_000.0),
+    "batch_target_latency_ms": (1.0, 3_600_000.0),
+    "target_tpot_ms": (0.01, 60_000.0),
+    "governor_target_latency_ms": (0.01, 60_000.0),
+    "max_session_ttl_s": (0.0, 7 * 86_400.0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Settings of one engine. Sizes are in tokens, sequences or blocks; fractions are in (0, 1]."""
+class SchedulingSettings:
+    """Engine settings that the scheduler reads as they are."""
 
-    # model
-    model: str  # a folder, relative to the version folder of the entry, or a Hugging Face id
-    tokenizer: str = ""  # a folder; empty: the model's
-    dtype: DType = "auto"  # auto: bfloat16, or float16 like the files; a CPU or files without bfloat16: float32
-    device: Device = "auto"  # auto: cuda if torch sees a GPU
-    load_format: LoadFormat = "auto"  # dummy: random weights made on the device
-    seed: int = 0  # start of the random draws of requests that bring none
-    max_model_len: int | None = None  # tokens of prompt and output of one request; none: the model's context
-    num_threads: int | None = None  # CPU threads of the engine; none: all cores, one for small models
-    max_prompt_bytes: int = 1 << 22  # longest prompt; a longer one is refused before it is tokenised
-    engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
-    enforce_eager: bool = False  # run without CUDA graphs; on a CPU there are none anyway
-    async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
-
-    # KV cache
-    block_size: int | None = None  # tokens of a block: 16, 32, 64 or 128; none: 64 on CUDA, 16 on a CPU
-    num_blocks: int | None = None  # blocks of the cache; none: as many as its memory holds
-    kv_cache_memory_mb: int | None = None  # MiB for the cache; none: 512 on a CPU, the rest of gpu_memory_utilization
-    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, activations, graphs and cache
-    enable_prefix_caching: bool = True  # requests reuse the blocks of prompts that begin alike
-
-    # size of a step
+    # steps
     max_num_seqs: int = 256  # requests that run at once, at most
     max_num_batched_tokens: int = 2048  # token budget of a step
 
-    # records and checks
-    record: str = ""  # folder for a recording of every decision, for `tidewheel simulate`; empty: none
-    debug_invariants: bool = False  # check scheduler and cache whenever the engine is idle: O(blocks), for tests
-
     # policies
-    scheduling_policy: PolicyName = "priority"  # which waiting request is served first
     ageing_s: float = 10.0  # time after which a waiting request is lifted a class, again and again, to HIGH; seconds
     cache_aware_order: bool = True  # inside a class, the longest cached prefix first, until others waited `ageing_s`
-    tenants: str = ""  # weights, limits and rights by tenant
     predictor_prior_tokens: int = 128  # output length that is assumed until requests have been seen
     long_prefill_token_threshold: int | None = None  # most prompt tokens of one request in a step; none: the budget
 
@@ -79,6 +60,54 @@ class EngineConfig:
     admit_by_growth: bool = True  # a request enters only where running ones are expected to find blocks to grow into
     preemption_mode: PreemptionMode = "auto"  # how a victim comes back; auto: the cheaper way, by the cost model
     max_preemptions: int = 4  # preemptions of one request, while another victim can be found
+
+    # controllers
+    enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
+
+    def __post_init__(self) -> None:
+        at_least(
+            self, 1, "max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens",
+            "predictor_prior_tokens", "long_prefill_token_threshold",
+        )  # fmt: skip
+        at_least(self, 0, "max_preemptions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(SchedulingSettings):
+    # model
+    model: str  # a folder, relative to the version folder of the entry, or a Hugging Face id
+    tokenizer: str = ""  # a folder; empty: the model's
+    dtype: DType = "auto"  # auto: bfloat16, or float16 like the files; a CPU or files without bfloat16: float32
+    device: Device = "auto"  # auto: cuda if torch sees a GPU
+    load_format: LoadFormat = "auto"  # dummy: random weights made on the device
+    seed: int = 0  # start of the random draws of requests that bring none
+    max_model_len: int | None = None  # tokens of prompt and output of one request; none: the model's context
+    num_threads: int | None = None  # CPU threads of the engine; none: all cores, one for small models
+    engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
+
+    # KV cache
+    block_size: int | None = None  # tokens of a block: 16, 32, 64 or 128; none: 64 on CUDA, 16 on a CPU
+    num_blocks: int | None = None  # blocks of the cache; none: as many as its memory holds
+    kv_cache_memory_mb: int | None = None  # MiB for the cache; none: 512 on a CPU, the rest of gpu_memory_utilization
+    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, activations, graphs and cache
+    enable_prefix_caching: bool = True  # requests reuse the blocks of prompts that begin alike
+
+    # steps
+    enforce_eager: bool = False  # run without CUDA graphs; on a CPU there are none anyway
+    async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
+
+    # records and checks
+    record: str = ""  # folder for a recording of every decision, for `tidewheel simulate`; empty: none
+    debug_invariants: bool = False  # check scheduler and cache whenever the engine is idle: O(blocks), for tests
+
+    # policies
+    scheduling_policy: PolicyName = "priority"  # which waiting request is served first
+    tenants: str = ""  # weights, limits and rights by tenant
+
+    # admission
+    max_prompt_bytes: int = 1 << 22  # longest prompt; a longer one is refused before it is tokenised
+
+    # preemption
     swap_space: float = 0.0  # GiB of host memory behind the KV cache
 
     # strategies
@@ -91,7 +120,6 @@ class EngineConfig:
 
     # controllers
     target_tpot_ms: float | None = None  # time per output token that a controller of the budget holds; none: off
-    enable_seqs_governor: bool = False  # a governor moves the number of running requests between 1 and max_num_seqs
     governor_target_latency_ms: float | None = None  # time of a step for the governor; none: memory alone
 
     # sessions
@@ -103,44 +131,24 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model is not set: give a folder or a Hugging Face id")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting_requests", "max_waiting_tokens"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("max_model_len", "num_blocks", "kv_cache_memory_mb", "num_threads"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("max_prompt_bytes", self.max_prompt_bytes, 1)
-        _at_least("seed", self.seed, 0)
+        SchedulingSettings.__post_init__(self)  # `super()` knows no class with slots
+        at_least(
+            self, 1, "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks", "kv_cache_memory_mb",
+            "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
+        )  # fmt: skip
+        at_least(self, 0, "seed")
+        for name, (low, high) in _RANGES.items():
+            _within(name, getattr(self, name), low, high)
+        _within("session_ttl_s", self.session_ttl_s, 0.0, self.max_session_ttl_s)
         if self.block_size is not None and self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size is {self.block_size}: choose one of {', '.join(map(str, BLOCK_SIZES))}")
-        if not 0.05 <= self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: it must be 0.05 to 1")
-        if not 0.0 < self.engine_start_timeout_s <= 86_400.0:
-            raise ConfigError(f"engine_start_timeout_s is {self.engine_start_timeout_s}: it must be 0 to 86400")
-        if self.num_blocks is not None and self.kv_cache_memory_mb is not None:
-            raise ConfigError("num_blocks and kv_cache_memory_mb both set the size of the KV cache: set one")
-        self._check_scheduling()
-        self._check_contradictions()
-
-    def _check_scheduling(self) -> None:
-        for name in (
-            "predictor_prior_tokens", "long_prefill_token_threshold", "batch_size", "hybrid_threshold",
-            "hybrid_backlog", "max_sessions", "session_max_blocks",
-        ):  # fmt: skip
-            _at_least(name, getattr(self, name), 1)
-        _at_least("max_preemptions", self.max_preemptions, 0)
-        _within("ageing_s", self.ageing_s, 0.001, 86_400.0)
-        _within("breaker_error_rate", self.breaker_error_rate, 0.01, 1.0)
-        _within("breaker_queue_time_s", self.breaker_queue_time_s, 0.001, 86_400.0)
-        _within("swap_space", self.swap_space, 0.0, 4096.0)
-        _within("batch_timeout_ms", self.batch_timeout_ms, 0.0, 60_000.0)
-        _within("batch_target_latency_ms", self.batch_target_latency_ms, 1.0, 3_600_000.0)
-        _within("target_tpot_ms", self.target_tpot_ms, 0.01, 60_000.0)
-        _within("governor_target_latency_ms", self.governor_target_latency_ms, 0.01, 60_000.0)
-        _within("max_session_ttl_s", self.max_session_ttl_s, 0.0, 7 * 86_400.0)
-        _within("session_ttl_s", self.session_ttl_s, 0.0, self.max_session_ttl_s)
         parse_tenants(self.tenants)
+        self._check_contradictions()
 
     def _check_contradictions(self) -> None:
         strategy = self.scheduling_strategy
+        if self.num_blocks is not None and self.kv_cache_memory_mb is not None:
+            raise ConfigError("num_blocks and kv_cache_memory_mb both set the size of the KV cache: set one")
         if self.target_tpot_ms is not None and strategy == "static":
             raise ConfigError(
                 "target_tpot_ms needs requests that may join at any step: with scheduling_strategy static "
@@ -164,11 +172,7 @@ class EngineConfig:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
-        """Build settings from text or JSON values.
-
-        Relative `model` and `tokenizer` folders start at `base_dir`; other names are Hugging Face ids. Some vLLM keys
-        are accepted with their only possible value. Raise `ConfigError` for other keys.
-        """
+        """Build settings from text or JSON values. `model` and `tokenizer` may be folders in `base_dir`."""
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
         for key, raw in settings.items():
@@ -194,7 +198,7 @@ class EngineConfig:
         }
 
 
-# vLLM settings with one possible value: (value, reason).
+# vLLM settings with one possible value, and why.
 FIXED_SETTINGS: dict[str, tuple[object, str]] = {
     "trust_remote_code": (False, "code from a model folder is never run"),
     "tensor_parallel_size": (1, "one device serves one engine"),
@@ -214,13 +218,15 @@ def _check_fixed(key: str, raw: object) -> None:
 
 
 def setting_names() -> list[str]:
-    """Return every key that `EngineConfig.from_settings` takes."""
     return [*(field.name for field in dataclasses.fields(EngineConfig)), *FIXED_SETTINGS]
 
 
-def _at_least(name: str, value: int | None, low: int) -> None:
-    if value is not None and value < low:
-        raise ConfigError(f"{name} is {value}: it must be at least {low}")
+def at_least(settings: SchedulingSettings, low: int, *names: str) -> None:
+    """Raise `ConfigError` for a field below `low`. None passes."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < low:
+            raise ConfigError(f"{name} is {value}: it must be at least {low}")
 
 
 def _within(name: str, value: float | None, low: float, high: float) -> None:

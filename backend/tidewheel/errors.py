@@ -3,23 +3,22 @@
 The docstring of a class with a tag has two paragraphs: the cause, and what to do. `docs/errors.md` is made of them.
 
     TidewheelError
-    ├── InvalidRequest      TW-INPUT         can never work
-    │   └── PromptTooLarge  TW-TOO-LARGE     over a size limit, refused before any work
-    ├── Unsupported         TW-UNSUPPORTED   known but not offered
+    ├── InvalidRequest      TW-INPUT
+    │   └── PromptTooLarge  TW-TOO-LARGE
+    ├── Unsupported         TW-UNSUPPORTED
     ├── NotFound            TW-NOT-FOUND
-    ├── Busy                TW-BUSY          overload: try again after `retry_after_ms`
-    │   └── WaitingSetFull                   until another request starts
-    ├── Draining            TW-DRAINING      shutting down: try another server
+    ├── Busy                TW-BUSY
+    │   └── WaitingSetFull
+    ├── Draining            TW-DRAINING
     ├── DeadlineExceeded    TW-DEADLINE
     ├── Cancelled           TW-CANCELLED
-    ├── EngineDead          TW-ENGINE-DEAD   the engine process is gone: safe to retry
-    ├── SlowReader          TW-SLOW-READER   the client did not read its stream
-    ├── NumericError        TW-NUMERIC       non-finite logits
-    └── InternalError       TW-INTERNAL      a bug in Tidewheel
-    ConfigError             wrong model settings: the load stops (never on the wire)
+    ├── EngineDead          TW-ENGINE-DEAD
+    ├── SlowReader          TW-SLOW-READER
+    ├── NumericError        TW-NUMERIC
+    └── InternalError       TW-INTERNAL
+    ConfigError             never on the wire
 
-Every message to a client starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: 512 of 512
-requests``.
+Every message to a client starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``
 """
 
 from __future__ import annotations
@@ -173,6 +172,12 @@ class InternalError(TidewheelError):
     """
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise `InternalError` unless the condition holds, also under ``python -O``."""
+    if not condition:
+        raise InternalError(f"invariant broken: {message}")
+
+
 class ConfigError(Exception):
     """A wrong setting. The message says in one line what to change."""
 
@@ -191,7 +196,7 @@ _TAGGED = re.compile(r"^\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?
 
 
 def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> TidewheelError:
-    """Return the error of a tag; an unknown tag gives an `InternalError` that keeps the text."""
+    """Return the error of a tag; an `InternalError` for an unknown one."""
     cls = BY_TAG.get(tag)
     if cls is None:
         return InternalError(f"{tag}: {message}", retry_after_ms=retry_after_ms)
@@ -199,7 +204,7 @@ def from_wire(tag: str, message: str, retry_after_ms: int | None = None) -> Tide
 
 
 def parse(text: str) -> TidewheelError | None:
-    """Invert ``str(error)``. Return None if there is no tag."""
+    """Invert ``str(error)``; return None if there is no tag."""
     match = _TAGGED.match(text)
     if match is None:
         return None

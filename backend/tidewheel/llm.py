@@ -24,15 +24,14 @@ from tidewheel.batch import Int32Array, StepOutputs, TopLogprobs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.core import EngineCore
-from tidewheel.engine.deltas import final_delta
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
-from tidewheel.engine.requests import SessionTtl, to_requests
+from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
-from tidewheel.frontend.options import RequestOptions
+from tidewheel.frontend.interface import Chunk, Generation
 from tidewheel.frontend.output import Outputs
 from tidewheel.frontend.preparation import Preparer
+from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import Chunk, Generation
 from tidewheel.request import FinishReason, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats
@@ -46,13 +45,11 @@ Prompt = str | Mapping[str, Sequence[int] | Int32Array]  # text, or {"input_ids"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationResult:
-    """Output of one of a prompt's `n` sequences."""
-
     text: str  # empty without a tokenizer
     token_ids: list[int]  # includes a stop token
     finish_reason: str  # stop, length, deadline or error
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens in the prefix cache
+    num_cached_tokens: int  # of the prompt
     logprobs: list[TopLogprobs] | None  # aligned with token_ids
     cumulative_logprob: float | None
     error: TidewheelError | None  # if finish_reason is error
@@ -93,7 +90,7 @@ class LLM:
     """One model, ready to generate. Not thread safe.
 
     `settings` are fields of `EngineConfig`. With `skip_tokenizer_init`, prompts are token ids and results have no
-    text. Raise `ConfigError` if a setting or the model does not work.
+    text. Raise `ConfigError`.
     """
 
     def __init__(self, model: str | Path, *, skip_tokenizer_init: bool = False, **settings: object) -> None:
@@ -117,10 +114,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[GenerationResult]:
-        """Return results in prompt order, with a prompt's `n` sequences together.
+        """Return results in prompt order, a prompt's `n` sequences together.
 
         Give one of `params` and `options` for all prompts, or one each. Default `params` are the model's. Deadlines
-        count from this call. Raise `InvalidRequest` before anything runs if a prompt or its parameters cannot work.
+        count from this call. Raise `InvalidRequest` before anything runs.
         """
         core, now_ns = self._open_core(), time.monotonic_ns()
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
@@ -143,7 +140,7 @@ class LLM:
         return [result for group in groups for result in group.results()]
 
     def close_session(self, session_id: str, *, tenant: str = "") -> None:
-        """Free the blocks of a session. Raise `NotFound` if there is none."""
+        """Free its blocks. Raise `NotFound` without such a session."""
         self._open_core().close_session(tenant, session_id)
 
     def stats(self) -> EngineStats:
@@ -191,7 +188,7 @@ class LLM:
         requests = to_requests(
             message,
             self.info,
-            SessionTtl(self.config.session_ttl_s, self.config.max_session_ttl_s),
+            self.config,
             request_ids=[f"{number}.{index}" for index in range(options.n)],
             seed=self._seeds.getrandbits(64),
             now=now_ns * 1e-9,
@@ -217,14 +214,14 @@ class LLM:
             num_left = len(self._open)
 
     def _feed(self) -> None:
-        """Add as many groups as the scheduler lets wait. The others follow in later steps."""
+        """Add as many groups as the scheduler lets wait."""
         core = self._open_core()
         while self._waiting:
             group = self._waiting[0]
             try:
                 core.add_group(group.requests)
             except WaitingSetFull:
-                return  # another step follows
+                return
             except InvalidRequest:
                 raise
             except TidewheelError as error:
@@ -241,13 +238,12 @@ class LLM:
             self._push(request, [])
 
     def _push(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
-        """Pass on new tokens or the end of a sequence, unless it has ended."""
         route = self._open.get(request.request_id)
         if route is None:
             return
         if request.is_finished:
             del self._open[request.request_id]
-            delta = final_delta(0, route.sequence, request, token_ids, logprobs)
+            delta = Delta.last(0, route.sequence, request, token_ids, logprobs)
         else:
             entries = None if logprobs is None else [logprobs]
             delta = Delta(0, token_ids, logprobs=entries, index=route.sequence)

@@ -1,5 +1,3 @@
-"""Folders that only their user may open."""
-
 from __future__ import annotations
 
 import os
@@ -11,7 +9,7 @@ from tidewheel.errors import ConfigError
 
 
 def run_dir() -> Path:
-    """Return `$TIDEWHEEL_RUN_DIR` or a folder in the temporary directory, made by `private_dir`."""
+    """Make and return `$TIDEWHEEL_RUN_DIR`, or a folder in the temporary directory."""
     named = os.environ.get("TIDEWHEEL_RUN_DIR")
     path = Path(named) if named else Path(tempfile.gettempdir()) / f"tidewheel-{os.getuid()}"
     return private_dir(path.absolute())

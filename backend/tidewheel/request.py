@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import KW_ONLY, dataclass, field, replace
 
-if TYPE_CHECKING:
-    from tidewheel.batch import Int32Array
-    from tidewheel.errors import TidewheelError
-    from tidewheel.sampling import LogitBias, SamplingParams
+import numpy as np
+import numpy.typing as npt
+
+from tidewheel.errors import TidewheelError
+from tidewheel.sampling import LogitBias, SamplingParams
 
 
 class Priority(enum.IntEnum):
-    """QoS classes, best first. On the wire 0 means NORMAL, because 0 is Triton's default."""
+    """QoS classes, best first."""
 
     CRITICAL = 1
     HIGH = 2
@@ -22,8 +22,16 @@ class Priority(enum.IntEnum):
 
     @classmethod
     def from_wire(cls, value: int) -> Priority:
-        """Return the class. Raise `ValueError` for values outside 0…4."""
+        """Return the class; 0, Triton's default, means NORMAL. Raise `ValueError` for values outside 0…4."""
         return cls.NORMAL if value == 0 else cls(value)
+
+    def lifted(self) -> Priority:
+        """Return the class above, HIGH at most."""
+        return self if self <= Priority.HIGH else Priority(self - 1)
+
+    def dropped(self) -> Priority:
+        """Return the class below, LOW at least."""
+        return Priority(min(self + 1, Priority.LOW))
 
 
 class RequestState(enum.Enum):
@@ -43,95 +51,73 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Request:
     """Identity, limits and progress of one request, owned by the scheduler once added.
 
-    While a request runs, its counters and newest tokens live in the scheduler's columns at `row`. They are written
-    back when it leaves the row.
+    While it runs, counters and newest tokens are in the scheduler's columns at `row`, and written back afterwards.
+    Times are monotonic seconds of the caller's clock.
     """
 
-    __slots__ = (
-        "arrival_time", "bad_words_ids", "block_hashes", "cache_salt", "deadline", "error", "finish_reason",
-        "first_scheduled_time", "first_token_time", "followers", "last_token_time", "leader", "lift_time",
-        "logit_bias", "max_tokens", "num_cached_tokens", "num_new_blocks", "num_preemptions", "num_reused_blocks",
-        "output_token_ids", "predicted_output_tokens", "priority", "prompt_token_ids", "rank", "request_id",
-        "reserved_tokens", "row", "sampling", "seed", "sequence", "service_class", "session_id",
-        "session_ttl", "soft_deadline", "state", "stop_reason", "stop_token_ids", "tenant",
-        "was_over_quota",
-    )  # fmt: skip
+    request_id: str
+    prompt_token_ids: npt.NDArray[np.int32]  # [num_prompt_tokens], read only
+    sampling: SamplingParams
+    _: KW_ONLY
+    max_tokens: int  # prompt + max_tokens fits max_model_len
+    arrival_time: float
+    seed: int = 0
+    priority: Priority = Priority.NORMAL  # requested class, lowered to the granted one at admission
+    stop_token_ids: tuple[int, ...] = ()  # of the client, and end-of-sequence ids unless ignore_eos
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    logit_bias: LogitBias | None = None  # replaces the biases of `sampling`
+    cache_salt: str = ""
+    tenant: str = ""
+    deadline: float | None = None  # ends the request in any state
+    soft_deadline: float | None = None  # drops the request one class
+    session_id: str = ""  # unique per tenant
+    session_ttl: float = 0.0  # seconds that the session's blocks outlive the end
+    leader: Request | None = None  # first of `n` requests with one prompt; the others fork its prompt blocks
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Int32Array,
-        sampling: SamplingParams,
-        *,
-        max_tokens: int,
-        arrival_time: float,
-        seed: int = 0,
-        priority: Priority = Priority.NORMAL,
-        stop_token_ids: tuple[int, ...] = (),
-        bad_words_ids: tuple[tuple[int, ...], ...] = (),
-        logit_bias: LogitBias | None = None,
-        cache_salt: str = "",
-        tenant: str = "",
-        deadline: float | None = None,
-        soft_deadline: float | None = None,
-        session_id: str = "",
-        session_ttl: float = 0.0,
-        leader: Request | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_token_ids = prompt_token_ids  # int32 [num_prompt_tokens], read only
-        self.sampling = sampling
-        self.max_tokens = max_tokens  # prompt + max_tokens fits max_model_len
-        self.arrival_time = arrival_time  # seconds, monotonic clock of the caller
-        self.seed = seed
-        self.priority = priority  # requested class, lowered to the granted one at admission
-        self.stop_token_ids = stop_token_ids  # end-of-sequence ids unless ignore_eos, and those of the client
-        self.bad_words_ids = bad_words_ids
-        self.logit_bias = logit_bias  # replaces that of `sampling`; None: no replacement
-        self.cache_salt = cache_salt
-        self.tenant = tenant
-        self.deadline = deadline  # seconds, same clock: the request ends then in any state; None: never
-        self.soft_deadline = soft_deadline  # drops the request one class
-        self.session_id = session_id  # unique per tenant; blocks are kept for `session_ttl` seconds after the end
-        self.session_ttl = session_ttl
-        self.leader = leader  # first of `n` requests with one prompt; the others fork its prompt blocks
+    # Order of service
+    service_class: Priority = field(init=False)  # `priority`, lifted by age or dropped
+    predicted_output_tokens: float = field(init=False)
+    sequence: int = field(default=-1, init=False)  # arrival number, breaks ties
+    rank: tuple[float, ...] = field(default=(), init=False)  # place in the order of the policy
+    lift_time: float | None = field(default=None, init=False)  # when ageing lifts the class
+    was_over_quota: bool = field(default=False, init=False)  # dropped one class for the quota of its tenant
+    reserved_tokens: int = field(default=0, init=False)  # taken from the tenant's rate; settled at the end
+    followers: list[Request] = field(default_factory=list, init=False)  # wait until this leader computed the prompt
 
-        self.service_class = priority  # current class: `priority`, lifted by age or dropped
-        self.predicted_output_tokens = float(max_tokens)
-        self.reserved_tokens = 0  # taken from the tenant's rate; settled at the end
-        self.state = RequestState.WAITING
-        self.sequence = -1  # arrival number, breaks ties
-        self.rank: tuple[float, ...] = ()  # place in the order of the policy
-        self.lift_time: float | None = None  # when ageing lifts the class
-        self.was_over_quota = False  # dropped one class for the quota of its tenant
-        self.followers: list[Request] = []  # requests that wait until this leader has computed the prompt
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None  # stop token that ended the request
-        self.error: TidewheelError | None = None  # set with FinishReason.ERROR
-        self.output_token_ids: list[int] = []
-        self.row = -1
-        self.block_hashes: list[bytes] = []  # chained digests of full blocks, extended as the request grows
-        self.num_preemptions = 0
-        self.num_cached_tokens = 0  # prompt tokens cached at first admission
-        self.num_reused_blocks = 0
-        self.num_new_blocks = 0
-        self.first_scheduled_time: float | None = None
-        self.first_token_time: float | None = None
-        self.last_token_time: float | None = None
+    # Progress
+    state: RequestState = field(default=RequestState.WAITING, init=False)
+    row: int = field(default=-1, init=False)
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    block_hashes: list[bytes] = field(default_factory=list, init=False)  # digests of full blocks, extended on demand
+    num_preemptions: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)  # prompt tokens cached at the start
+    num_reused_blocks: int = field(default=0, init=False)
+    num_new_blocks: int = field(default=0, init=False)
+    first_scheduled_time: float | None = field(default=None, init=False)
+    first_token_time: float | None = field(default=None, init=False)
+    last_token_time: float | None = field(default=None, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    stop_reason: int | None = field(default=None, init=False)  # stop token that ended the request
+    error: TidewheelError | None = field(default=None, init=False)  # set with FinishReason.ERROR
+
+    def __post_init__(self) -> None:
+        self.service_class = self.priority
+        self.predicted_output_tokens = float(self.max_tokens)
 
     @property
     def row_sampling(self) -> SamplingParams:
-        """Sampling parameters with biases, built per row so that refused requests cost nothing."""
+        """Sampling parameters with the request's own biases."""
         return self.sampling if self.logit_bias is None else replace(self.sampling, logit_bias=self.logit_bias)
 
     @property
-    def has_begun(self) -> bool:
-        """True once the request or its leader has had a row; it is never evicted afterwards."""
-        leads = self.leader is not None and self.leader.first_scheduled_time is not None
-        return leads or self.first_scheduled_time is not None
+    def is_new(self) -> bool:
+        """True until the request or its leader has had a row. Only new requests are evicted."""
+        leader = self.leader
+        return self.first_scheduled_time is None and (leader is None or leader.first_scheduled_time is None)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -147,7 +133,6 @@ class Request:
 
     @property
     def max_num_tokens(self) -> int:
-        """Most tokens, prompt and output."""
         return len(self.prompt_token_ids) + self.max_tokens
 
     @property

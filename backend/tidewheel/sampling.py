@@ -3,14 +3,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from tidewheel.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from tidewheel.batch import Float32Array, Int32Array
 
 # Caps checked before allocation.
 MAX_LOGPROBS = 20
@@ -30,8 +27,8 @@ class LogitBias(Mapping[int, float]):
 
     __slots__ = ("amounts", "token_ids")
 
-    def __init__(self, token_ids: Int32Array, amounts: Float32Array) -> None:
-        """Raise `InvalidRequest` for a wrong number of entries, ids that do not ascend, and values out of range."""
+    def __init__(self, token_ids: npt.NDArray[np.int32], amounts: npt.NDArray[np.float32]) -> None:
+        """Raise `InvalidRequest` for wrong counts, ids that do not ascend, and values out of range."""
         self.token_ids = token_ids  # [num_entries]
         self.amounts = amounts  # [num_entries]
         if not 0 < len(token_ids) == len(amounts):
@@ -142,10 +139,6 @@ class SamplingParams:
             for token_id, bias in self.logit_bias.items():
                 _check_int("logit_bias token id", token_id, 0, 2**31 - 1)
                 _check_float(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:

@@ -1,5 +1,3 @@
-"""Conversion of `config.pbtxt` text and JSON values to declared types."""
-
 from __future__ import annotations
 
 import difflib

@@ -1,4 +1,4 @@
-"""Figures of the engine: counted by cache and scheduler, sent to front ends, published as metrics."""
+"""Figures of the engine, sent to front ends and published as metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from copy import copy
 import msgspec
 
 
-def _zeros() -> list[int]:
-    return [0, 0, 0, 0]
-
-
 class TenantFigures(msgspec.Struct):
-    """Sums over the requests of one tenant since the start. Each of `n` sequences counts."""
+    """Sums over one tenant's requests since the start. Each of `n` sequences counts."""
 
     num_requests: int = 0
     num_rejected: int = 0
@@ -23,10 +19,9 @@ class TenantFigures(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct):
-    """Figures of one engine: sums since its start, or current values.
+    """Figures of one engine: sums since its start, or current values, which only snapshots have right.
 
-    The engine counts in one struct. Only snapshots have correct current values. Lists have one element per requested
-    class, CRITICAL … LOW.
+    Lists have one element per requested class, CRITICAL … LOW.
     """
 
     num_running: int = 0
@@ -42,7 +37,7 @@ class EngineStats(msgspec.Struct):
     num_preemptions: int = 0
     step_seconds: float = 0.0  # sum
     busy_fraction: float = 0.0  # step time / wall time since the last snapshot
-    waiting_by_class: list[int] = msgspec.field(default_factory=_zeros)
+    waiting_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     num_swap_preemptions: int = 0  # to the host tier
     num_evicted: int = 0  # waiting requests displaced by others
     num_expired: int = 0  # deadline passed
@@ -51,10 +46,10 @@ class EngineStats(msgspec.Struct):
     num_aged: int = 0  # lifts by one class
     num_downgraded_quota: int = 0
     num_downgraded_deadline: int = 0
-    started_by_class: list[int] = msgspec.field(default_factory=_zeros)
-    evicted_by_class: list[int] = msgspec.field(default_factory=_zeros)
+    started_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
+    evicted_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)
     max_wait_by_class: list[float] = msgspec.field(default_factory=lambda: [0.0] * 4)  # seconds from arrival to start
-    num_shed_by_class: list[int] = msgspec.field(default_factory=_zeros)  # refused by the breaker
+    num_shed_by_class: list[int] = msgspec.field(default_factory=lambda: [0] * 4)  # refused by the breaker
     breaker_state: str = "closed"  # or open, half_open
     token_budget: int = 0  # current, per step
     max_num_seqs: int = 0  # current
@@ -78,17 +73,16 @@ class EngineStats(msgspec.Struct):
     def snapshot(self) -> EngineStats:
         """Return an independent copy."""
         stats = copy(self)
-        stats.waiting_by_class = self.waiting_by_class.copy()
-        stats.started_by_class = self.started_by_class.copy()
-        stats.evicted_by_class = self.evicted_by_class.copy()
-        stats.max_wait_by_class = self.max_wait_by_class.copy()
-        stats.num_shed_by_class = self.num_shed_by_class.copy()
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                setattr(stats, name, value.copy())
         stats.tenants = {label: copy(figures) for label, figures in self.tenants.items()}
         return stats
 
 
 class WaitingRoom(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Limits and fill of the waiting set, so that front ends can refuse requests themselves."""
+    """Limits and fill of the waiting set, by which front ends refuse requests."""
 
     num_requests: int  # never started
     max_requests: int

@@ -28,15 +28,15 @@ def _check_number(name: str, value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """Limits of one tenant; None means no limit. Raise `ConfigError` naming field and value."""
+    """Limits of one tenant; None: no limit. Raise `ConfigError`."""
 
-    weight: float = 1.0  # relative share under the `fair` policy
+    weight: float = 1.0  # share under the `fair` policy
     requests_per_s: float | None = None
-    tokens_per_s: float | None = None  # prompt and output: predicted first, then settled
-    max_blocks: int | None = None  # of running requests and sessions; beyond, requests drop a class
+    tokens_per_s: float | None = None  # of prompt and output
+    max_blocks: int | None = None  # beyond, requests drop a class
     max_sessions: int | None = None
     max_priority: int = Priority.CRITICAL.value  # best class to request, 1 to 4
-    each: bool = False  # only in `*`: unknown tenants have rates and sessions of their own
+    each: bool = False  # in `*`: unknown tenants have rates and sessions of their own
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,7 +62,7 @@ def limits_of(tenants: Mapping[str, TenantLimits], tenant: str) -> TenantLimits:
 
 
 def account_of(tenants: Mapping[str, TenantLimits], tenant: str) -> str:
-    """Return the account for rates and sessions. Unknown tenants share `*` unless it sets `each`."""
+    """Return the account for rates and sessions: `*` is shared unless it sets `each`."""
     has_own = tenant in tenants or tenants.get(EVERYBODY, NO_LIMITS).each
     return tenant if has_own else EVERYBODY
 

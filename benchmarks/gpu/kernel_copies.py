@@ -12,8 +12,8 @@ from gpu.stage import Stage
 from gpu.timing import Call, Timer
 from roofline import SHAPES, Shape
 from tidewheel.batch import Int32Array
-from tidewheel.models import base
-from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.models import causal_lm
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel_kernels import copy_blocks
 
@@ -24,7 +24,7 @@ ROUNDS = 10
 
 
 def layout_of(shape: Shape) -> CacheLayout:
-    model = base.ModelShape(
+    model = causal_lm.ModelShape(
         shape.layers, shape.kv_heads, shape.head_dim, shape.vocab, shape.hidden, shape.intermediate
     )
     return CacheLayout(model, BLOCK_SIZE, torch.bfloat16)

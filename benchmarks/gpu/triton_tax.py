@@ -15,7 +15,7 @@ from gpu.stream_client import stream_all
 from random_model import without_weights
 from roofline import SHAPES
 from serving import served
-from tidewheel.server.errors import ServeError
+from tidewheel.server import ServeError
 from tidewheel.server.locate import locate
 from work_items import TEMPERATURE, WorkItem
 

@@ -1,4 +1,4 @@
-"""Client of a Tidewheel server over Triton's gRPC streams; it needs neither torch nor the server's package.
+"""Client of a Tidewheel server over Triton's gRPC streams.
 
 from tidewheel_client import Client
 
@@ -9,8 +9,9 @@ with Client("127.0.0.1:8001", model="demo") as client:
 
 from __future__ import annotations
 
-from tidewheel_client.client import Client
-from tidewheel_client.errors import (
+from tidewheel_client.answers import Chunk, Completion, Metadata, PerfMetrics, TokenLogprob
+from tidewheel_client.grpc_client import Client
+from tidewheel_client.request_errors import (
     Busy,
     Cancelled,
     DeadlineExceeded,
@@ -28,7 +29,6 @@ from tidewheel_client.errors import (
     Unsupported,
 )
 from tidewheel_client.stream import Stream
-from tidewheel_client.values import Chunk, Completion, Metadata, PerfMetrics, TokenLogprob
 
 __all__ = [
     "Busy",

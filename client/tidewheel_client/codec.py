@@ -10,12 +10,12 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from tidewheel_client.errors import InvalidRequest
-from tidewheel_client.values import Chunk, PerfMetrics, TokenLogprob
+from tidewheel_client.answers import Chunk, PerfMetrics, TokenLogprob
+from tidewheel_client.request_errors import InvalidRequest
 
 Message = str | Mapping[str, object]
 
-# Output flags with defaults. Counts are cheap and tell how many tokens a coalesced chunk holds.
+# Output flags with defaults. Counts tell how many tokens a coalesced chunk holds.
 OUTPUT_FLAGS: dict[str, bool] = {
     "return_num_input_tokens": True,
     "return_num_output_tokens": True,
@@ -45,7 +45,7 @@ def encode(
     *,
     stream: bool,
 ) -> service_pb2.ModelInferRequest:
-    """Encode a request; `prompt` comes from `prompt_input`, `params` hold sampling keys and `return_…` flags."""
+    """Encode a request with a `prompt` of `prompt_input`."""
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     (name, value), *_ = prompt.items()
     if name == "input_ids":
@@ -72,7 +72,7 @@ def encode(
 def prompt_input(
     prompt: str | None, messages: Sequence[Message] | str | None, input_ids: Sequence[int] | None
 ) -> dict[str, object]:
-    """Return the prompt's input by tensor name; raise `InvalidRequest` unless exactly one is given."""
+    """Return the prompt by tensor name; raise `InvalidRequest` unless exactly one is given."""
     given: dict[str, object] = {}
     if prompt is not None:
         given["text_input"] = prompt
@@ -115,7 +115,6 @@ def _outputs(response: service_pb2.ModelInferResponse) -> dict[str, tuple[Any, .
 
 
 def _element(outputs: Mapping[str, tuple[Any, ...]], name: str, index: int) -> Any:
-    """Return None for an output that was not requested."""
     values = outputs.get(name)
     return values[index] if values else None
 
@@ -193,7 +192,7 @@ def _json(what: str, value: object) -> str:
 
 
 def _add_queue_fields(request: service_pb2.ModelInferRequest, params: Mapping[str, object]) -> None:
-    """Copy priority and deadline to where Triton's queue reads them; the model refuses bad values."""
+    """Copy priority and deadline to where Triton's queue reads them."""
     priority, deadline_ms = params.get("priority"), params.get("deadline_ms")
     if isinstance(priority, int) and 0 < priority < 2**31:
         request.parameters["priority"].uint64_param = int(priority)

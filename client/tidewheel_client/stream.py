@@ -9,16 +9,15 @@ from typing import Any
 import grpc
 
 from tidewheel_client import codec
-from tidewheel_client.errors import Cancelled, InvalidRequest, ServerUnavailable, from_rpc, from_text
-from tidewheel_client.values import Chunk, Completion
+from tidewheel_client.answers import Chunk, Completion
+from tidewheel_client.request_errors import Cancelled, InvalidRequest, ServerUnavailable, from_rpc, from_text
 
 
 class Stream(Iterator[Chunk]):
-    """Iterator over a request's chunks, up to the last `finish_reason`; raises `RequestError`.
+    """Iterator over a request's chunks; raises `RequestError`.
 
-    With `n` over 1, `index` names each chunk's sequence. One thread reads; any thread may `cancel`, which ends the
-    iteration and makes the server drop the request. Leaving the `with` block cancels an unfinished request.
-    `finish_reason` is None until the end.
+    One thread reads; any may `cancel`, as does leaving the `with` block: the iteration ends, and the server drops the
+    request. `finish_reason` is None until the end.
     """
 
     def __init__(self, call: Any, request_id: str, url: str) -> None:
@@ -49,15 +48,11 @@ class Stream(Iterator[Chunk]):
         return chunk
 
     def cancel(self) -> None:
-        """Cancel the request; may be repeated, even after its end."""
         self._cancelled = True
         self._call.cancel()
 
     def read(self) -> Completion:
-        """Wait for the end and join the rest of the answer.
-
-        Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences.
-        """
+        """Join the rest of the answer. Raise `Cancelled` after `cancel`, `InvalidRequest` for several sequences."""
         completions = self.read_all()
         if len(completions) > 1:
             raise InvalidRequest(f"the answer has {len(completions)} sequences: read them with read_all")
@@ -84,7 +79,7 @@ class Stream(Iterator[Chunk]):
         self._close()
 
     def _is_news(self, chunk: Chunk) -> bool:
-        """Return whether the chunk has news; responses repeat sequences that have ended."""
+        """Return False for a sequence that has ended, which responses repeat."""
         if chunk.index in self._finished:
             return False
         if chunk.finish_reason is not None:
@@ -93,13 +88,13 @@ class Stream(Iterator[Chunk]):
         return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
 
     def _close(self) -> None:
-        """Read the end of the call; Triton would see an unread one as cancelled late."""
+        """Read the end of the call, which Triton would else see as cancelled late."""
         with contextlib.suppress(grpc.RpcError):
             while next(self._call, None) is not None:
                 pass
 
     def _receive(self) -> Any | None:
-        """Return the next ModelInferResponse, or None after `cancel`."""
+        """Return None after `cancel`."""
         message = None
         try:
             message = next(self._call, None)

@@ -1,26 +1,27 @@
-"""Device operations of an LLM engine: triton-lang kernels for GPUs, batched torch for CPUs, a reference for each.
+"""Device operations of an LLM engine, with one folder each.
 
-Only torch is imported; triton-lang is imported when the first kernel runs. Launches use the current CUDA device: call
-``torch.cuda.set_device`` for another than 0. `tidewheel_kernels.backend` chooses implementations.
+``__init__.py``        The operation: arguments, checks, and a call of the implementation that `choice` returns.
+``reference.py``       Its tensors and its definition in plain torch.
+``triton_kernels.py``  The triton-lang kernels with their launchers, for a GPU.
+``cpu.py``             Fast torch operations and the launcher of the C kernel, for a CPU.
+
+Implementations of an operation take the same arguments, without defaults. Files that import triton-lang begin with
+``triton_`` and are imported when the first kernel runs. Launches use the current CUDA device.
 """
 
 from tidewheel_kernels.activation import silu_and_mul
 from tidewheel_kernels.attention import paged_attention
-from tidewheel_kernels.backend import KernelUnavailable
+from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.choice import KernelUnavailable
 from tidewheel_kernels.kv_cache import copy_blocks, write_kv_cache
-from tidewheel_kernels.logprobs import LogprobsOutput, compute_logprobs
-from tidewheel_kernels.metadata import AttentionMetadata
-from tidewheel_kernels.penalties import (
-    PenaltyTensors,
-    TokenHistory,
-    WordTensors,
-    apply_logit_bias,
-    apply_penalties,
-    forbid_words,
-)
-from tidewheel_kernels.rms_norm import rms_norm
+from tidewheel_kernels.logprobs import compute_logprobs
+from tidewheel_kernels.logprobs.reference import LogprobsOutput
+from tidewheel_kernels.norm import rms_norm
+from tidewheel_kernels.penalties import apply_logit_bias, apply_penalties, forbid_words
+from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, WordTensors
 from tidewheel_kernels.rope import rope_and_cache
-from tidewheel_kernels.sampling import SampleOutput, SamplingTensors, sample
+from tidewheel_kernels.sampling import SampleOutput, sample
+from tidewheel_kernels.sampling.reference import SamplingTensors
 
 __all__ = [
     "AttentionMetadata",

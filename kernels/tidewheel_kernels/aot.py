@@ -2,9 +2,8 @@
 
 ``python -m tidewheel_kernels.aot [--arch 80 90 100] [--case NAME ...] [--all] [--json | --listing]``
 
-Launchers run on CPU tensors with the launch replaced by compilation, so the launch tables are what is compiled. Exit
-status 1 if a kernel does not compile, needs more shared memory than the architecture has, uses the stack where its
-case forbids it, or lacks an instruction that `aot_instructions` expects. `TRITON_INTERPRET` must not be set.
+Launchers run on CPU tensors with the launch replaced by compilation. Exit status 1 if a kernel does not compile,
+needs too much shared memory, uses the stack where its case forbids it, or lacks an expected instruction.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ import torch
 
 from tidewheel_kernels.aot_cases import CASES, Case
 from tidewheel_kernels.aot_instructions import NONE, Instructions, count, expected, missing
-from tidewheel_kernels.backend import KernelUnavailable, interpreter_enabled, triton_installed
+from tidewheel_kernels.choice import KernelUnavailable, interpreter_enabled, triton_installed
 from tidewheel_kernels.launch_config import compile_target
 
 ARCHITECTURES = (80, 90, 100)
-# CUDA programming guide, "Technical specifications per compute capability": shared memory per block, in bytes.
+# CUDA programming guide, "Technical specifications per compute capability": bytes per block.
 MAX_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-# The same table: limits per multiprocessor.
+# The same table.
 SHARED_PER_SM = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024, 100: 228 * 1024, 120: 100 * 1024}
 WARPS_PER_SM = {80: 64, 86: 48, 89: 48, 90: 64, 100: 64, 120: 48}
 PROGRAMS_PER_SM = {80: 32, 86: 16, 89: 24, 90: 32, 100: 32, 120: 24}
@@ -50,30 +49,28 @@ _POINTER_TYPES = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Recorded kernel launch."""
-
     kernel: Any  # triton.JITFunction
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Compiler's result for one launch: bytes, and registers per thread."""
+    """Compiler's result for one launch."""
 
     case: str
     kernel: str
     arch: int
     num_warps: int
     num_stages: int
-    registers: int
-    stack: int
+    registers: int  # per thread
+    stack: int  # bytes, as `shared`
     shared: int
     problem: str  # empty if all is well
     instructions: Instructions = NONE
 
     @property
     def resident(self) -> int:
-        """Programs resident on one multiprocessor; registers are allocated to warps in units of 256."""
+        """Programs resident on a multiprocessor; warps get registers in units of 256."""
         warp_registers = 256 * -(-32 * self.registers // 256)
         shared = 128 * -(-(self.shared + SHARED_RESERVED) // 128)
         by_registers = REGISTERS_PER_SM // max(warp_registers * self.num_warps, 1)
@@ -95,7 +92,7 @@ def compile_case(case: Case, arch: int) -> list[Report]:
 
 @contextmanager
 def _recorded_launches() -> Iterator[list[Launch]]:
-    """Record kernel and arguments instead of launching ``kernel[grid](**arguments)``."""
+    """Record ``kernel[grid](**arguments)`` instead of launching it."""
     from triton.runtime.jit import KernelInterface
 
     launches: list[Launch] = []
@@ -120,7 +117,7 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
     name = launch.kernel.fn.__name__
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    except Exception as error:  # the compiler raises many types; each is a finding, not a reason to stop
+    except Exception as error:  # the compiler raises many types
         return Report(case.name, name, arch, **options, registers=0, stack=0, shared=0, problem=f"error: {error!r}")
     registers, stack = _resource_usage(compiled.asm["cubin"])
     shared = int(compiled.metadata.shared)
@@ -139,7 +136,7 @@ def _compile(case: Case, launch: Launch, arch: int) -> Report:
 
 
 def _specialise(kernel: Any, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
-    """Return signature, constants and attributes as the just-in-time compiler derives them."""
+    """Return signature, constants and attributes as for a launch."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments.pop(parameter.name)
@@ -173,7 +170,7 @@ def _type_name(value: object) -> str:
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return registers per thread and stack bytes, where spilled registers live."""
+    """Return registers per thread and stack bytes, which hold spilled registers."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

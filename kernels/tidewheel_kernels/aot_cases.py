@@ -1,4 +1,4 @@
-"""Launches for `tidewheel_kernels.aot`: real shapes on uninitialised CPU tensors, which are never read."""
+"""Launches for `tidewheel_kernels.aot`: real shapes on tensors that are never read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 
-from tidewheel_kernels.metadata import AttentionMetadata
-from tidewheel_kernels.penalties import PenaltyTensors, TokenHistory, WordTensors
-from tidewheel_kernels.sampling import SamplingTensors
+from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.penalties.reference import PenaltyTensors, TokenHistory, WordTensors
+from tidewheel_kernels.sampling.reference import SamplingTensors
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 VOCABULARY = 151_936
@@ -18,57 +18,41 @@ VOCABULARY = 151_936
 
 @dataclass(frozen=True)
 class Case:
-    """`default`: in the tests' default run."""
-
     name: str
     call: Callable[[], object]
     may_spill: tuple[int, ...] = ()  # architectures; elsewhere spills fail
-    default: bool = True
+    default: bool = True  # in the tests' default run
 
 
 def _rms_norm(hidden: int, dtype: torch.dtype, *, residual: bool) -> None:
-    from tidewheel_kernels.jit.rms_norm import rms_norm
+    from tidewheel_kernels.norm.triton_kernels import rms_norm
 
     x = torch.empty(2, hidden, dtype=dtype)
-    rms_norm(x, torch.empty(hidden, dtype=dtype), 1e-6, x.clone() if residual else None)
+    rms_norm(x, torch.empty(hidden, dtype=dtype), 1e-6, x.clone() if residual else None, 0.0)
 
 
 def _silu_and_mul(size: int) -> None:
-    from tidewheel_kernels.jit.activation import silu_and_mul
+    from tidewheel_kernels.activation.triton_kernels import silu_and_mul
 
     silu_and_mul(torch.empty(2, 2 * size, dtype=BF16))
 
 
 def _rope(head_dim: int, rotary_dim: int, *, norm: bool, num_kv_heads: int = 8) -> None:
-    from tidewheel_kernels.jit.rope import rope_and_cache
+    from tidewheel_kernels.rope.triton_kernels import rope_and_cache
 
     qkv = torch.empty(2, 4 * num_kv_heads, head_dim, dtype=BF16)
     q, k, v = qkv[:, : 2 * num_kv_heads], qkv[:, 2 * num_kv_heads : -num_kv_heads], qkv[:, -num_kv_heads:]
     cache = torch.empty(2, 64, num_kv_heads, head_dim, dtype=BF16)
     weight = torch.empty(head_dim, dtype=BF16) if norm else None
     ids = torch.empty(2, dtype=I64)
-    rope_and_cache(
-        q,
-        k,
-        v,
-        torch.empty(8, rotary_dim),
-        ids,
-        ids,
-        cache,
-        cache.clone(),
-        q_norm_weight=weight,
-        k_norm_weight=weight,
-    )
+    rope_and_cache(q, k, v, torch.empty(8, rotary_dim), ids, ids, cache, cache.clone(), weight, weight, 1e-6)
 
 
 def _kv_cache() -> None:
-    from tidewheel_kernels.jit.kv_cache import copy_blocks, write_kv_cache
+    from tidewheel_kernels.kv_cache.triton_kernels import copy_blocks, write_kv_cache
 
-    cache, k, ids = (
-        torch.empty(2, 64, 8, 128, dtype=BF16),
-        torch.empty(2, 8, 128, dtype=BF16),
-        torch.empty(2, dtype=I64),
-    )
+    cache, k = torch.empty(2, 64, 8, 128, dtype=BF16), torch.empty(2, 8, 128, dtype=BF16)
+    ids = torch.empty(2, dtype=I64)
     write_kv_cache(k, k.clone(), ids, cache, cache.clone())
     copy_blocks(cache.unsqueeze(0), ids, ids.clone())
 
@@ -86,7 +70,7 @@ def _attention(
     sliding_window: int = 0,
     soft_cap: float = 0.0,
 ) -> None:
-    from tidewheel_kernels.jit.attention import paged_attention
+    from tidewheel_kernels.attention.triton_kernels import paged_attention
 
     q = torch.empty(num_seqs * query_len, group * num_kv_heads, head_dim, dtype=dtype)
     cache = torch.empty(2, block_size, num_kv_heads, head_dim, dtype=dtype)
@@ -103,13 +87,13 @@ def _attention(
 
 
 _prefill = partial(_attention, query_len=256)
-# Two sequences and one KV head: few enough programs to split keys even on a small device.
+# Few enough programs to split keys.
 _split_decode = partial(_attention, query_len=1, num_kv_heads=1)
 _plain_decode = partial(_attention, query_len=1, max_seq_len=64)
 
 
 def _sample(*, sampled: bool, dtype: torch.dtype = F32, vocabulary: int = VOCABULARY) -> None:
-    from tidewheel_kernels.jit.sampling import sample
+    from tidewheel_kernels.sampling.triton_kernels import sample
 
     column = torch.empty(2, dtype=F32)
     params = SamplingTensors(column, torch.empty(2, dtype=I32), column, column, sampled, sampled, sampled, sampled)
@@ -117,8 +101,8 @@ def _sample(*, sampled: bool, dtype: torch.dtype = F32, vocabulary: int = VOCABU
 
 
 def _logits_operations(num_rows: int, num_entries: int) -> None:
-    from tidewheel_kernels.jit.logprobs import compute_logprobs
-    from tidewheel_kernels.jit.penalties import apply_logit_bias, apply_penalties, forbid_words
+    from tidewheel_kernels.logprobs.triton_kernels import compute_logprobs
+    from tidewheel_kernels.penalties.triton_kernels import apply_logit_bias, apply_penalties, forbid_words
 
     logits, column = torch.empty(num_rows, VOCABULARY), torch.empty(num_rows)
     ids, rows = torch.empty(num_entries, dtype=I32), torch.empty(num_rows, dtype=I32)
@@ -171,7 +155,7 @@ CASES = (
     Case("decode-128-split-float32", partial(_split_decode, 128, dtype=F32), default=False),
     Case("sample", partial(_sample, sampled=True)),
     Case("sample-bfloat16", partial(_sample, sampled=True, dtype=BF16), default=False),
-    # Not a multiple of 16, so rows are not aligned; their passes spill a little on sm_100.
+    # Rows that are not aligned.
     Case("sample-50257", partial(_sample, sampled=True, vocabulary=50_257), may_spill=(100,), default=False),
     Case("sample-small", partial(_sample, sampled=True, vocabulary=300), default=False),
     Case("greedy", partial(_sample, sampled=False)),

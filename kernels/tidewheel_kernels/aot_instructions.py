@@ -1,4 +1,4 @@
-"""Counts of loads, stores and products in a kernel's PTX, and required instructions."""
+"""Count loads, stores and products in a kernel's PTX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# cp.async gives its size after two addresses: 0x10 for 16 bytes.
+# 0x10 is cp.async's size in bytes.
 _PATTERNS = {
     "tma_loads": r"cp\.async\.bulk\.tensor\.\dd\.shared",
     "wgmma": r"wgmma\.mma_async",
@@ -20,7 +20,7 @@ _PATTERNS = {
     "wide_stores": r"st\.global\.(?:[\w:]+\.)*(?:v4\.b32|v2\.b64)",
     "narrow_stores": r"st\.global\.(?![^ ]*(?:v4\.b32|v2\.b64))",
 }
-# All large accesses of these kernels must be of 16 bytes per thread.
+# All large accesses must be wide.
 _STREAMING = {
     "rms_norm_kernel",
     "silu_and_mul_kernel",
@@ -52,13 +52,13 @@ def count(ptx: str) -> Instructions:
 
 
 def expected(kernel: str, arguments: Mapping[str, Any], arch: int) -> tuple[str, ...]:
-    """Return the fields of `Instructions` that must not be zero for this launch."""
+    """Return the fields of `Instructions` that must not be zero."""
     if kernel == "rope_and_cache_kernel" and arguments["BLOCK_HEADS"] * arguments["BLOCK_HALF"] < 512:
-        return ()  # few heads give less than 16 bytes to each of the 64 threads
+        return ()  # less than 16 bytes for each of 64 threads
     if kernel in _STREAMING:
         return "wide_loads", "wide_stores"
     q = arguments.get("q_ptr")
-    # float32 is multiplied in full precision, without tensor cores.
+    # float32 is multiplied without tensor cores.
     if not isinstance(q, torch.Tensor) or q.dtype == torch.float32:
         return ()
     if arguments.get("TMA"):

@@ -1,7 +1,6 @@
-"""Recorded launch configurations: block sizes, warps and pipeline stages. Nothing is tuned at run time.
+"""Block sizes, warps and pipeline stages of all launches; docs/kernels.md has the reasons.
 
-Attention tiles are the largest without register spills on sm_80, sm_90 and sm_100, except float32 prefill with
-head_dim 128, which spills a little; see ``python -m tidewheel_kernels.aot --all``.
+Attention tiles are the largest without register spills, but for float32 prefill with head_dim 128.
 """
 
 from __future__ import annotations
@@ -12,25 +11,22 @@ from typing import NamedTuple
 
 import torch
 
-# Least keys per decode program, so that merging partial results stays cheap.
+# With fewer keys per decode program the merge costs too much.
 MIN_KEYS_PER_SPLIT = 128
-# Decode programs per multiprocessor: two hide each other's latency; three fit.
+# Decode programs: two hide each other's latency.
 PROGRAMS_PER_SM = 2
 RESIDENT_PROGRAMS_PER_SM = 3
-# One-warp programs per multiprocessor that read logits; 32 run at once.
+# One-warp programs that read logits; 32 run at once.
 VOCABULARY_PROGRAMS_PER_SM = 128
-# Least size of a tl.dot dimension.
-MIN_DOT_SIZE = 16
-# tl.dot becomes warpgroup instructions that read keys from shared memory: registers for larger tiles.
+MIN_DOT_SIZE = 16  # of tl.dot
+# Warpgroup instructions read keys from shared memory, so larger tiles fit into registers.
 WARPGROUP_ARCHITECTURES = (90, 100, 103)
-# Architecture of launches on tensors off the GPU; set for ahead-of-time compilation.
+# Architecture for tensors off the GPU.
 compile_target: ContextVar[int] = ContextVar("compile_target", default=90)
 
 
 class LaunchConfig(NamedTuple):
-    """`block`: elements or rows per program."""
-
-    block: int
+    block: int  # elements or rows per program
     num_warps: int
     num_stages: int = 1
 
@@ -41,7 +37,7 @@ class AttentionConfig(NamedTuple):
     block_d: int  # head_dim rounded up to a power of two
     num_warps: int
     num_stages: int
-    tma: bool = False  # tensor memory accelerator copies keys and values
+    tma: bool = False  # copy keys and values with the tensor memory accelerator
 
 
 def next_power_of_2(n: int) -> int:
@@ -53,7 +49,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def row_config(size: int) -> LaunchConfig:
-    """Give each row of `size` elements one program, in registers: 16 elements per thread, up to 16 warps."""
+    """Give a program one row, 16 elements per thread."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 
@@ -64,20 +60,16 @@ def elementwise_config(size: int) -> LaunchConfig:
 
 
 class VocabularyConfig(NamedTuple):
-    """Partition of a row of logits; docs/kernels.md, "Sampling", has the reasons.
-
-    `chunk` and `tile` depend only on the vocabulary. Partial results are stored by chunk, so neither they nor a row's
-    token depend on the programs per row or the batch.
-    """
+    """Partition of a row of logits, by the vocabulary alone: a token must not depend on its batch."""
 
     chunk: int  # logits per partial result
     num_chunks: int
-    tile: int  # chunks that a program of the first launch reads at once
+    tile: int  # chunks that the first launch reads at once
     num_tiles: int
-    block: int  # logits that a row's program, in the second launch, reads at once; a multiple of `chunk`
-    capacity: int  # candidates that a row's program holds in registers
-    num_warps: int  # of the first launch: one, which reduces a chunk without a barrier
-    row_warps: int  # of the second launch
+    block: int  # logits that the second reads at once; a multiple of `chunk`
+    capacity: int  # candidates in registers
+    num_warps: int  # one needs no barrier
+    row_warps: int  # in the second launch
 
 
 @lru_cache
@@ -98,30 +90,25 @@ def vocabulary_config(vocabulary: int) -> VocabularyConfig:
 
 
 def vocabulary_programs(num_rows: int, num_tiles: int, num_sms: int) -> int:
-    """Return the number of programs per row in the first launch: short ones, so that the last take little time.
-
-    Depends on host values only, like `num_kv_splits`.
-    """
+    """Return the number of programs per row in the first launch: short ones, as the last run alone."""
     wanted = cdiv(VOCABULARY_PROGRAMS_PER_SM * num_sms, max(num_rows, 1))
     tiles = cdiv(num_tiles, min(wanted, num_tiles))
     return cdiv(num_tiles, tiles)
 
 
 def copy_config(size: int) -> LaunchConfig:
-    """Give each thread 32 elements: four loads of 16 bytes in flight before the first store."""
+    """Give each thread 32 elements: four loads of 16 bytes before the first store."""
     block = min(max(next_power_of_2(size), 32), 4096)
     return LaunchConfig(block, num_warps=min(max(block // 1024, 1), 4))
 
 
 def rope_config(num_heads: int) -> LaunchConfig:
-    """Give each program `block` heads of one token."""
     return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
 
 
 def prefill_config(
     head_dim: int, group: int, block_size: int, element_size: int, architecture: int
 ) -> AttentionConfig:
-    """Return tiles of the mixed kernel; `group` = query heads per KV head, `element_size` in bytes."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     # Heads of 256 spill on sm_100.
     boxes = architecture == 90 or (block_d <= 128 and architecture in WARPGROUP_ARCHITECTURES)
@@ -143,7 +130,7 @@ def prefill_config(
 
 
 def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
-    """Return tiles of the split-KV kernel, which is bandwidth-bound: small ones, with the next in flight."""
+    """Return small tiles, with the next in flight, for a kernel that waits for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
     block_m = max(next_power_of_2(group), MIN_DOT_SIZE)
     if element_size > 2:
@@ -152,11 +139,7 @@ def decode_config(head_dim: int, group: int, block_size: int, element_size: int)
 
 
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Return the number of programs per sequence and KV head: enough to fill the device, none with too few keys.
-
-    One is dropped if the last programs would otherwise wait and run alone. Depends on host values only, so a CUDA
-    graph of a batch bucket can freeze it.
-    """
+    """Return programs per sequence and KV head, from host values only: a CUDA graph may freeze them."""
     num_rows = max(num_seqs * num_kv_heads, 1)
     wanted = cdiv(PROGRAMS_PER_SM * num_sms, num_rows)
     if wanted * num_rows > RESIDENT_PROGRAMS_PER_SM * num_sms:
@@ -166,14 +149,13 @@ def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: i
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
-    """Return a GPU's streaming multiprocessors; a small number for interpretation or compilation elsewhere."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def architecture(device: torch.device) -> int:
-    """Return a GPU's compute capability (90 for sm_90); elsewhere the compilation target."""
+    """Return a GPU's compute capability, such as 90."""
     return _capability(device) if device.type == "cuda" else compile_target.get()
 
 

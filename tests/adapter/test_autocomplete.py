@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from support.triton.fake_triton import ModelConfig
-from tidewheel.adapter.autocomplete import complete
-from tidewheel.adapter.tensors import INPUTS, OUTPUTS
+from tidewheel.adapter.tensors import INPUTS, OUTPUTS, complete
 from tidewheel.errors import ConfigError
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from support.triton.fake_triton import InferenceRequest, Tensor
-from tidewheel.adapter.io import MAX_PARAMETER_BYTES, ResponseFormat, read_request, response_tensors
+from tidewheel.adapter.request_tensors import MAX_PARAMETER_BYTES, read_request
+from tidewheel.adapter.responder import ResponseFormat, response_tensors
 from tidewheel.adapter.tensors import INPUTS, OUTPUTS, RETURN_FLAGS
 from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InvalidRequest, PromptTooLarge, TidewheelError
-from tidewheel.frontend.values import Chunk, GenerateRequest, Response
+from tidewheel.frontend.interface import Chunk, GenerateRequest, Response
 
 _DTYPES = {
     "TYPE_STRING": np.object_, "TYPE_BOOL": np.bool_, "TYPE_INT32": np.int32, "TYPE_INT64": np.int64,

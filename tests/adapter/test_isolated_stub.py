@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tidewheel.server.backend_dir import package_folder, python_path
+from tidewheel.server.launch import package_folder, python_path
 
 LOAD = """
 import importlib.util, sys
@@ -16,7 +16,7 @@ sys.path.append(sys.argv[1])  # what Triton does for its own helper
 spec = importlib.util.spec_from_file_location("model", sys.argv[2])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-print(module.tidewheel.__file__, sys.flags.isolated)
+print(sys.modules["tidewheel"].__file__, sys.flags.isolated)
 """
 
 

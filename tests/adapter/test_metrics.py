@@ -12,7 +12,7 @@ from tidewheel.adapter.engine_figures import BREAKER_STATES
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import Busy, EngineDead
-from tidewheel.frontend.stats import StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import StatsRecorder, TokenTiming
 from tidewheel.scheduler.breaker import BreakerState
 from tidewheel.stats import EngineStats, TenantFigures
 
@@ -181,8 +181,8 @@ def make_stats(recorder: StatsRecorder) -> StatsRecorder:
     recorder.finished("stop", 0.9, perf)
     recorder.finished("length", 7.0, perf)
     recorder.finished("cancelled", 1.0, None)
-    recorder.ended_by(Busy("full"), began=False)
-    recorder.ended_by(EngineDead("gone"), began=True)
+    recorder.failed(Busy("full"), had_output=False)
+    recorder.failed(EngineDead("gone"), had_output=True)
     return recorder
 
 

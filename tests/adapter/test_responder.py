@@ -10,9 +10,8 @@ import pytest
 from support.triton import fake_triton
 from support.triton.fake_triton import InferenceResponseSender, TritonError
 from tidewheel import errors
-from tidewheel.adapter.io import ResponseFormat
-from tidewheel.adapter.responder import TritonSink
-from tidewheel.frontend.values import Chunk
+from tidewheel.adapter.responder import ResponseFormat, TritonSink
+from tidewheel.frontend.interface import Chunk
 
 LAST = Chunk(text="c", finish_reason="stop")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 from support.triton.fake_triton import MetricFamily
-from tidewheel.adapter.series import Counter, CounterByLabel, Gauge, Histogram, counter_family, gauge_family
+from tidewheel.adapter.metrics import Counter, CounterByLabel, Gauge, Histogram, counter_family, gauge_family
 
 LABELS = {"model_name": "demo"}
 value = MetricFamily.value

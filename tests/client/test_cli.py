@@ -15,8 +15,8 @@ import pytest
 from tritonclient.grpc import service_pb2_grpc
 
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, say_words
-from tidewheel.cli.answer import printable
 from tidewheel.cli.main import main
+from tidewheel.cli.usage import printable
 
 
 def url(triton: FakeTriton) -> list[str]:
@@ -111,6 +111,27 @@ def test_no_server(capsys: pytest.CaptureFixture[str], command: list[str], model
     assert main([*command, "--url", "127.0.0.1:9", *model]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("tidewheel: error: no server answers at 127.0.0.1:9")
+    assert "tidewheel serve" in line
+
+
+def test_no_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model-repository", "/no/such/folder"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "'/no/such/folder'" in line and "--model-repository" in line
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--http-port", "x", "no port"),
+        ("--grpc-port", "65536", "no port"),
+        ("--drain-s", "soon", "no time in seconds"),
+    ],
+)
+def test_numbers_of_serve(capsys: pytest.CaptureFixture[str], option: str, value: str, says: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", option, value])
+    assert f"argument {option}: {value!r} is {says}" in capsys.readouterr().err
 
 
 def test_chat_keeps_the_conversation(

@@ -14,7 +14,7 @@ import tidewheel_client as tc
 from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
 from tidewheel import errors as server_errors
 from tidewheel_client import Client
-from tidewheel_client.errors import BY_TAG
+from tidewheel_client.request_errors import BY_TAG
 
 
 def refuse(code: grpc.StatusCode, text: str) -> Callable[[Asked], Answer]:
@@ -60,6 +60,16 @@ def test_tagged_errors(client: Client, triton: FakeTriton, tag: str, with_status
     assert caught.value.message == "waiting set is full"
     assert caught.value.retry_after_ms == 250
     assert str(caught.value) == text
+
+
+def test_a_host_that_does_not_exist_is_said_shortly(client: Client, triton: FakeTriton) -> None:
+    for text in (
+        "errors resolving x:1: [field:hostname lookup error]",
+        "DNS resolution failed for x:1: C-ares status",
+    ):
+        triton.answer = refuse(grpc.StatusCode.UNAVAILABLE, text)
+        with pytest.raises(tc.ServerUnavailable, match=rf"^no such host: {client.url}$"):
+            client.generate("x")
 
 
 def test_a_tag_of_a_newer_server_keeps_its_text(client: Client, triton: FakeTriton) -> None:

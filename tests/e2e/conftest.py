@@ -1,4 +1,4 @@
-"""One real tritonserver with the demo model and its twin, and what transformers says of the same weights."""
+"""One real tritonserver with the demo model and its twin, and the tokens of transformers for the same weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_ready
+
+CLEAR = 1e-3  # rounding in float32 moves a logit of the demo model by about 1e-5
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +21,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[[str, int], tuple[list[int], list[int], str]]:
-    """Prompt and length → (prompt ids, greedy ids, text) by `transformers.generate` in float32."""
+    """Prompt and length → (prompt ids, greedy ids, text) by `transformers.generate` in float32.
+
+    Fails where rounding might choose another token.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,7 +34,7 @@ def reference() -> Callable[[str, int], tuple[list[int], list[int], str]]:
     def generate(prompt: str, count: int) -> tuple[list[int], list[int], str]:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         with torch.inference_mode():
-            output = model.generate(
+            answer = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -38,8 +43,12 @@ def reference() -> Callable[[str, int], tuple[list[int], list[int], str]]:
                 min_new_tokens=count,
                 eos_token_id=None,
                 pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
             )
-        tokens = output[0, ids.shape[1] :].tolist()
+        best = torch.cat(answer.logits).topk(2).values
+        assert float((best[:, 0] - best[:, 1]).min()) > CLEAR, f"rounding may decide after {prompt!r}: choose another"
+        tokens = answer.sequences[0, ids.shape[1] :].tolist()
         return ids[0].tolist(), tokens, tokenizer.decode(tokens, skip_special_tokens=True)
 
     return generate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from support.triton.serving import token_ids as streamed_ids
 pytestmark = pytest.mark.e2e
 
 ENTRIES = Path(__file__).parents[2] / "model_repository"
+Reference = Callable[[str, int], tuple[list[int], list[int], str]]
 BASELINES = ("baseline_dynamic", "baseline_static")
 PROMPTS = [
     "A tuple is",
@@ -89,14 +90,14 @@ def baseline(server: Server, request: pytest.FixtureRequest) -> Iterator[Baselin
     one.client.close()
 
 
-def test_the_demo_engine_says_the_same(server: Server, baseline: Baseline) -> None:
+def test_the_demo_engine_says_the_same(server: Server, baseline: Baseline, reference: Reference) -> None:
     jobs = [(prompt, 8 * (i + 1)) for i, prompt in enumerate(PROMPTS)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         answers = list(pool.map(lambda job: baseline.infer(*job), jobs))
     for (prompt, max_tokens), (ids, text, reason) in zip(jobs, answers, strict=True):
         inputs = grpc_inputs(prompt, stream=True, return_token_ids=True, max_tokens=max_tokens, **GREEDY)
         results = grpc_stream(server, inputs)
-        assert ids == streamed_ids(results)
+        assert ids == streamed_ids(results) == reference(prompt, max_tokens)[1][: len(ids)]
         assert text == "".join(result.as_numpy("text_output")[0].decode() for result in results)
         assert reason in ("length", "stop")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.engine.engine_clients import Client
-from tidewheel.engine import control
+from tidewheel.engine.launcher import stop_engine
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def folder() -> Iterator[Path]:
     """An engine folder with a name short enough for a socket; whatever runs in it ends with the test."""
     path = Path(tempfile.mkdtemp(prefix="tw-"))
     yield path
-    control.stop(path)
+    stop_engine(path)
     shutil.rmtree(path, ignore_errors=True)
 
 

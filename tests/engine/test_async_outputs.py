@@ -21,11 +21,9 @@ from tidewheel import LLM, RequestOptions, SamplingParams
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import PROTOCOL, AddRequest, Cancel, Deltas, Hello, Ping, encoder, from_engine_decoder
-from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import EngineServer
 from tidewheel.llm import GenerationResult
-from tidewheel.simulate.recorded_runs import scheduler_of
-from tidewheel.simulate.replay import Recording, replay
+from tidewheel.simulate.replay import Recording, replay, scheduler_of
 
 # --- a real model -------------------------------------------------------------------------------------------------
 
@@ -179,7 +177,8 @@ def test_what_a_socket_carries_is_the_same(tmp_path: Path, seed: int, is_on: boo
     num_blocks = (64, 8, 6)[seed]
     info = make_info(tmp_path, vocab_size=VOCAB_SIZE, max_model_len=90, num_blocks=num_blocks)
     info = msgspec.structs.replace(info, async_scheduling=is_on)
-    scheduler = build_scheduler(EngineConfig(model="m", admit_by_growth=False), info)
+    config = EngineConfig(model="m", admit_by_growth=False)
+    scheduler = build_scheduler(config, info)
     runner = FakeRunner(num_rows=8, num_blocks=num_blocks, block_size=16, token_budget=64)
     script = any_script(seed)
     ticks = itertools.count()
@@ -190,7 +189,7 @@ def test_what_a_socket_carries_is_the_same(tmp_path: Path, seed: int, is_on: boo
         peer = Peer(context, list(script))
         server = EngineServer(
             socket, scheduler, runner, info,
-            settings_digest="", seed=0, session_ttl=SessionTtl(1.0, 1.0), linger_s=1e9,
+            config=config, linger_s=1e9,
             clock=lambda: 0.2 * next(ticks),
         )  # fmt: skip
         assert server.serve(peer.act) == "all have ended"

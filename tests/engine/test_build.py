@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
-import msgspec
 import pytest
 
 from tidewheel.config import EngineConfig
@@ -75,7 +75,7 @@ def test_what_the_runner_measured_reaches_the_scheduler() -> None:
     assert (config.swap_seconds_per_block, config.strategy.batch_size) == (0.001, 32)
     kv = build_scheduler(EngineConfig(model="m", max_sessions=3, session_max_blocks=2), INFO)._state.kv
     assert (kv.num_blocks, kv.num_host_blocks, kv.block_size) == (64, 8, 16)
-    limits = kv._sessions.limits
+    limits = kv.sessions.table.limits
     assert (limits.max_sessions, limits.max_session_blocks) == (3, 2)
 
 
@@ -100,11 +100,18 @@ def test_quotas_above_the_pool_stop_the_load(settings: dict[str, object], messag
 )  # fmt: skip
 def test_one_step_ahead_where_it_overlaps_or_is_asked_for(device: str, setting: bool | None, num_steps: int) -> None:
     config = EngineConfig(model="m", async_scheduling=setting)
-    names = {field.name for field in dataclasses.fields(RunnerInfo)}
-    facts = {name: value for name, value in msgspec.structs.asdict(INFO).items() if name in names}
+    facts = {name: getattr(INFO, name) for name in RunnerInfo.__struct_fields__}
     info = engine_info(RunnerInfo(**(facts | {"device": device})), config)
     assert info.async_scheduling is (num_steps == 2)
     assert build_scheduler(config, info).max_inflight_steps == num_steps
+
+
+def test_the_log_says_what_fits(caplog: pytest.LogCaptureFixture) -> None:
+    facts = {name: getattr(INFO, name) for name in RunnerInfo.__struct_fields__}
+    with caplog.at_level(logging.INFO):
+        info = engine_info(RunnerInfo(**facts), EngineConfig(model="m"))
+    assert caplog.messages == info.describe()
+    assert "CPU KV cache size: 1,024 tokens" in caplog.messages
 
 
 def test_every_field_of_the_scheduler_is_set_by_the_engine() -> None:

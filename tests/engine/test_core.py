@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engine.core_harness import Harness, arrivals
+from support.engine.core_harness import CoreHarness, arrivals
 from support.engine.fake_runner import FakeRunner, PendingTokens
 from support.scheduler.scheduling import make_request
 from tidewheel.batch import SampledTokens, ScheduledBatch
@@ -19,7 +19,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def test_a_step_is_one_token_each() -> None:
-    harness = Harness()
+    harness = CoreHarness()
     harness.add(make_request("a", 4, max_tokens=2))
     harness.add(make_request("b", 3, max_tokens=1))
     assert harness.core.step()
@@ -31,7 +31,7 @@ def test_a_step_is_one_token_each() -> None:
 
 
 def test_two_steps_in_flight_answer_one_step_later() -> None:
-    harness = Harness(max_inflight_steps=2)
+    harness = CoreHarness(max_inflight_steps=2)
     harness.add(make_request("a", 4, max_tokens=3))
     assert harness.core.step()
     assert harness.delivered == {"a": []}
@@ -42,7 +42,7 @@ def test_two_steps_in_flight_answer_one_step_later() -> None:
 
 
 def test_cancel_while_the_device_is_busy_stops_the_token() -> None:
-    harness = Harness()
+    harness = CoreHarness()
     harness.add(make_request("a", 4))
     harness.commands += [lambda: None, lambda: harness.core.cancel("a")]
     assert harness.core.step()
@@ -52,7 +52,7 @@ def test_cancel_while_the_device_is_busy_stops_the_token() -> None:
 
 
 def test_cancel_of_unknown_and_ended_requests_is_nothing() -> None:
-    harness = Harness()
+    harness = CoreHarness()
     harness.core.cancel("never seen")
     harness.add(make_request("a", 4, max_tokens=1))
     harness.run()
@@ -61,7 +61,7 @@ def test_cancel_of_unknown_and_ended_requests_is_nothing() -> None:
 
 
 def test_refusals_are_raised_and_deliver_nothing() -> None:
-    harness = Harness(num_blocks=4, max_waiting_requests=1)
+    harness = CoreHarness(num_blocks=4, max_waiting_requests=1)
     with pytest.raises(InvalidRequest):
         harness.core.add(make_request("too large", 16, max_tokens=8))
     harness.add(make_request("a", 4))
@@ -71,7 +71,7 @@ def test_refusals_are_raised_and_deliver_nothing() -> None:
 
 
 def test_fail_all_ends_everything_once() -> None:
-    harness = Harness(max_inflight_steps=2)
+    harness = CoreHarness(max_inflight_steps=2)
     for name in "abcdef":
         harness.add(make_request(name, 4))
     harness.core.step()
@@ -83,7 +83,7 @@ def test_fail_all_ends_everything_once() -> None:
 
 
 def test_deadlines_are_looked_at_before_every_step() -> None:
-    harness = Harness(max_num_seqs=1)
+    harness = CoreHarness(max_num_seqs=1)
     harness.add(make_request("runs", 4, max_tokens=50, deadline=6.5))
     harness.add(make_request("waits", 4, deadline=6.5))
     harness.run()
@@ -93,7 +93,7 @@ def test_deadlines_are_looked_at_before_every_step() -> None:
 
 
 def test_who_loses_its_place_is_told() -> None:
-    harness = Harness(max_waiting_requests=1)
+    harness = CoreHarness(max_waiting_requests=1)
     harness.add(make_request("low", 4, priority=Priority.LOW))
     harness.add(make_request("high", 4, priority=Priority.HIGH))
     assert harness.ended == {"low": FinishReason.ERROR}
@@ -102,12 +102,11 @@ def test_who_loses_its_place_is_told() -> None:
 
 
 def test_a_group_is_one_prompt_and_several_ends() -> None:
-    harness = Harness()
+    harness = CoreHarness()
     leader = make_request("a", 9, max_tokens=2)
     requests = [leader, *(make_request(name, 9, max_tokens=2, leader=leader) for name in "bc")]
     for request in requests:
-        harness.requests[request.request_id] = request
-        harness.delivered[request.request_id] = []
+        harness.accept(request)
     harness.core.add_group(requests)
     harness.run()
     assert harness.core.stats().num_scheduled_tokens == 9 + 2 + 3
@@ -115,7 +114,7 @@ def test_a_group_is_one_prompt_and_several_ends() -> None:
 
 def test_a_session_that_nobody_has_cannot_be_closed() -> None:
     with pytest.raises(NotFound):
-        Harness().core.close_session("tenant", "s")
+        CoreHarness().core.close_session("tenant", "s")
 
 
 @settings(max_examples=150, deadline=None)
@@ -135,7 +134,7 @@ def test_every_request_ends_exactly_once_with_its_own_tokens(
     inflight: int,
     prefix_caching: bool,
 ) -> None:
-    harness = Harness(
+    harness = CoreHarness(
         num_blocks=num_blocks,
         prefix_caching=prefix_caching,
         max_num_batched_tokens=budget,
@@ -176,8 +175,8 @@ class LateFailure:
         raise self.error
 
 
-def small_device(**fields: object) -> Harness:
-    harness = Harness(max_num_batched_tokens=32)
+def small_device(**fields: object) -> CoreHarness:
+    harness = CoreHarness(max_num_batched_tokens=32)
     harness.runner.__class__ = SmallDevice
     for name, value in fields.items():
         setattr(harness.runner, name, value)
@@ -227,7 +226,7 @@ def test_other_errors_of_a_step_are_raised(fails_late: bool) -> None:
 
 
 def test_stats_measure_the_time_between_two_calls() -> None:
-    harness = Harness()
+    harness = CoreHarness()
     harness.add(make_request("a", 4, max_tokens=4))
     harness.core.step()
     first = harness.core.stats()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from tidewheel.engine.describe import describe
 from tidewheel.engine.messages import EngineInfo
 
 INFO = EngineInfo(
@@ -17,17 +16,17 @@ INFO = EngineInfo(
 
 def test_a_host_tier_is_described_where_there_is_one() -> None:
     with_tier = msgspec.structs.replace(INFO, num_host_blocks=4096, swap_seconds_per_block=0.00025)
-    plain = describe(INFO)
+    plain = INFO.describe()
     assert "CPU KV cache size: 32,768 tokens" in plain
     assert "KV cache 32.0 MiB (2,048 blocks of 16 tokens)" in plain[1]
     assert "graphs 0.0 MiB, " in plain[1]
-    assert "graphs 3.0 MiB, " in describe(msgspec.structs.replace(INFO, graph_bytes=3 << 20))[1]
+    assert "graphs 3.0 MiB, " in msgspec.structs.replace(INFO, graph_bytes=3 << 20).describe()[1]
     assert "async scheduling: off" in plain
-    assert "async scheduling: on" in describe(msgspec.structs.replace(INFO, async_scheduling=True))
-    assert describe(with_tier) == [*plain, "host tier: 4,096 blocks, 0.250 ms to copy one"]
+    assert "async scheduling: on" in msgspec.structs.replace(INFO, async_scheduling=True).describe()
+    assert with_tier.describe() == [*plain, "host tier: 4,096 blocks, 0.250 ms to copy one"]
 
 
 def test_the_time_of_the_load_is_split_where_it_is_known() -> None:
-    assert describe(INFO)[0].endswith("loaded in 0.5 s")
+    assert INFO.describe()[0].endswith("loaded in 0.5 s")
     split = msgspec.structs.replace(INFO, stage_seconds={"weights": 0.3, "graphs": 0.2})
-    assert describe(split)[0].endswith("loaded in 0.5 s (weights 0.3, graphs 0.2)")
+    assert split.describe()[0].endswith("loaded in 0.5 s (weights 0.3, graphs 0.2)")

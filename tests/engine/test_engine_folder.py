@@ -11,17 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.engine import spawn
-from tidewheel.engine.backoff import RestartPolicy, recent_deaths, record_death
-from tidewheel.engine.run_dir import BACKOFF, LOG, STATUS, engine_dir, socket_address
-from tidewheel.engine.status import (
+from tidewheel.engine.folder import (
+    DEATHS,
+    LOG,
+    STATUS,
     Status,
+    engine_dir,
     last_log_line,
-    process_start_ticks,
     read_status,
     settings_digest,
+    socket_address,
     write_status,
 )
+from tidewheel.engine.launcher import RestartPolicy, python_executable, recent_deaths, record_death
+from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
 
@@ -157,7 +160,7 @@ def test_old_and_impossible_deaths_are_forgotten(tmp_path: Path, monkeypatch: py
 
 
 def test_unreadable_memory_is_no_memory(tmp_path: Path) -> None:
-    (tmp_path / BACKOFF).write_text("{")
+    (tmp_path / DEATHS).write_text("{")
     assert recent_deaths(tmp_path, 60) == []
 
 
@@ -168,12 +171,12 @@ def test_waits_double() -> None:
 
 def test_the_interpreter_is_found_where_python_is_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TIDEWHEEL_PYTHON", raising=False)
-    assert spawn.python_executable() == sys.executable
+    assert python_executable() == sys.executable
     monkeypatch.setattr(sys, "executable", "/opt/tritonserver/backends/python/triton_python_backend_stub")
-    found = subprocess.run([spawn.python_executable(), "-V"], capture_output=True, text=True, check=True)
+    found = subprocess.run([python_executable(), "-V"], capture_output=True, text=True, check=True)
     assert f"Python {sys.version_info.major}.{sys.version_info.minor}" in found.stdout
     monkeypatch.setenv("TIDEWHEEL_PYTHON", "/bin/sh")
-    assert spawn.python_executable() == "/bin/sh"
+    assert python_executable() == "/bin/sh"
 
 
 def test_no_interpreter_is_an_error_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,4 +185,4 @@ def test_no_interpreter_is_an_error_that_helps(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "prefix", "/nowhere")
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ConfigError, match="set TIDEWHEEL_PYTHON"):
-        spawn.python_executable()
+        python_executable()

@@ -12,15 +12,34 @@ import zmq
 from support.engine.engine_clients import request
 from support.engine.fake_engine import make_info
 from support.engine.fake_runner import VOCAB_SIZE, FakeRunner
+from support.scheduler.scheduling import make_config
 from tidewheel.config import EngineConfig
-from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import PROTOCOL, Hello, encoder
-from tidewheel.engine.requests import SessionTtl
 from tidewheel.engine.server import RECEIVE_S, EngineServer
+from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
+from tidewheel.scheduler.config import StrategyConfig
 from tidewheel.scheduler.scheduler import Scheduler
 
 NUM_BLOCKS = 64
+
+
+class WatchedScheduler(Scheduler):
+    """Counts the checks of its cache, and notes the requests that have reached it. Its strategy is static."""
+
+    def __init__(self) -> None:
+        strategy = StrategyConfig(name="static", batch_size=8)
+        config = make_config(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=90, strategy=strategy)
+        super().__init__(config, KVCacheManager(NUM_BLOCKS, 16, enable_prefix_caching=True))
+        self.num_checks = 0
+        self.added: list[str] = []
+
+    def check_invariants(self) -> None:
+        self.num_checks += 1
+
+    def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
+        self.added += (request.request_id for request in requests)
+        return super().add_group(requests, now)
 
 
 class Loop:
@@ -32,24 +51,22 @@ class Loop:
         self.socket.bind("inproc://loop")
         self.peer = context.socket(zmq.DEALER)
         self.peer.connect("inproc://loop")
-        self.scheduler = build_scheduler(EngineConfig(model="m", scheduling_strategy="static"), info)
+        config = EngineConfig(model="m", scheduling_strategy="static", **options)
+        self.scheduler = WatchedScheduler()
         ticks = itertools.count()
         self.server = EngineServer(
             self.socket,
             self.scheduler,
             FakeRunner(num_rows=8, num_blocks=NUM_BLOCKS, block_size=16, token_budget=64),
             info,
-            settings_digest="",
-            seed=0,
-            session_ttl=SessionTtl(1.0, 1.0),
+            config=config,
             linger_s=1e9,
             clock=lambda: tick * next(ticks),
-            **options,
         )
         self.peer.send(encoder.encode(Hello(PROTOCOL, "peer", "")))
 
     def turns(self, count: int) -> None:
-        """So many turns of the loop."""
+        """Serve for so many turns of the loop."""
         left = itertools.count(count, -1)
         self.server._keep_house = lambda _: "" if next(left) > 1 else "enough"  # type: ignore[method-assign]
         assert self.server.serve(lambda: "") == "enough"
@@ -72,34 +89,19 @@ def loop(tmp_path: Path) -> Iterator[Callable[..., Loop]]:
 
 @pytest.mark.parametrize("debug_invariants", [False, True])
 def test_the_loop_checks_the_whole_cache_only_where_it_is_told_to(
-    loop: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch, debug_invariants: bool
+    loop: Callable[..., Loop], debug_invariants: bool
 ) -> None:
-    """Also while requests wait and none may run, as they do for the batch of a static strategy."""
-    checks = []
-    monkeypatch.setattr(Scheduler, "check_invariants", lambda self: checks.append(self.num_waiting))
+    """Checks even while requests wait and none may run, as they do for the batch of a static strategy."""
     it = loop(1e-6, debug_invariants=debug_invariants)
     it.peer.send(encoder.encode(request(1, 5, 6)))
     it.turns(5)
     assert it.scheduler.num_waiting == 1
-    assert bool(checks) == debug_invariants
+    assert bool(it.scheduler.num_checks) == debug_invariants
 
 
-@pytest.fixture
-def added(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Ids of the requests that have reached the scheduler."""
-    ids: list[str] = []
-    real = Scheduler.add_group
-
-    def add_group(self: Scheduler, requests: Sequence[Request], now: float) -> list[Request]:
-        ids.extend(each.request_id for each in requests)
-        return real(self, requests, now)
-
-    monkeypatch.setattr(Scheduler, "add_group", add_group)
-    return ids
-
-
-def test_messages_between_two_steps_are_bounded_by_time(loop: Callable[..., Loop], added: list[str]) -> None:
+def test_messages_between_two_steps_are_bounded_by_time(loop: Callable[..., Loop]) -> None:
     it = loop(RECEIVE_S / 4)
+    added = it.scheduler.added
     for key in range(1, 41):
         it.peer.send(encoder.encode(request(key, 5, 6)))
     it.turns(1)
@@ -108,8 +110,8 @@ def test_messages_between_two_steps_are_bounded_by_time(loop: Callable[..., Loop
     assert len(added) == 40
 
 
-def test_a_message_that_takes_long_is_handled_all_the_same(loop: Callable[..., Loop], added: list[str]) -> None:
+def test_a_message_that_takes_long_is_handled_all_the_same(loop: Callable[..., Loop]) -> None:
     it = loop(10 * RECEIVE_S)
     it.peer.send(encoder.encode(request(1, 5, 6)))
     it.turns(2)
-    assert len(added) == 1
+    assert len(it.scheduler.added) == 1

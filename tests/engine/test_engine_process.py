@@ -18,7 +18,9 @@ from support.engine.fake_runner import naive_output
 from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
 from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
-from tidewheel.engine import control
+from tidewheel.engine.connection import drain
+from tidewheel.engine.folder import LOG, Status, socket_address
+from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import (
     PROTOCOL,
     AddRequest,
@@ -30,8 +32,6 @@ from tidewheel.engine.messages import (
     from_engine_decoder,
 )
 from tidewheel.engine.process_handle import ProcessHandle
-from tidewheel.engine.run_dir import LOG, socket_address
-from tidewheel.engine.status import Status
 from tidewheel.errors import Busy, ConfigError, Draining, EngineDead
 from tidewheel.sampling import SamplingParams
 
@@ -305,7 +305,7 @@ def test_drain_refuses_new_requests_and_lets_the_others_end(connect: Connect, fo
     client = connect()
     client.add(request(1, 1, 2, max_tokens=200))
     client.recorder.wait_started(1)
-    left = control.drain(folder)
+    left = drain(folder)
     assert left is not None and left.num_running <= 1
     client.add(request(2, 1))
     client.recorder.wait_ended(1, 2)
@@ -317,15 +317,15 @@ def test_a_drained_engine_is_not_started_again(connect: Connect, folder: Path) -
     client = connect()
     client.add(endless(1))
     client.recorder.wait_started(1)
-    control.drain(folder)
-    assert control.stop(folder)
+    drain(folder)
+    assert stop_engine(folder)
     client.recorder.wait_ended(1)
     assert client.recorder.endings[1] == "TW-DRAINING"
     with pytest.raises(Draining, match="shutting down"):
         for key in range(2, 100):
             client.add(request(key, 1))
             client.recorder.wait_ended(key)
-    assert not control.stop(folder)
+    assert not stop_engine(folder)
 
 
 def test_sigterm_answers_before_the_end(connect: Connect) -> None:
@@ -385,7 +385,7 @@ def test_bad_requests_end_with_an_error(connect: Connect, message: AddRequest, t
 
 
 def test_other_settings_are_refused_by_name(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidewheel.engine.client.MISMATCH_GRACE_S", 0.1)
+    monkeypatch.setattr("tidewheel.engine.launcher.MISMATCH_GRACE_S", 0.1)
     connect()
     other = connect(start=False, config=EngineConfig(model="ok", max_num_seqs=8))
     with pytest.raises(ConfigError, match=r"other settings \(max_num_seqs\)"):

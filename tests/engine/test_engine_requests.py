@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from support.engine.faulty_engine import prompt_bytes
+from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.engine.requests import (
     MAX_BAD_SEQUENCES,
     MAX_SALT_BYTES,
     MAX_STOP_IDS,
-    SessionTtl,
     check_num_sequences,
     to_requests,
 )
@@ -24,6 +24,7 @@ from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import MAX_LOGIT_BIAS, LogitBias, SamplingParams, pack_biases
 
+CONFIG = EngineConfig(model="m")
 INFO = EngineInfo(
     pid=1, model="m", architecture="A", device="cpu", dtype="float32", vocab_size=100, max_model_len=16,
     max_num_seqs=4, max_num_batched_tokens=16, block_size=16, num_blocks=4, weights_bytes=0, activation_bytes=0,
@@ -37,7 +38,7 @@ def convert_all(
     prompt = prompt_bytes(1, 2, 3) if prompt is None else prompt
     message = AddRequest(7, prompt, sampling or SamplingParams(), n=n, **fields)  # type: ignore[arg-type]
     ids = ["r", *(f"r{index}" for index in range(1, n))]
-    return to_requests(message, INFO, SessionTtl(300.0, 3600.0), request_ids=ids, seed=5, now=time.monotonic())
+    return to_requests(message, INFO, CONFIG, request_ids=ids, seed=5, now=time.monotonic())
 
 
 def convert(sampling: SamplingParams | None = None, *, prompt: bytes | None = None, **fields: object) -> Request:
@@ -79,7 +80,7 @@ def test_a_session_needs_prefix_caching() -> None:
     info = msgspec.structs.replace(INFO, enable_prefix_caching=False)
     message = AddRequest(7, prompt_bytes(1, 2, 3), SamplingParams(), session_id="s")
     with pytest.raises(InvalidRequest, match="session_id needs enable_prefix_caching, which is false"):
-        to_requests(message, info, SessionTtl(300.0, 3600.0), request_ids=["r"], seed=5, now=0.0)
+        to_requests(message, info, CONFIG, request_ids=["r"], seed=5, now=0.0)
 
 
 def test_biases_arrive_as_arrays() -> None:

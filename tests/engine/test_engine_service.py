@@ -12,7 +12,7 @@ from support.engine.engine_clients import Client, Recorder, endless, request
 from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
-from tidewheel.engine.client import MAX_REFUSED_TENANTS, EngineClient
+from tidewheel.engine.engine_client import MAX_REFUSED_TENANTS, EngineClient
 from tidewheel.engine.messages import CloseSession, Delta
 
 Connect = Callable[..., Client]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engine.core_harness import Event, Harness, arrivals
+from support.engine.core_harness import CoreHarness, Event, arrivals
 from support.engine.late_runner import LateRunner
 from support.scheduler.scheduling import make_request
 from tidewheel.errors import EngineDead, InternalError
@@ -22,8 +22,8 @@ SIZES = {
 }
 
 
-def late_harness(**sizes: int) -> tuple[Harness, LateRunner]:
-    harness = Harness(runner=LateRunner, max_inflight_steps=2, **sizes)
+def late_harness(**sizes: int) -> tuple[CoreHarness, LateRunner]:
+    harness = CoreHarness(runner=LateRunner, max_inflight_steps=2, **sizes)
     assert isinstance(harness.runner, LateRunner)
     return harness, harness.runner
 
@@ -50,7 +50,7 @@ def test_memory_runs_out_and_nothing_is_lost(
     events: list[Event], sizes: dict[str, int], inflight: int, at_launch: list[int], late: list[int]
 ) -> None:
     """Every request ends once, with its own tokens as far as it comes, and all blocks are back."""
-    harness = Harness(runner=LateRunner, max_inflight_steps=inflight, **sizes)
+    harness = CoreHarness(runner=LateRunner, max_inflight_steps=inflight, **sizes)
     runner = harness.runner
     assert isinstance(runner, LateRunner)
     runner.fails_at_launch, runner.fails_late = Counter(set(at_launch)), Counter(late)
@@ -61,7 +61,7 @@ def test_memory_runs_out_and_nothing_is_lost(
     assert bool(failed) <= bool(runner.num_failures)
 
 
-def running(runner_steps: int, *lengths: int) -> tuple[Harness, LateRunner]:
+def running(runner_steps: int, *lengths: int) -> tuple[CoreHarness, LateRunner]:
     """Requests of these lengths, after so many turns of the loop."""
     harness, runner = late_harness(max_num_batched_tokens=64, max_num_seqs=8)
     for number, length in enumerate(lengths):

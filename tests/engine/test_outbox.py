@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tidewheel.engine.connection import Outbox
 from tidewheel.engine.messages import WHOLE_REQUEST, Cancel, Delta, to_engine_decoder
-from tidewheel.engine.outbox import Outbox
 from tidewheel.errors import Busy, Draining
 
 

@@ -12,8 +12,8 @@ from support.engine.engine_clients import Client, endless
 from support.engine.faulty_engine import prompt_bytes
 from support.models.tiny_models import llama, prompts, save, transformers_tokens
 from tidewheel.config import EngineConfig
+from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
-from tidewheel.engine.spawn import engine_command
 from tidewheel.errors import ConfigError
 from tidewheel.sampling import SamplingParams
 

@@ -15,8 +15,8 @@ from support.engine.faulty_engine import prompt_bytes
 from support.models.tiny_models import llama, prompts, save, transformers_tokens
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
+from tidewheel.engine.launcher import engine_command
 from tidewheel.engine.messages import AddRequest
-from tidewheel.engine.spawn import engine_command
 from tidewheel.sampling import SamplingParams
 
 NUM_TOKENS = 8

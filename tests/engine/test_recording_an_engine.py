@@ -11,10 +11,10 @@ from support.models.tiny_models import llama, save
 from tidewheel import LLM, SamplingParams
 from tidewheel.cli.main import main
 from tidewheel.config import EngineConfig
-from tidewheel.engine.recording import check_folder
+from tidewheel.engine.build import check_record_folder
 from tidewheel.errors import ConfigError
-from tidewheel.simulate.recorded_runs import calibrated, scheduler_of
-from tidewheel.simulate.replay import Recording, replay
+from tidewheel.simulate.calibration import calibrated
+from tidewheel.simulate.replay import Recording, replay, scheduler_of
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def test_nobody_else_may_read_it(recording: Path) -> None:
 
 def test_a_folder_that_is_not_there_stops_the_load(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"record is .*: there is no folder"):
-        check_folder(EngineConfig(model="m", record=str(tmp_path / "absent")))
+        check_record_folder(EngineConfig(model="m", record=str(tmp_path / "absent")))
 
 
 def test_serve_records_what_it_serves_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = []
-    monkeypatch.setattr("tidewheel.server.serve.serve", lambda options: started.append(options) or 0)
+    monkeypatch.setattr("tidewheel.server.run_server.serve", lambda options: started.append(options) or 0)
     model = str(tmp_path)
     (tmp_path / "file").touch()
     assert main(["serve", "--model", model, "--record", str(tmp_path)]) == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.frontend.tokenizers_on_the_spot import byte_level_bpe
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.chat import ChatTemplate, parse_messages
+from tidewheel.frontend.chat_template import ChatTemplate, parse_messages
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": "Hi"}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from support.engine.fake_engine import TIMEOUT_S, RecordingSink
-from support.frontend.front_ends import Harness, Submitted, error_info
+from support.frontend.front_ends import FrontendHarness, Submitted, error_info
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, ErrorInfo, Room
 from tidewheel.errors import EngineDead, WaitingSetFull
 from tidewheel.frontend.door import Door, HoldingDoor, RefusingDoor, _Claim
@@ -132,7 +132,7 @@ def test_a_claim_looks_at_no_earlier_one() -> None:
 
 
 def test_a_front_end_refuses_without_asking_the_engine(tmp_path: Path) -> None:
-    harness = Harness(tmp_path)
+    harness = FrontendHarness(tmp_path)
     try:
         harness.frontend.on_room(room(4))
         assert "TW-BUSY" in harness.refuse(text="Hello", parameters={"priority": 4})
@@ -142,42 +142,49 @@ def test_a_front_end_refuses_without_asking_the_engine(tmp_path: Path) -> None:
         harness.frontend.on_lost([], EngineDead("the engine is gone"))
         assert harness.submit().key in harness.engine.added
     finally:
-        harness.frontend.close()
+        harness.close()
 
 
-def test_what_the_engine_did_not_take_leaves_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the request was answered just before its place was counted."""
-    harness, real, real_forget = Harness(tmp_path), Door.claim, Door.forget
-    sinks, forgotten = queue.Queue[RecordingSink](), queue.Queue[int]()
+class SlowDoor(RefusingDoor):
+    """Counts a request only after it was answered, and notes the requests that are forgotten."""
 
-    def claim_for_the_dead(door: Door, message: AddRequest) -> None:
-        harness.deliver(message.key, finish_reason="error", error=error_info())
-        sinks.get(timeout=30).wait_end()
-        real(door, message)
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks: queue.Queue[RecordingSink] = queue.Queue()
+        self.forgotten: queue.Queue[int] = queue.Queue()
+        self.before_claim: Callable[[int], None] | None = None
 
-    def forget(door: Door, key: int) -> None:
-        real_forget(door, key)
-        forgotten.put(key)
+    def claim(self, message: AddRequest) -> None:
+        if self.before_claim is not None:
+            self.before_claim(message.key)
+            self.sinks.get(timeout=TIMEOUT_S).wait_end()
+        super().claim(message)
 
-    def refuse(message: AddRequest) -> None:
-        raise EngineDead("the engine is gone")
+    def forget(self, key: int) -> None:
+        super().forget(key)
+        self.forgotten.put(key)
 
+
+def test_what_the_engine_did_not_take_leaves_its_place(tmp_path: Path) -> None:
+    """Holds even if the request was answered just before its place was counted."""
+    door = SlowDoor()
+    harness = FrontendHarness(tmp_path, door=door)
     try:
-        with monkeypatch.context() as patch:
-            patch.setattr(Door, "claim", claim_for_the_dead)
-            patch.setattr(Door, "forget", forget)
-            patch.setattr(harness.engine, "add", refuse)
-            sinks.put(harness.submit_at_now())
-            assert forgotten.get(timeout=30) == forgotten.get(timeout=30)  # answered, then not sent
-        assert not harness.frontend._door._unheard
+        harness.engine.refusal = EngineDead("the engine is gone")
+        door.before_claim = lambda key: harness.deliver(key, finish_reason="error", error=error_info())
+        door.sinks.put(harness.submit_at_now())
+        # Forgotten when it is answered, and when it is not sent.
+        assert door.forgotten.get(timeout=TIMEOUT_S) == door.forgotten.get(timeout=TIMEOUT_S)
+        assert not door._unheard
+        harness.engine.refusal = door.before_claim = None
         assert harness.submit().key in harness.engine.added
     finally:
-        harness.frontend.close()
+        harness.close()
 
 
 def test_cancelled_while_the_engine_takes_it_leaves_its_place(tmp_path: Path) -> None:
     """The engine may never hear of it, so its word cannot be waited for."""
-    harness, sink, cancelled = Harness(tmp_path), RecordingSink(), threading.Event()
+    harness, sink, cancelled = FrontendHarness(tmp_path), RecordingSink(), threading.Event()
     add, cancel = harness.engine.add, harness.engine.cancel
 
     def slow(message: Any) -> None:
@@ -192,7 +199,7 @@ def test_cancelled_while_the_engine_takes_it_leaves_its_place(tmp_path: Path) ->
     harness.engine.add, harness.engine.cancel = slow, note  # type: ignore[method-assign]
     harness.submit("x", sink)
     assert cancelled.wait(TIMEOUT_S)
-    harness.frontend.close()  # behind the thread that tells the engine
+    harness.close()  # behind the thread that tells the engine
     assert not harness.frontend._door._unheard
 
 
@@ -363,26 +370,26 @@ TestDoor = DoorMachine.TestCase
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(tmp_path, door=holding_door(2))
+def harness(tmp_path: Path) -> Iterator[FrontendHarness]:
+    harness = FrontendHarness(tmp_path, door=holding_door(2))
     yield harness
-    harness.frontend.close()
+    harness.close()
 
 
-def refuse(harness: Harness, submitted: Submitted, waiting: int = 2, error: ErrorInfo = FULL) -> None:
+def refuse(harness: FrontendHarness, submitted: Submitted, waiting: int = 2, error: ErrorInfo = FULL) -> None:
     """As the engine does: first it says how full it is."""
     harness.frontend.on_room(room(waiting, most=2, received=[submitted.key]))
     harness.deliver(submitted.key, [], "error", error=error, index=WHOLE_REQUEST)
 
 
-def wait_sent(harness: Harness, count: int) -> None:
+def wait_sent(harness: FrontendHarness, count: int) -> None:
     harness.engine.wait(lambda: harness.engine.num_added >= count)
 
 
 class Waiter:
     """A thread in `wait_for_room`, as Triton's in `execute`."""
 
-    def __init__(self, harness: Harness) -> None:
+    def __init__(self, harness: FrontendHarness) -> None:
         self._door = harness.frontend._door
         self._thread = threading.Thread(target=harness.frontend.wait_for_room)
         self._thread.start()
@@ -396,7 +403,7 @@ class Waiter:
         assert not self._thread.is_alive()
 
 
-def test_a_start_makes_room(harness: Harness) -> None:
+def test_a_start_makes_room(harness: FrontendHarness) -> None:
     first = harness.submit(stream=True)
     harness.frontend.wait_for_room()
     second = harness.submit(stream=True)
@@ -407,7 +414,7 @@ def test_a_start_makes_room(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("how", ["error", "cancel", "lost"])
-def test_an_end_without_a_token_makes_room(harness: Harness, how: str) -> None:
+def test_an_end_without_a_token_makes_room(harness: FrontendHarness, how: str) -> None:
     first = harness.submit(stream=True)
     harness.submit(stream=True)
     waiter = Waiter(harness)
@@ -421,7 +428,7 @@ def test_an_end_without_a_token_makes_room(harness: Harness, how: str) -> None:
     first.sink.wait_end()
 
 
-def test_the_sequences_of_a_request_count(harness: Harness) -> None:
+def test_the_sequences_of_a_request_count(harness: FrontendHarness) -> None:
     key, _ = harness.submit(stream=True, parameters={"n": 2})
     waiter = Waiter(harness)
     assert waiter.is_held
@@ -429,7 +436,7 @@ def test_the_sequences_of_a_request_count(harness: Harness) -> None:
     waiter.join()
 
 
-def test_prompt_tokens_count(harness: Harness) -> None:
+def test_prompt_tokens_count(harness: FrontendHarness) -> None:
     submitted = harness.submit("x" * 100, stream=True)
     waiter = Waiter(harness)
     assert waiter.is_held
@@ -437,13 +444,13 @@ def test_prompt_tokens_count(harness: Harness) -> None:
     waiter.join()
 
 
-def test_a_request_that_is_wrong_holds_nothing_up(harness: Harness) -> None:
+def test_a_request_that_is_wrong_holds_nothing_up(harness: FrontendHarness) -> None:
     for _ in range(5):
         harness.refuse(text="")
         harness.frontend.wait_for_room()
 
 
-def test_what_the_engine_has_no_room_for_is_sent_again(harness: Harness) -> None:
+def test_what_the_engine_has_no_room_for_is_sent_again(harness: FrontendHarness) -> None:
     """Another front end's requests fill the waiting set."""
     submitted = harness.submit(stream=True)
     for count in (2, 3, 4):
@@ -456,14 +463,14 @@ def test_what_the_engine_has_no_room_for_is_sent_again(harness: Harness) -> None
     assert submitted.sink.num_ends == 1
 
 
-def test_room_that_was_made_before_the_refusal_came_is_used(harness: Harness) -> None:
+def test_room_that_was_made_before_the_refusal_came_is_used(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True)
     refuse(harness, submitted, waiting=0)
     wait_sent(harness, 2)
     assert harness.finish(submitted, "x").finish_reason == "length"
 
 
-def test_other_refusals_end_the_request(harness: Harness) -> None:
+def test_other_refusals_end_the_request(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True)
     refuse(harness, submitted, error=RATE)
     submitted.sink.wait_end()
@@ -471,26 +478,26 @@ def test_other_refusals_end_the_request(harness: Harness) -> None:
 
 
 def test_where_nothing_is_held_a_full_waiting_set_ends_it(tmp_path: Path) -> None:
-    harness = Harness(tmp_path)
+    harness = FrontendHarness(tmp_path)
     submitted = harness.submit(stream=True)
     refuse(harness, submitted)
     submitted.sink.wait_end()
     assert str(submitted.sink.error) == "[TW-BUSY retry_after_ms=250] waiting set is full: 2 of 2 requests"
     harness.frontend.wait_for_room()
-    harness.frontend.close()
+    harness.close()
 
 
 def test_what_the_door_refuses_is_reported_by_tenant(tmp_path: Path) -> None:
-    harness = Harness(tmp_path)
+    harness = FrontendHarness(tmp_path)
     harness.frontend.on_room(room(2, most=2, received=[]))
     sink = harness.submit_at_now(parameters={"tenant": "acme", "n": 2, "priority": 4})
     sink.wait_end()
     assert "waiting set is full" in str(sink.error)
     assert harness.engine.refused == {"acme": 2} and not harness.engine.added
-    harness.frontend.close()
+    harness.close()
 
 
-def test_a_held_request_can_be_cancelled(harness: Harness) -> None:
+def test_a_held_request_can_be_cancelled(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True)
     refuse(harness, submitted)
     waiter = Waiter(harness)
@@ -502,7 +509,7 @@ def test_a_held_request_can_be_cancelled(harness: Harness) -> None:
     assert harness.engine.num_added == 1
 
 
-def test_a_held_request_ends_at_its_deadline(harness: Harness) -> None:
+def test_a_held_request_ends_at_its_deadline(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True, parameters={"deadline_ms": 1e9})
     refuse(harness, submitted)
     harness.frontend._expire(harness.frontend._live[submitted.key])
@@ -511,7 +518,7 @@ def test_a_held_request_ends_at_its_deadline(harness: Harness) -> None:
     assert harness.frontend.stats().rejected == {"TW-DEADLINE": 1}
 
 
-def test_an_engine_that_is_gone_ends_what_is_sent_again(harness: Harness) -> None:
+def test_an_engine_that_is_gone_ends_what_is_sent_again(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True)
     refuse(harness, submitted)
     waiter = Waiter(harness)
@@ -522,9 +529,9 @@ def test_an_engine_that_is_gone_ends_what_is_sent_again(harness: Harness) -> Non
     waiter.join()
 
 
-def test_closing_opens_the_door(harness: Harness) -> None:
+def test_closing_opens_the_door(harness: FrontendHarness) -> None:
     sinks: list[RecordingSink] = [harness.submit(stream=True).sink for _ in range(2)]
     waiter = Waiter(harness)
-    harness.frontend.close()
+    harness.close()
     waiter.join()
     assert [str(sink.error) for sink in sinks] == ["[TW-DRAINING] the server is shutting down"] * 2

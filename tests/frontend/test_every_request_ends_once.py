@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.engine.fake_engine import RecordingSink
-from support.frontend.front_ends import Harness, Submitted, delta
+from support.frontend.front_ends import FrontendHarness, Submitted, delta
 from tidewheel.engine.messages import Delta
 from tidewheel.errors import Draining, EngineDead
 
@@ -22,11 +22,11 @@ texts = st.text(st.one_of(st.sampled_from("ab🎉 "), st.characters(codec="utf-8
 
 
 @pytest.fixture(scope="module")
-def harness() -> Iterator[Harness]:
+def harness() -> Iterator[FrontendHarness]:
     with tempfile.TemporaryDirectory() as folder:
-        harness = Harness(Path(folder), num_senders=3)
+        harness = FrontendHarness(Path(folder), num_senders=3)
         yield harness
-        harness.frontend.close()
+        harness.close()
 
 
 @dataclass
@@ -67,13 +67,13 @@ def deltas_of(script: Script, key: int, token_ids: list[int]) -> list[Delta]:
     return [*deltas, delta(key, [2] if script.ends_with_eos else [], reason)]
 
 
-def whole_text(harness: Harness, script: Script) -> str:
+def whole_text(harness: FrontendHarness, script: Script) -> str:
     prompt_ids, output_ids = harness.encode(script.prompt), harness.encode(script.output)
     before = harness.tokenizer.decode(prompt_ids)
     return harness.tokenizer.decode(prompt_ids + output_ids)[len(before) :]
 
 
-def expected_text(harness: Harness, script: Script) -> tuple[str, bool]:
+def expected_text(harness: FrontendHarness, script: Script) -> tuple[str, bool]:
     """The text of all tokens at once, cut at the first stop string; and whether there was one."""
     text = whole_text(harness, script)
     for end in range(1, len(text) + 1):
@@ -83,7 +83,7 @@ def expected_text(harness: Harness, script: Script) -> tuple[str, bool]:
     return text, False
 
 
-def submit(harness: Harness, script: Script) -> Submitted:
+def submit(harness: FrontendHarness, script: Script) -> Submitted:
     submitted = harness.submit(
         script.prompt, stream=script.stream, echo=script.echo, parameters={"stop": script.stops}
     )
@@ -91,7 +91,7 @@ def submit(harness: Harness, script: Script) -> Submitted:
     return submitted
 
 
-def play(harness: Harness, running: list[tuple[Script, Submitted]]) -> None:
+def play(harness: FrontendHarness, running: list[tuple[Script, Submitted]]) -> None:
     """One delta of each request in a batch, as steps of an engine would."""
     for step in range(max(len(script.deltas) for script, _ in running)):
         for script, submitted in running:
@@ -101,7 +101,7 @@ def play(harness: Harness, running: list[tuple[Script, Submitted]]) -> None:
         harness.frontend.on_deltas(batch)
 
 
-def check(harness: Harness, script: Script, sink: RecordingSink) -> None:
+def check(harness: FrontendHarness, script: Script, sink: RecordingSink) -> None:
     text, is_stopped = expected_text(harness, script)
     prefix = script.prompt if script.echo and not script.stream else ""
     assert sink.num_ends == 1
@@ -121,7 +121,7 @@ def check(harness: Harness, script: Script, sink: RecordingSink) -> None:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=st.lists(scripts, min_size=1, max_size=5))
-def test_text_is_right_and_ends_once(harness: Harness, batch: list[Script]) -> None:
+def test_text_is_right_and_ends_once(harness: FrontendHarness, batch: list[Script]) -> None:
     running = [(script, submit(harness, script)) for script in batch]
     play(harness, running)
     for script, (_, sink) in running:
@@ -136,7 +136,7 @@ def test_text_is_right_and_ends_once(harness: Harness, batch: list[Script]) -> N
 def test_all_ends_at_once(tmp_path: Path, seed: int) -> None:
     """Last deltas, lost requests, clients that leave and the end of the front end, from four threads."""
     rng = random.Random(seed)
-    harness = Harness(tmp_path)
+    harness = FrontendHarness(tmp_path)
     running = [harness.submit(stream=rng.random() < 0.5, parameters={"stop": ["b"]}) for _ in range(60)]
     keys = [key for key, _ in running]
     output = harness.encode("aab")
@@ -173,7 +173,7 @@ def test_all_ends_at_once(tmp_path: Path, seed: int) -> None:
         assert sink.error is not None or sink.finish_reason in ("stop", "cancelled")
 
 
-def test_nothing_is_left_behind(harness: Harness) -> None:
+def test_nothing_is_left_behind(harness: FrontendHarness) -> None:
     """After many requests, no thread and no request has piled up."""
     before = threading.active_count()
     for _ in range(300):

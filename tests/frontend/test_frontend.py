@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 
 from support.engine.fake_engine import RecordingSink
-from support.frontend.front_ends import Harness, delta, error_info, logprobs, prompt_ids, stats
+from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, ConfigError, EngineDead
-from tidewheel.frontend import prompt_queue
+from tidewheel.frontend import threads
 from tidewheel.frontend.door import RefusingDoor
 from tidewheel.frontend.frontend import Frontend
-from tidewheel.frontend.values import GenerateRequest, Response
+from tidewheel.frontend.interface import GenerateRequest, Response
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(tmp_path)
+def harness(tmp_path: Path) -> Iterator[FrontendHarness]:
+    harness = FrontendHarness(tmp_path)
     yield harness
-    harness.frontend.close()
+    harness.close()
 
 
-def ledger(harness: Harness) -> tuple[int, int]:
+def ledger(harness: FrontendHarness) -> tuple[int, int]:
     """Received, and accounted for."""
     stats = harness.frontend.stats()
     ended = sum(sum(counts.values()) for counts in (stats.finished, stats.rejected, stats.failed))
@@ -41,7 +41,7 @@ def ledger(harness: Harness) -> tuple[int, int]:
 # --- what the engine gets -----------------------------------------------------------------------------------------
 
 
-def test_what_the_engine_gets(harness: Harness) -> None:
+def test_what_the_engine_gets(harness: FrontendHarness) -> None:
     parameters = {
         "max_tokens": 9, "stop": "x", "bad_words": ["fox"], "stop_token_ids": [5], "priority": 1, "cache_salt": "s",
         "temperature": 0,
@@ -57,7 +57,7 @@ def test_what_the_engine_gets(harness: Harness) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, temperature=0.7, eos_token_id=[1, 420])
+    harness = FrontendHarness(tmp_path, temperature=0.7, eos_token_id=[1, 420])
     key, _ = harness.submit("the fox")
     assert harness.message(key).stop_token_ids == (1, 2)  # of all files, and none that the model cannot output
     key, _ = harness.submit("the fox", parameters={"ignore_eos": True})
@@ -65,10 +65,10 @@ def test_defaults(tmp_path: Path) -> None:
     assert check_request(message, harness.info).max_tokens == 256 - len(harness.encode("the fox"))
     assert message.sampling.temperature == 0.7
     assert (message.stop_token_ids, message.priority) == ((), 3)
-    harness.frontend.close()
+    harness.close()
 
 
-def test_a_chat(harness: Harness) -> None:
+def test_a_chat(harness: FrontendHarness) -> None:
     key, sink = harness.submit(messages=CHAT, echo=True)
     assert prompt_ids(harness.message(key)) == harness.encode("<user>Hi\n<assistant>")
     harness.deliver(key, harness.encode("Hey"), "length")
@@ -76,7 +76,7 @@ def test_a_chat(harness: Harness) -> None:
     assert sink.text == "<user>Hi\n<assistant>Hey"
 
 
-def test_token_ids_as_prompt(harness: Harness) -> None:
+def test_token_ids_as_prompt(harness: FrontendHarness) -> None:
     ids = harness.encode("the fox")
     key, sink = harness.submit(input_ids=np.array(ids, dtype=np.int32), echo=True)
     assert prompt_ids(harness.message(key)) == ids
@@ -88,7 +88,7 @@ def test_token_ids_as_prompt(harness: Harness) -> None:
 # --- what the client gets -----------------------------------------------------------------------------------------
 
 
-def test_one_response_per_token_when_it_keeps_up(harness: Harness) -> None:
+def test_one_response_per_token_when_it_keeps_up(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True)
     ids = harness.encode("the quick fox")
     for index, token_id in enumerate(ids, start=1):
@@ -102,7 +102,7 @@ def test_one_response_per_token_when_it_keeps_up(harness: Harness) -> None:
     assert {chunk.num_input_tokens for chunk in sink.chunks} == {len(harness.encode("Hello"))}
 
 
-def test_several_tokens_in_one_response_when_it_is_behind(harness: Harness) -> None:
+def test_several_tokens_in_one_response_when_it_is_behind(harness: FrontendHarness) -> None:
     gate = threading.Event()
     key, sink = harness.submit(sink=RecordingSink(gate), stream=True)
     ids = harness.encode("the quick brown fox jumps over the lazy dog")
@@ -116,7 +116,7 @@ def test_several_tokens_in_one_response_when_it_is_behind(harness: Harness) -> N
     assert len(sink.chunks) <= 2
 
 
-def test_a_blocked_client_holds_up_no_other(harness: Harness) -> None:
+def test_a_blocked_client_holds_up_no_other(harness: FrontendHarness) -> None:
     gate = threading.Event()
     slow_key, slow = harness.submit(sink=RecordingSink(gate), stream=True)
     harness.deliver(slow_key, harness.encode("x"))
@@ -130,7 +130,7 @@ def test_a_blocked_client_holds_up_no_other(harness: Harness) -> None:
     assert slow.text == "xy"
 
 
-def test_without_streaming_there_is_one_response(harness: Harness) -> None:
+def test_without_streaming_there_is_one_response(harness: FrontendHarness) -> None:
     key, sink = harness.submit("the", echo=True)
     for token_id in (ids := harness.encode(" fox jumps")):
         harness.deliver(key, [token_id])
@@ -143,12 +143,12 @@ def test_without_streaming_there_is_one_response(harness: Harness) -> None:
     assert chunk.stats == msgspec.structs.replace(stats(), arrival_ns=harness.message(key).arrival_ns)
 
 
-def test_echo_is_not_for_streams(harness: Harness) -> None:
+def test_echo_is_not_for_streams(harness: FrontendHarness) -> None:
     assert harness.finish(harness.submit("the", stream=True, echo=True), " fox").text == " fox"
 
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one END")])
-def test_a_stop_string_across_tokens(harness: Harness, include: bool, expected: str) -> None:
+def test_a_stop_string_across_tokens(harness: FrontendHarness, include: bool, expected: str) -> None:
     key, sink = harness.submit(stream=True, parameters={"stop": ["END"], "include_stop_str_in_output": include})
     for char in "one END two":
         harness.deliver(key, harness.encode(char))
@@ -161,7 +161,7 @@ def test_a_stop_string_across_tokens(harness: Harness, include: bool, expected: 
     assert sink.num_ends == 1
 
 
-def test_tokens_behind_a_stop_string_are_not_output(harness: Harness) -> None:
+def test_tokens_behind_a_stop_string_are_not_output(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True, parameters={"stop": ["END"], "logprobs": 0})
     ids = [token_id for char in "one END two" for token_id in harness.encode(char)]
     harness.deliver(submitted.key, ids, "length", logprobs=[logprobs(token_id, []) for token_id in ids])
@@ -173,13 +173,13 @@ def test_tokens_behind_a_stop_string_are_not_output(harness: Harness) -> None:
     assert not harness.engine.cancelled  # it was at its end by itself
 
 
-def test_what_was_held_back_comes_at_the_end(harness: Harness) -> None:
+def test_what_was_held_back_comes_at_the_end(harness: FrontendHarness) -> None:
     submitted = harness.submit(stream=True, parameters={"stop": ["END"]})
     assert harness.finish(submitted, "one EN").text == "one EN"
     assert not harness.engine.cancelled
 
 
-def test_a_stop_string_within_min_tokens(harness: Harness) -> None:
+def test_a_stop_string_within_min_tokens(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True, parameters={"stop": ["b"], "min_tokens": 3})
     for char in "abcabc":
         harness.deliver(key, harness.encode(char))
@@ -195,7 +195,7 @@ def test_a_stop_string_within_min_tokens(harness: Harness) -> None:
     ],
     ids=["hidden", "included"],
 )
-def test_the_text_of_a_stop_token(harness: Harness, parameters: dict[str, object], expected: str) -> None:
+def test_the_text_of_a_stop_token(harness: FrontendHarness, parameters: dict[str, object], expected: str) -> None:
     (token_id,) = harness.encode("Q")
     key, sink = harness.submit(stream=True, parameters={**parameters, "stop_token_ids": [token_id]})
     harness.deliver(key, [*harness.encode("xy"), token_id], "stop")
@@ -204,7 +204,7 @@ def test_the_text_of_a_stop_token(harness: Harness, parameters: dict[str, object
     assert sink.token_ids[-1] == token_id
 
 
-def test_special_tokens_on_request(harness: Harness) -> None:
+def test_special_tokens_on_request(harness: FrontendHarness) -> None:
     for skip, expected in ((True, "xy"), (False, "x</s>y")):
         submitted = harness.submit(parameters={"skip_special_tokens": skip})
         harness.deliver(submitted.key, [*harness.encode("x"), 2, *harness.encode("y")], "length")
@@ -212,7 +212,7 @@ def test_special_tokens_on_request(harness: Harness) -> None:
         assert submitted.sink.text == expected
 
 
-def test_logprobs(harness: Harness) -> None:
+def test_logprobs(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True, parameters={"logprobs": 2})
     a, b, c = (harness.encode(char)[0] for char in "abc")
     harness.deliver(key, [a, b], logprobs=[logprobs(a, [c]), logprobs(b, [a, c])])
@@ -225,7 +225,7 @@ def test_logprobs(harness: Harness) -> None:
     assert sink.chunks[-1].cumulative_logprob == -3.0
 
 
-def test_no_logprobs_unless_asked(harness: Harness) -> None:
+def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
     chunk = harness.finish(harness.submit(), "x").chunks[-1]
     assert chunk.logprobs is None
     assert chunk.cumulative_logprob is None
@@ -261,7 +261,7 @@ def test_no_logprobs_unless_asked(harness: Harness) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_refusals(harness: Harness, asked: dict[str, object], words: list[str]) -> None:
+def test_refusals(harness: FrontendHarness, asked: dict[str, object], words: list[str]) -> None:
     error = harness.refuse(**asked)
     for word in words:
         assert word in error
@@ -271,30 +271,30 @@ def test_refusals(harness: Harness, asked: dict[str, object], words: list[str]) 
 
 
 def test_messages_without_a_template(tmp_path: Path) -> None:
-    harness = Harness(tmp_path, template=None)
+    harness = FrontendHarness(tmp_path, template=None)
     assert "no chat template" in harness.refuse(messages=CHAT)
-    harness.frontend.close()
+    harness.close()
 
 
-def test_the_longest_prompt_that_fits(harness: Harness) -> None:
+def test_the_longest_prompt_that_fits(harness: FrontendHarness) -> None:
     key, _ = harness.submit(input_ids=np.full(255, 7, dtype=np.int32))
     assert check_request(harness.message(key), harness.info).max_tokens == 1
 
 
-def test_a_wrong_tokenizer_stops_the_load(tmp_path: Path, harness: Harness) -> None:
+def test_a_wrong_tokenizer_stops_the_load(tmp_path: Path, harness: FrontendHarness) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Frontend(harness.info, tmp_path / "nowhere", harness.engine, max_prompt_bytes=100, door=RefusingDoor())
 
 
 @pytest.mark.parametrize("error", [Busy("full", retry_after_ms=5), EngineDead("gone")], ids=["busy", "dead"])
-def test_an_engine_that_refuses(harness: Harness, error: Busy | EngineDead) -> None:
+def test_an_engine_that_refuses(harness: FrontendHarness, error: Busy | EngineDead) -> None:
     harness.engine.refusal = error
     assert harness.refuse(text="x") == str(error)
     assert ledger(harness) == (1, 1)
 
 
-def test_too_much_waits_for_the_tokenizer(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_queue, "_MAX_REQUESTS", 0)
+def test_too_much_waits_for_the_tokenizer(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_MAX_REQUESTS", 0)
     assert harness.refuse(text="x").startswith("[TW-BUSY retry_after_ms=250] ")
     monkeypatch.undo()
     harness.frontend._prompts._max_bytes = 10
@@ -302,7 +302,7 @@ def test_too_much_waits_for_the_tokenizer(harness: Harness, monkeypatch: pytest.
     harness.submit("x")
 
 
-def test_a_preparation_that_crashes(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preparation_that_crashes(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(*_: object) -> None:
         raise RuntimeError("secret path")
 
@@ -313,7 +313,7 @@ def test_a_preparation_that_crashes(harness: Harness, monkeypatch: pytest.Monkey
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_engine(harness: Harness) -> None:
+def test_an_error_of_the_engine(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True)
     harness.deliver(key, harness.encode("x"))
     sink.wait_chunks(1)
@@ -324,7 +324,7 @@ def test_an_error_of_the_engine(harness: Harness) -> None:
     assert not harness.engine.cancelled
 
 
-def test_requests_that_the_engine_lost(harness: Harness) -> None:
+def test_requests_that_the_engine_lost(harness: FrontendHarness) -> None:
     submitted = [harness.submit(stream=True) for _ in range(5)]
     harness.frontend.on_lost([s.key for s in submitted] + [999], EngineDead("gone", retry_after_ms=7))
     for _, sink in submitted:
@@ -334,7 +334,7 @@ def test_requests_that_the_engine_lost(harness: Harness) -> None:
     assert harness.frontend.stats().failed == {"TW-ENGINE-DEAD": 5}
 
 
-def test_a_client_that_is_gone(harness: Harness) -> None:
+def test_a_client_that_is_gone(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True)
     harness.deliver(key, harness.encode("x"))
     sink.wait_chunks(1)
@@ -348,7 +348,7 @@ def test_a_client_that_is_gone(harness: Harness) -> None:
     assert ledger(harness) == (1, 1)
 
 
-def test_cancelled_while_it_waits_for_the_tokenizer(harness: Harness) -> None:
+def test_cancelled_while_it_waits_for_the_tokenizer(harness: FrontendHarness) -> None:
     started, go_on = threading.Event(), threading.Event()
     prepare = harness.frontend._reader.read
 
@@ -364,12 +364,12 @@ def test_cancelled_while_it_waits_for_the_tokenizer(harness: Harness) -> None:
     sink.gone.set()
     sink.wait_end()
     go_on.set()
-    harness.frontend.close()
+    harness.close()
     assert sink.finish_reason == "cancelled"
     assert (sink.num_ends, harness.engine.added, harness.engine.cancelled) == (1, {}, [])
 
 
-def test_cancelled_while_the_engine_takes_it(harness: Harness) -> None:
+def test_cancelled_while_the_engine_takes_it(harness: FrontendHarness) -> None:
     """The engine has it when `add` returns, and is told then."""
     sink = RecordingSink()
     add = harness.engine.add
@@ -390,7 +390,7 @@ class BrokenSink(RecordingSink):
         raise OSError("the pipe is broken")
 
 
-def test_a_sink_that_raises(harness: Harness) -> None:
+def test_a_sink_that_raises(harness: FrontendHarness) -> None:
     key, sink = harness.submit(sink=BrokenSink(), stream=True)
     harness.deliver(key, harness.encode("x"))
     sink.wait_end()
@@ -399,7 +399,7 @@ def test_a_sink_that_raises(harness: Harness) -> None:
     assert ledger(harness) == (1, 1)
 
 
-def test_output_that_cannot_be_made_into_text(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_cannot_be_made_into_text(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     key, sink = harness.submit(stream=True)
     monkeypatch.setattr(harness.frontend._live[key].outputs, "push", None)
     harness.deliver(key, [5])
@@ -408,18 +408,18 @@ def test_output_that_cannot_be_made_into_text(harness: Harness, monkeypatch: pyt
     assert str(sink.error) == "[TW-INTERNAL] the output could not be made into text"
 
 
-def test_close(harness: Harness) -> None:
+def test_close(harness: FrontendHarness) -> None:
     submitted = [harness.submit(stream=True) for _ in range(5)]
-    harness.frontend.close()
+    harness.close()
     for key, sink in submitted:
         assert str(sink.error) == "[TW-DRAINING] the server is shutting down"
         assert (sink.num_ends, key in harness.engine.cancelled) == (1, True)
     assert harness.refuse(text="late") == "[TW-DRAINING] the server is shutting down"
     assert ledger(harness) == (6, 6)
-    harness.frontend.close()
+    harness.close()
 
 
-def test_figures(harness: Harness) -> None:
+def test_figures(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True)
     harness.deliver(key, [5])
     harness.deliver(key, [6, 7])

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.absent import ABSENT
 from tidewheel.frontend.coercion import parse_json
-from tidewheel.frontend.options import MAX_DEADLINE_MS, RequestOptions
-from tidewheel.frontend.parameters import _COERCIONS, _KNOWN, ParsedParameters, parse_parameters
-from tidewheel.frontend.values import ParameterSource
+from tidewheel.frontend.interface import ParameterSource
+from tidewheel.frontend.known_parameters import ABSENT, COERCIONS, KNOWN
+from tidewheel.frontend.preparation import ParsedParameters, parse_parameters
+from tidewheel.frontend.request_options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
 
@@ -161,8 +161,8 @@ def test_defaults_of_the_model_give_way() -> None:
 
 
 def test_no_name_is_both_offered_and_absent() -> None:
-    assert len(set(_KNOWN)) == len(_KNOWN)
-    assert not set(_COERCIONS) & set(ABSENT)
+    assert len(set(KNOWN)) == len(KNOWN)
+    assert not set(COERCIONS) & set(ABSENT)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@given(values=st.dictionaries(st.sampled_from(_KNOWN) | st.text(max_size=12), json_values, max_size=4))
+@given(values=st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=12), json_values, max_size=4))
 def test_any_value_parses_or_is_refused(values: dict[str, object]) -> None:
     try:
         parsed = parse_parameters([source(**values)])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.engine.fake_engine import RecordingSink
-from support.frontend.front_ends import Harness, delta, error_info, stats
+from support.frontend.front_ends import FrontendHarness, delta, error_info, stats
 from tidewheel.engine.messages import WHOLE_REQUEST, CloseSession, ErrorInfo, Room
 from tidewheel.errors import EngineDead
 from tidewheel.frontend import output, preparation
@@ -19,17 +19,17 @@ EXPIRED = ErrorInfo("TW-DEADLINE", "deadline_ms is 5: it passed before the reque
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    harness = Harness(tmp_path)
+def harness(tmp_path: Path) -> Iterator[FrontendHarness]:
+    harness = FrontendHarness(tmp_path)
     yield harness
-    harness.frontend.close()
+    harness.close()
 
 
 def reasons(sink: RecordingSink) -> list[list[str | None]]:
     return [[chunk.finish_reason for chunk in response] for response in sink.responses]
 
 
-def test_what_the_engine_gets(harness: Harness) -> None:
+def test_what_the_engine_gets(harness: FrontendHarness) -> None:
     parameters = {
         "n": 3, "tenant": "acme", "deadline_ms": 2_000_000, "soft_deadline_ms": 1_000_000, "seed": 4,
     }  # fmt: skip
@@ -41,7 +41,7 @@ def test_what_the_engine_gets(harness: Harness) -> None:
     assert (message.n, message.session_id, message.session_ttl_s, message.deadline_ns) == (1, "s", 9.0, 0)
 
 
-def test_streaming(harness: Harness) -> None:
+def test_streaming(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True, parameters={"n": 3})
     harness.frontend.on_deltas([delta(key, harness.encode(char), index=i) for i, char in enumerate("abc")])
     sink.wait_chunks(1)
@@ -64,7 +64,7 @@ def test_streaming(harness: Harness) -> None:
     assert harness.frontend.stats().finished == {"stop": 1}
 
 
-def test_without_streaming_there_is_one_response(harness: Harness) -> None:
+def test_without_streaming_there_is_one_response(harness: FrontendHarness) -> None:
     key, sink = harness.submit("the", echo=True, parameters={"n": 2})
     harness.deliver(key, harness.encode(" fox"), "length", index=1, stats=stats(5))
     harness.deliver(key, harness.encode(" dog"), index=0)
@@ -75,7 +75,7 @@ def test_without_streaming_there_is_one_response(harness: Harness) -> None:
     assert [chunk.stats.first_scheduled_ns for chunk in response if chunk.stats] == [6, 5]
 
 
-def test_several_tokens_in_one_response_when_it_is_behind(harness: Harness) -> None:
+def test_several_tokens_in_one_response_when_it_is_behind(harness: FrontendHarness) -> None:
     gate = threading.Event()
     key, sink = harness.submit(sink=RecordingSink(gate), stream=True, parameters={"n": 2})
     for char in "abcdef":
@@ -88,7 +88,7 @@ def test_several_tokens_in_one_response_when_it_is_behind(harness: Harness) -> N
     assert len(sink.responses) <= 2
 
 
-def test_a_stop_string_ends_one_sequence(harness: Harness) -> None:
+def test_a_stop_string_ends_one_sequence(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True, parameters={"n": 2, "stop": "END"})
     for char in "one END two":
         harness.deliver(key, harness.encode(char), index=0)
@@ -102,7 +102,7 @@ def test_a_stop_string_ends_one_sequence(harness: Harness) -> None:
     assert not harness.engine.cancelled
 
 
-def test_stop_strings_end_all_sequences(harness: Harness) -> None:
+def test_stop_strings_end_all_sequences(harness: FrontendHarness) -> None:
     key, sink = harness.submit(parameters={"n": 2, "stop": "b"})
     for index in (1, 0):
         harness.deliver(key, harness.encode("abc"), index=index)
@@ -111,7 +111,7 @@ def test_stop_strings_end_all_sequences(harness: Harness) -> None:
     harness.engine.wait_cancelled(key)  # what it still works on
 
 
-def test_a_client_that_is_gone_ends_all(harness: Harness) -> None:
+def test_a_client_that_is_gone_ends_all(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True, parameters={"n": 2})
     harness.deliver(key, harness.encode("x"), "length", index=0)
     sink.wait_chunks(1)
@@ -121,7 +121,7 @@ def test_a_client_that_is_gone_ends_all(harness: Harness) -> None:
     assert reasons(sink)[-1] == ["length", "cancelled"]
 
 
-def test_an_error_of_one_sequence_ends_the_request(harness: Harness) -> None:
+def test_an_error_of_one_sequence_ends_the_request(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True, parameters={"n": 2})
     harness.deliver(key, harness.encode("x"), index=0)
     sink.wait_chunks(1)
@@ -133,7 +133,7 @@ def test_an_error_of_one_sequence_ends_the_request(harness: Harness) -> None:
     assert sink.num_ends == 1
 
 
-def test_a_refusal_is_of_the_whole_request(harness: Harness) -> None:
+def test_a_refusal_is_of_the_whole_request(harness: FrontendHarness) -> None:
     key, sink = harness.submit(parameters={"n": 4})
     harness.deliver(key, [], "error", error=ErrorInfo("TW-BUSY", "full", 7), index=WHOLE_REQUEST)
     sink.wait_end()
@@ -142,7 +142,7 @@ def test_a_refusal_is_of_the_whole_request(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["leader first", "leader last"])
-def test_a_deadline_ends_those_that_run_and_those_that_wait(harness: Harness, order: tuple[int, int]) -> None:
+def test_a_deadline_ends_those_that_run_and_those_that_wait(harness: FrontendHarness, order: tuple[int, int]) -> None:
     key, sink = harness.submit(parameters={"n": 2})
     harness.deliver(key, harness.encode("x"), index=0)
     last = [delta(key, [], "deadline", index=0), delta(key, [], "error", error=EXPIRED, index=1)]
@@ -153,7 +153,7 @@ def test_a_deadline_ends_those_that_run_and_those_that_wait(harness: Harness, or
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_deadline_before_anything_started_is_an_error(harness: Harness, n: int) -> None:
+def test_a_deadline_before_anything_started_is_an_error(harness: FrontendHarness, n: int) -> None:
     key, sink = harness.submit(parameters={"n": n})
     for index in range(n):
         harness.deliver(key, [], "error", error=EXPIRED, index=index)
@@ -162,7 +162,7 @@ def test_a_deadline_before_anything_started_is_an_error(harness: Harness, n: int
     assert harness.frontend.stats().rejected == {"TW-DEADLINE": 1}
 
 
-def test_an_engine_that_forgets_a_deadline(harness: Harness) -> None:
+def test_an_engine_that_forgets_a_deadline(harness: FrontendHarness) -> None:
     """It is left a little time to end what it has heard of, and no more."""
     key, sink = harness.submit(stream=True, parameters={"deadline_ms": 1e9})
     harness.frontend.on_room(Room(1, 4, 0, 100, 4, 250, received=[key]))
@@ -176,7 +176,7 @@ def test_an_engine_that_forgets_a_deadline(harness: Harness) -> None:
     assert (sink.text, sink.finish_reason) == ("x", "deadline")
 
 
-def test_lost_sequences(harness: Harness) -> None:
+def test_lost_sequences(harness: FrontendHarness) -> None:
     key, sink = harness.submit(stream=True, parameters={"n": 2})
     harness.deliver(key, harness.encode("x"), "length", index=0)
     sink.wait_chunks(1)
@@ -185,7 +185,7 @@ def test_lost_sequences(harness: Harness) -> None:
     assert str(sink.error) == "[TW-ENGINE-DEAD] gone"
 
 
-def test_figures(harness: Harness) -> None:
+def test_figures(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True, parameters={"n": 2})
     for index in (0, 1, 0):
         harness.deliver(key, [5], index=index)
@@ -201,7 +201,7 @@ def test_figures(harness: Harness) -> None:
 # --- sessions -----------------------------------------------------------------------------------------------------
 
 
-def close_session(harness: Harness, **asked: object) -> RecordingSink:
+def close_session(harness: FrontendHarness, **asked: object) -> RecordingSink:
     parameters = {"close_session": True, "session_id": "s", "tenant": "acme"}
     sink = harness.submit_at_now(parameters=parameters, **{"text": None, **asked})
     harness.engine.wait(lambda: bool(harness.engine.closed))
@@ -209,7 +209,7 @@ def close_session(harness: Harness, **asked: object) -> RecordingSink:
 
 
 @pytest.mark.parametrize("text", [None, "", b""])
-def test_a_session_is_closed_without_a_prompt(harness: Harness, text: str | bytes | None) -> None:
+def test_a_session_is_closed_without_a_prompt(harness: FrontendHarness, text: str | bytes | None) -> None:
     sink = close_session(harness, text=text)
     (message,) = harness.engine.closed
     assert message == CloseSession(message.key, "acme", "s")
@@ -218,7 +218,7 @@ def test_a_session_is_closed_without_a_prompt(harness: Harness, text: str | byte
     assert [(chunk.text, chunk.finish_reason) for chunk in sink.chunks] == [("", "stop")]
 
 
-def test_a_session_that_is_not_there(harness: Harness) -> None:
+def test_a_session_that_is_not_there(harness: FrontendHarness) -> None:
     sink = close_session(harness, stream=True)
     error = ErrorInfo("TW-NOT-FOUND", "session 's' of tenant 'acme' is not kept")
     harness.deliver(harness.engine.closed[0].key, [], "error", error=error, index=WHOLE_REQUEST)
@@ -226,7 +226,7 @@ def test_a_session_that_is_not_there(harness: Harness) -> None:
     assert str(sink.error) == "[TW-NOT-FOUND] session 's' of tenant 'acme' is not kept"
 
 
-def test_closing_takes_no_prompt(harness: Harness) -> None:
+def test_closing_takes_no_prompt(harness: FrontendHarness) -> None:
     parameters = {"close_session": True, "session_id": "s"}
     assert "takes none" in harness.refuse(text="Hello", parameters=parameters)
 
@@ -252,7 +252,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 LARGEST = {"n": 16, "stop": ["a" * 255 + chr(ord("b") + index) for index in range(16)]}
 
 
-def test_stop_strings_are_prepared_once_for_all_sequences(harness: Harness, built: Counter[str]) -> None:
+def test_stop_strings_are_prepared_once_for_all_sequences(harness: FrontendHarness, built: Counter[str]) -> None:
     key, sink = harness.submit(stream=True, parameters=LARGEST)
     assert not built  # the engine may still refuse it
     for index in range(16):
@@ -263,7 +263,9 @@ def test_stop_strings_are_prepared_once_for_all_sequences(harness: Harness, buil
 
 
 @pytest.mark.parametrize("n", [1, 16])
-def test_a_request_that_the_engine_refuses_costs_no_output(harness: Harness, built: Counter[str], n: int) -> None:
+def test_a_request_that_the_engine_refuses_costs_no_output(
+    harness: FrontendHarness, built: Counter[str], n: int
+) -> None:
     key, sink = harness.submit(stream=True, parameters={**LARGEST, "n": n})
     harness.deliver(key, [], "error", error=error_info("TW-BUSY", "full"), index=WHOLE_REQUEST)
     sink.wait_end()
@@ -274,7 +276,7 @@ def test_a_request_that_the_engine_refuses_costs_no_output(harness: Harness, bui
     assert not built
 
 
-def test_a_request_that_is_refused_at_the_door_costs_no_output(harness: Harness, built: Counter[str]) -> None:
+def test_a_request_that_is_refused_at_the_door_costs_no_output(harness: FrontendHarness, built: Counter[str]) -> None:
     harness.frontend.on_room(Room(4, 4, 0, 100, 1, 250, []))
     assert "TW-BUSY" in harness.refuse(text="x", parameters=LARGEST)
     assert not built

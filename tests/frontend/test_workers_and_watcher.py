@@ -13,10 +13,10 @@ import pytest
 
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import delta
-from tidewheel.frontend.live import Ending, LiveRequest
-from tidewheel.frontend.stats import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
+from tidewheel.frontend.interface import GenerateRequest
+from tidewheel.frontend.live_request import Ending, LiveRequest
+from tidewheel.frontend.request_figures import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
 from tidewheel.frontend.threads import Watcher, Workers
-from tidewheel.frontend.values import GenerateRequest
 
 
 class CountingSink(RecordingSink):
@@ -153,18 +153,18 @@ def test_the_first_ending_counts() -> None:
     assert not request.end(Ending("stop"))
     assert request.claim_turn()
     assert not request.claim_turn()
-    assert request.take() == ([], Ending("cancelled"))
-    request.close()
+    assert request.take_news() == ([], Ending("cancelled"))
+    request.mark_answered()
     assert not request.end_turn()
     assert not request.claim_turn()
 
 
 def test_nothing_counts_behind_the_end() -> None:
     request = make_request(RecordingSink())
-    assert request.post(delta(1, [5], "length"))
-    assert not request.post(delta(1, [6]))
-    assert not request.post(delta(1, [7], "stop"))
-    deltas, ending = request.take()
+    assert request.receive(delta(1, [5], "length"))
+    assert not request.receive(delta(1, [6]))
+    assert not request.receive(delta(1, [7], "stop"))
+    deltas, ending = request.take_news()
     assert [piece.token_ids for piece in deltas] == [[5]]
     assert ending == Ending("length")
 

@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
+import tidewheel_kernels
+
 FOLDER = Path(__file__).parent
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") != "1"
 
@@ -28,9 +30,9 @@ def _import_interpreted() -> str:
 
         return "" if knobs.runtime.interpret else "triton was imported without TRITON_INTERPRET=1"
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        package = importlib.import_module("tidewheel_kernels.jit")
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"tidewheel_kernels.jit.{module.name}")
+        for module in pkgutil.walk_packages(tidewheel_kernels.__path__, "tidewheel_kernels."):
+            if module.name.rpartition(".")[2].startswith("triton_"):
+                importlib.import_module(module.name)
     from triton import knobs
 
     knobs.runtime.interpret = True  # asked again at every launch, when the variable has its old value

@@ -5,9 +5,9 @@ import torch
 
 from support.kernels.kernel_harness import RATIO, assert_close, needs_compiler
 from tidewheel_kernels import silu_and_mul
-from tidewheel_kernels.activation import silu_and_mul_cpu, silu_and_mul_reference
-from tidewheel_kernels.jit.activation import silu_and_mul as silu_and_mul_triton
-from tidewheel_kernels.native.ops import silu_and_mul as silu_and_mul_native
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.activation.reference import silu_and_mul_reference
+from tidewheel_kernels.activation.triton_kernels import silu_and_mul as silu_and_mul_triton
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

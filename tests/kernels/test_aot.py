@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import tidewheel_kernels
-from tidewheel_kernels.aot import ARCHITECTURES
+from tidewheel_kernels import KernelUnavailable
+from tidewheel_kernels.aot import ARCHITECTURES, main
 from tidewheel_kernels.aot_cases import CASES
 from tidewheel_kernels.aot_instructions import count, missing
 from tidewheel_kernels.launch_config import RESIDENT_PROGRAMS_PER_SM
@@ -20,10 +21,11 @@ from tidewheel_kernels.launch_config import RESIDENT_PROGRAMS_PER_SM
 DEFAULT = [case.name for case in CASES if case.default]
 OTHERS = [case.name for case in CASES if not case.default]
 SOURCES = str(Path(tidewheel_kernels.__file__).parents[1])
+Compiled = tuple[int, list[dict[str, Any]], str]  # exit status, reports, errors
 SPLIT_LAUNCHES = 2  # the kernel and the merge
 
 
-def compile_cases(names: list[str]) -> tuple[int, list[dict[str, Any]], str]:
+def compile_cases(names: list[str]) -> Compiled:
     environment = {**os.environ, "PYTHONPATH": SOURCES}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-W", "ignore", "-m", "tidewheel_kernels.aot", "--json", "--case", *names]
@@ -31,26 +33,31 @@ def compile_cases(names: list[str]) -> tuple[int, list[dict[str, Any]], str]:
     return result.returncode, [json.loads(line) for line in result.stdout.splitlines()], result.stderr
 
 
-def check(names: list[str]) -> None:
-    status, reports, errors = compile_cases(names)
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    return compile_cases(DEFAULT)
+
+
+def check(names: list[str], compiled: Compiled) -> None:
+    status, reports, errors = compiled
     problems = [f"{r['case']} {r['kernel']} sm_{r['arch']}: {r['problem']}" for r in reports if r["problem"]]
     assert not problems and status == 0, "\n".join([*problems, errors])
     assert {(r["case"], r["arch"]) for r in reports} == {(name, arch) for name in names for arch in ARCHITECTURES}
     assert all(r["registers"] > 0 for r in reports)
 
 
-def test_kernels_compile_and_do_not_spill() -> None:
-    check(DEFAULT)
+def test_kernels_compile_and_do_not_spill(compiled: Compiled) -> None:
+    check(DEFAULT, compiled)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_shapes_compile(name: str) -> None:
-    check([name])
+    check([name], compile_cases([name]))
 
 
-def test_a_split_decode_is_two_kernels() -> None:
-    _, reports, _ = compile_cases(["decode-128-split"])
+def test_a_split_decode_is_two_kernels(compiled: Compiled) -> None:
+    reports = [report for report in compiled[1] if report["case"] == "decode-128-split"]
     assert len(reports) == SPLIT_LAUNCHES * len(ARCHITECTURES)
 
 
@@ -71,30 +78,25 @@ def test_instructions_are_told_apart() -> None:
     assert missing(found, ("tma_loads", "wide_stores", "tcgen05")) == ["wide_stores", "tcgen05"]
 
 
-def test_every_kernel_is_compiled_by_default() -> None:
-    _, reports, _ = compile_cases(DEFAULT)
+def test_every_kernel_is_compiled_by_default(compiled: Compiled) -> None:
+    _, reports, _ = compiled
     decodes = [r for r in reports if r["kernel"] == "decode_attention_kernel" and r["arch"] != 80]
     assert all(report["resident"] >= RESIDENT_PROGRAMS_PER_SM for report in decodes), decodes
     prompts = {
         r["arch"]: r["instructions"]["tma_loads"] for r in reports if r["kernel"] == "prefill_attention_kernel"
     }
     assert prompts[90] and prompts[100] and not prompts[80]
-    folder = Path(tidewheel_kernels.__file__).parent / "jit"
+    folder = Path(tidewheel_kernels.__file__).parent
     defined = {
         line.removeprefix("def ").split("(")[0]
-        for file in folder.glob("*.py")
+        for file in folder.rglob("triton_*.py")
         for line in file.read_text().splitlines()
         if line.startswith("def ") and "_kernel(" in line
     }
     assert {report["kernel"] for report in reports} == defined
 
 
-def test_the_interpreter_is_refused() -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": SOURCES,
-    }
-    command = [sys.executable, "-m", "tidewheel_kernels.aot", "--case", "kv_cache"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode != 0 and "TRITON_INTERPRET unset" in result.stderr
+def test_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(KernelUnavailable, match="TRITON_INTERPRET unset"):
+        main(["--case", "kv_cache"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from support.kernels.kernel_harness import paged_batch
-from tidewheel_kernels.attention_cpu_plan import (
+from tidewheel_kernels.attention.cpu_plan import (
     FREE_PADDING,
     MAX_PADDING_RATIO,
     MAX_QUERY_LEN,

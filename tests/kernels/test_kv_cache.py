@@ -7,9 +7,10 @@ import torch
 
 from support.kernels.kernel_harness import NAN
 from tidewheel_kernels import copy_blocks, write_kv_cache
-from tidewheel_kernels.jit.kv_cache import copy_blocks as copy_blocks_triton
-from tidewheel_kernels.jit.kv_cache import write_kv_cache as write_triton
-from tidewheel_kernels.kv_cache import write_kv_cache_cpu, write_kv_cache_reference
+from tidewheel_kernels.kv_cache.cpu import write_kv_cache_cpu
+from tidewheel_kernels.kv_cache.reference import write_kv_cache_reference
+from tidewheel_kernels.kv_cache.triton_kernels import copy_blocks as copy_blocks_triton
+from tidewheel_kernels.kv_cache.triton_kernels import write_kv_cache as write_triton
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 8), (2, 80), (3, 128)], ids=str)

@@ -11,24 +11,36 @@ import torch
 
 from support.kernels.kernel_harness import needs_compiler
 from tidewheel_kernels import activation, silu_and_mul
-from tidewheel_kernels.activation import silu_and_mul_cpu
-from tidewheel_kernels.backend import Op
-from tidewheel_kernels.native import library, ops
+from tidewheel_kernels.activation import cpu as activation_cpu
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.choice import Op
+from tidewheel_kernels.native import library
+from tidewheel_kernels.norm.cpu import rms_norm_native
 
 pytestmark = needs_compiler
 X = torch.linspace(-3, 3, 24).view(3, 8)
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of this test's own, and nothing remembered of before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("TIDEWHEEL_KERNELS", raising=False)
     monkeypatch.setattr(activation._OP, "_chosen", {})
-    monkeypatch.setattr(ops._silu_and_mul, "_functions", {})
+    monkeypatch.setattr(activation_cpu._silu_and_mul, "_functions", {})
     library.native_library.cache_clear()
-    yield tmp_path / "cache" / "tidewheel" / "kernels"
+    yield
     library.native_library.cache_clear()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own, and sources that take a moment to compile."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "zero.h").write_text("int zero(void);\n")
+    (sources / "zero.c").write_text('#include "zero.h"\nint zero(void) { return 0; }\n')
+    monkeypatch.setattr(library, "SOURCES", sources)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tidewheel" / "kernels"
 
 
 def compiler_that(folder: Path, does: str) -> str:
@@ -49,14 +61,12 @@ def test_a_library_is_compiled_once_per_dtype_and_kept(home: Path) -> None:
     assert len(list(home.iterdir())) == 2
 
 
-def test_other_sources_are_another_library(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = tmp_path / "sources"
-    changed.mkdir()
-    for file in [*library.SOURCES.glob("*.c"), *library.SOURCES.glob("*.h")]:
-        (changed / file.name).write_text(file.read_text() + "\n/* edited */\n")
+@pytest.mark.parametrize("name", ["zero.c", "zero.h"])
+def test_other_sources_are_another_library(home: Path, name: str) -> None:
     assert library.native_library(torch.float32) is not None
     library.native_library.cache_clear()
-    monkeypatch.setattr(library, "SOURCES", changed)
+    with (library.SOURCES / name).open("a") as file:
+        file.write("/* edited */\n")
     assert library.native_library(torch.float32) is not None
     assert len(list(home.iterdir())) == 2
 
@@ -83,6 +93,7 @@ def test_float16_has_none() -> None:
     ],
     ids=["no version", "no code"],
 )
+@pytest.mark.usefixtures("home")
 def test_without_a_working_compiler_torch_does_the_same(
     does: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -93,6 +104,7 @@ def test_without_a_working_compiler_torch_does_the_same(
     assert message in record.getMessage() and "slower" in record.getMessage()
 
 
+@pytest.mark.usefixtures("home")
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -121,6 +133,7 @@ def test_a_kept_library_that_somebody_else_put_there_is_not_loaded(
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.usefixtures("home")
 def test_two_openmp_runtimes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,9 +148,10 @@ def test_two_openmp_runtimes_are_refused(
     assert "/usr/lib/libomp.so.5" in caplog.text
 
 
+@pytest.mark.usefixtures("home")
 def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = activation._OP.on(X)
-    assert chosen is ops.silu_and_mul
+    assert chosen is silu_and_mul_native
     monkeypatch.setattr(activation._OP, "_chosen", {})
     monkeypatch.setenv("TIDEWHEEL_KERNELS", "torch")
     assert activation._OP.on(X) is silu_and_mul_cpu
@@ -145,7 +159,7 @@ def test_the_environment_chooses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_of_another_dtype_are_refused() -> None:
     with pytest.raises(TypeError, match=r"float32 was given torch\.bfloat16"):
-        ops.rms_norm(X, X[0].bfloat16(), 1e-5)
+        rms_norm_native(X, X[0].bfloat16(), 1e-5, None, 0.0)
 
 
 def test_threads_change_nothing() -> None:
@@ -161,5 +175,5 @@ def test_threads_change_nothing() -> None:
 
 
 def test_an_operation_without_a_native_kernel_stays_with_torch() -> None:
-    op = Op("name", reference=lambda x: "reference", kernel="jit.x:y", cpu=lambda x: "cpu")
+    op = Op("name", "nowhere", reference=lambda x: "reference", cpu=lambda x: "cpu")
     assert op.on(X)(X) == "cpu"

@@ -8,9 +8,9 @@ import torch
 
 from support.kernels.kernel_harness import NAN, RATIO, assert_close, needs_compiler
 from tidewheel_kernels import rope_and_cache
-from tidewheel_kernels.jit.rope import rope_and_cache as rope_triton
-from tidewheel_kernels.native.ops import rope_and_cache as rope_native
-from tidewheel_kernels.rope import rope_and_cache_cpu, rope_and_cache_reference
+from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
+from tidewheel_kernels.rope.reference import rope_and_cache_reference
+from tidewheel_kernels.rope.triton_kernels import rope_and_cache as rope_triton
 
 
 class Case(NamedTuple):
@@ -39,7 +39,7 @@ CASES = [
     Case(7, 4, 2, 32, 16, norm=False, dtype=torch.float16),
     Case(0, 4, 2, 32, 32, norm=False),
 ]
-IMPLEMENTATIONS = {"triton": rope_triton, "cpu": rope_and_cache_cpu, "native": rope_native}
+IMPLEMENTATIONS = {"triton": rope_triton, "cpu": rope_and_cache_cpu, "native": rope_and_cache_native}
 
 
 class Inputs:

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from support.kernels.sampling_rows import GREEDY, Row, kept_weights, possible_draws, tensors
-from tidewheel_kernels.jit import sampling as kernels
 from tidewheel_kernels.launch_config import vocabulary_config
-from tidewheel_kernels.sampling_reference import sample_reference
+from tidewheel_kernels.sampling import triton_kernels as kernels
+from tidewheel_kernels.sampling.reference import sample_reference
 
 INF, NAN = float("inf"), float("nan")
 CHUNK = vocabulary_config(1).chunk
@@ -75,14 +75,14 @@ def test_candidates_and_passes_agree(device: str, vocabulary: int) -> None:
 
 
 def test_a_draw_does_not_depend_on_the_batch_or_on_how_many_programs_share_a_row(device: str) -> None:
-    num_rows, vocabulary = 64, 3000
+    num_rows, vocabulary = 3 * len(ROWS), 3000
     logits = rows_of_logits(num_rows, vocabulary, 11).to(device)
     rows = (ROWS * num_rows)[:num_rows]
     uniform = uniforms(num_rows, 11).to(device)
     together = kernels.sample(logits, tensors(rows, device), uniform)
     with programs_per_row(2):
         assert torch.equal(kernels.sample(logits, tensors(rows, device), uniform), together)
-    for i in range(0, num_rows, 7):
+    for i in range(0, num_rows, 3):
         for number in (1, 3):
             with programs_per_row(number):
                 alone = kernels.sample(logits[i : i + 1], tensors(rows[i : i + 1], device), uniform[i : i + 1])

@@ -6,8 +6,8 @@ import pytest
 
 from support.scheduler.scheduling import make_request
 from tidewheel.errors import InternalError
-from tidewheel.kvcache.hits import NO_HIT
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.prefix import NO_HIT
 from tidewheel.request import Request
 
 
@@ -17,7 +17,7 @@ def make_manager(num_blocks: int = 8, block_size: int = 4, *, enable_prefix_cach
 
 def enter(kv: KVCacheManager, row: int, request: Request, *, commit: bool = True) -> int:
     """Gives the request a table, as if all its tokens were computed; the tokens that were there already."""
-    hit = kv.find_prefix(request)
+    hit = kv.prefixes.find(request)
     assert kv.allocate(row, request.num_tokens, hit)
     if commit:
         kv.commit(row, request, request.num_tokens)
@@ -29,11 +29,11 @@ def test_a_prefix_is_found_once_it_is_committed() -> None:
     kv = make_manager()
     first, second = make_request("a", 9), make_request("b", 9)
     assert enter(kv, 0, first, commit=False) == 0
-    assert kv.find_prefix(second) == NO_HIT
+    assert kv.prefixes.find(second) == NO_HIT
     kv.commit(0, first, 7)  # one full block and a part
-    assert kv.find_prefix(second).num_tokens == 4
+    assert kv.prefixes.find(second).num_tokens == 4
     kv.commit(0, first, 9)
-    hit = kv.find_prefix(second)
+    hit = kv.prefixes.find(second)
     assert hit.num_tokens == 8
     assert hit.block_ids == tuple(kv.block_table(0)[:2])
 
@@ -41,17 +41,17 @@ def test_a_prefix_is_found_once_it_is_committed() -> None:
 def test_a_hit_leaves_one_token_to_compute() -> None:
     kv = make_manager()
     assert enter(kv, 0, make_request("a", 8)) == 0
-    assert kv.find_prefix(make_request("b", 8)).num_tokens == 4
-    assert kv.find_prefix(make_request("c", 9)).num_tokens == 8
-    assert kv.find_prefix(make_request("d", 4)).num_tokens == 0
+    assert kv.prefixes.find(make_request("b", 8)).num_tokens == 4
+    assert kv.prefixes.find(make_request("c", 9)).num_tokens == 8
+    assert kv.prefixes.find(make_request("d", 4)).num_tokens == 0
 
 
 def test_salts_do_not_share_and_one_salt_does() -> None:
     kv = make_manager()
     enter(kv, 0, make_request("a", 9, cache_salt="x"))
-    assert kv.find_prefix(make_request("b", 9, cache_salt="y")) == NO_HIT
-    assert kv.find_prefix(make_request("c", 9)) == NO_HIT
-    assert kv.find_prefix(make_request("d", 9, cache_salt="x")).num_tokens == 8
+    assert kv.prefixes.find(make_request("b", 9, cache_salt="y")) == NO_HIT
+    assert kv.prefixes.find(make_request("c", 9)) == NO_HIT
+    assert kv.prefixes.find(make_request("d", 9, cache_salt="x")).num_tokens == 8
 
 
 def test_shared_blocks_are_counted_once_and_kept_until_the_last_holder_leaves() -> None:
@@ -72,7 +72,7 @@ def test_allocate_is_all_or_nothing() -> None:
     enter(kv, 0, make_request("a", 8))
     kv.free(0)
     wide = make_request("b", 20)
-    hit = kv.find_prefix(wide)
+    hit = kv.prefixes.find(wide)
     assert hit.num_tokens == 8
     assert not kv.allocate(1, 20, hit)  # five blocks in all
     assert (kv.num_free_blocks, kv.update_stats().num_cached_blocks) == (4, 2)
@@ -85,7 +85,7 @@ def test_cached_blocks_that_are_hit_do_not_count_as_room_for_others() -> None:
     enter(kv, 0, make_request("a", 8))
     kv.free(0)
     request = make_request("b", 12)
-    assert not kv.allocate(1, 12, kv.find_prefix(request))  # both free blocks are the hit itself
+    assert not kv.allocate(1, 12, kv.prefixes.find(request))  # both free blocks are the hit itself
 
 
 def test_keep_free_is_left() -> None:
@@ -114,7 +114,7 @@ def test_the_tail_is_evicted_before_the_head() -> None:
     assert kv.allocate(1, 12)
     assert head not in kv.block_table(1)
     kv.free(1)
-    assert kv.find_prefix(make_request("b", 16)).block_ids == (head,)
+    assert kv.prefixes.find(make_request("b", 16)).block_ids == (head,)
 
 
 def test_blocks_are_held_while_a_batch_in_flight_names_them() -> None:
@@ -147,30 +147,30 @@ def test_what_is_forgotten_is_not_found() -> None:
     kv.forget(0)
     kv.free(0)
     assert kv.update_stats().num_cached_blocks == 0
-    assert kv.find_prefix(make_request("b", 9)) == NO_HIT
+    assert kv.prefixes.find(make_request("b", 9)) == NO_HIT
 
 
 def test_blocks_that_one_row_is_computing_are_counted_up_to_those_of_another_row() -> None:
     kv = make_manager(24)
     short, long, late = make_request("a", 13), make_request("b", 25), make_request("c", 33)
     for row, request in enumerate((short, long)):
-        hit = kv.find_prefix(request)
+        hit = kv.prefixes.find(request)
         assert kv.allocate(row, request.num_tokens, hit)
-        kv.announce(row, request, hit)
-    assert kv.find_computing(late, kv.find_prefix(late)) == (3, 0)
+        kv.prefixes.announce(row, request, hit)
+    assert kv.prefixes.find_computing(late, kv.prefixes.find(late)) == (3, 0)
     kv.commit(0, short, 8)
-    assert kv.find_computing(late, kv.find_prefix(late)) == (1, 0)
+    assert kv.prefixes.find_computing(late, kv.prefixes.find(late)) == (1, 0)
     kv.commit(0, short, 12)
-    assert kv.find_computing(late, kv.find_prefix(late)) == (3, 1)
+    assert kv.prefixes.find_computing(late, kv.prefixes.find(late)) == (3, 1)
     kv.free(1)
-    assert kv.find_computing(late, kv.find_prefix(late)) == (0, -1)
+    assert kv.prefixes.find_computing(late, kv.prefixes.find(late)) == (0, -1)
     kv.check_invariants()
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
     kv = make_manager(enable_prefix_caching=False)
     enter(kv, 0, make_request("a", 9))
-    assert kv.find_prefix(make_request("b", 9)) == NO_HIT
+    assert kv.prefixes.find(make_request("b", 9)) == NO_HIT
     kv.free(0)
     assert (kv.num_free_blocks, kv.update_stats().num_cached_blocks) == (8, 0)
 
@@ -189,7 +189,7 @@ def test_queries_change_nothing() -> None:
     request = make_request("b", 9)
     order = list(kv._pool.free_blocks())
     for _ in range(3):
-        kv.find_prefix(request)
+        kv.prefixes.find(request)
     assert list(kv._pool.free_blocks()) == order
     assert kv.allocate(1, 4)
     block_table = kv.block_table(1)

@@ -24,9 +24,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from support.kvcache.kv_machine import KVMachine
 from tidewheel.errors import InternalError
 from tidewheel.kvcache import prefix
+from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.kvcache.session_store import SessionStore
 from tidewheel.kvcache.sessions import SessionTable
 from tidewheel.kvcache.transfers import TransferQueue
 
@@ -58,8 +58,8 @@ def copy_source_not_held(patch: pytest.MonkeyPatch) -> None:
 
     def take(self: TransferQueue, step_id: int) -> Any:
         taken = real(self, step_id)
-        if step_id in self._carried:
-            self._carried[step_id].sources.clear()
+        if step_id in self._steps:
+            self._steps[step_id].sources.clear()
         return taken
 
     patch.setattr(TransferQueue, "take", take)
@@ -112,7 +112,7 @@ def fork_too_long(patch: pytest.MonkeyPatch) -> None:
 
 
 def session_never_released(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SessionStore, "_release", lambda self, session: None)
+    patch.setattr(BlockPool, "release", lambda self, block_ids: None)
 
 
 def oldest_session_last(patch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def oldest_session_last(patch: pytest.MonkeyPatch) -> None:
 
 
 def quota_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SessionStore, "_limited", lambda self, tenant, num_blocks: num_blocks)
+    patch.setattr(SessionTable, "max_blocks", lambda self, tenant: None)
 
 
 def wrong_content_kept(patch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from support.kvcache.kv_machine import kv_request
 from tidewheel.errors import NotFound
-from tidewheel.kvcache.hits import NO_HIT
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.prefix import NO_HIT
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import Request
 from tidewheel.tenants import TenantLimits
@@ -40,7 +40,7 @@ class Turns:
         return num_tokens
 
     def enter(self, request: Request, row: int = 0) -> int:
-        hit = self.kv.find_prefix(request)
+        hit = self.kv.prefixes.find(request)
         assert self.kv.allocate(row, request.num_tokens, hit)
         self.step()
         return hit.num_tokens
@@ -96,8 +96,8 @@ def test_session_blocks_count_as_free_and_give_way_oldest_first() -> None:
     assert (stats.num_sessions, stats.num_session_blocks) == (1, 2)
     kv.free(1)
     with pytest.raises(NotFound, match="'old'"):
-        kv.close_session("", "old")
-    kv.close_session("", "new")
+        kv.sessions.close("", "old")
+    kv.sessions.close("", "new")
 
 
 def test_ordinary_cached_blocks_give_way_before_sessions() -> None:
@@ -118,7 +118,7 @@ def test_a_session_goes_to_the_host_tier_and_comes_back_with_its_tail() -> None:
     kv.step_done(100)
     kv.free(1)
     stats = kv.update_stats()
-    assert (stats.num_sessions, stats.num_session_blocks, kv.session_blocks("")) == (1, 0, 0)
+    assert (stats.num_sessions, stats.num_session_blocks, kv.sessions.table.num_blocks("")) == (1, 0, 0)
     assert turns.enter(turn(13)) == 10
     assert (stats.num_swapped_out, stats.num_swapped_in) == (3, 3)
     assert (stats.num_host_hits, stats.num_session_hits) == (10, 10)
@@ -128,13 +128,13 @@ def test_a_session_that_has_no_room_to_be_copied_gives_its_tail_to_the_row() -> 
     turns = Turns(make_manager(4))
     turns.run(turn(10))
     longest = turn(16)
-    hit = turns.kv.find_prefix(longest)
+    hit = turns.kv.prefixes.find(longest)
     assert hit.num_tokens == 10
     turns.kv.allocate(1, 4)  # the last block that is free
     assert turns.kv.allocate(0, 12, hit)
     assert turns.kv.block_table(0)[2] == hit.tail_block
     assert len(turns.kv.take_transfers(7).copy_sources) == 0
-    assert turns.kv.session_blocks("") == 2
+    assert turns.kv.sessions.table.num_blocks("") == 2
     turns.kv.check_invariants()
 
 
@@ -154,25 +154,25 @@ def test_two_requests_use_one_session_at_once_and_it_keeps_the_one_that_ended_la
     follow_up = kv_request("f", [*one.prompt_token_ids.tolist(), 7], session_id="s")
     assert turns.enter(follow_up) == 13
     other_branch = kv_request("o", [*two.prompt_token_ids.tolist(), 7], session_id="s")
-    assert turns.kv.find_prefix(other_branch).num_tokens == 12  # whole blocks, as long as they stay
+    assert turns.kv.prefixes.find(other_branch).num_tokens == 12  # whole blocks, as long as they stay
 
 
 def test_sessions_of_tenants_and_salts_are_their_own() -> None:
     turns = Turns(make_manager(16))
     turns.run(turn(3, tenant="a"))
-    assert turns.kv.find_prefix(turn(4, tenant="a")).num_tokens == 3
-    assert turns.kv.find_prefix(turn(4, tenant="b")) == NO_HIT
-    assert turns.kv.find_prefix(turn(4, tenant="a", salt="x")) == NO_HIT
+    assert turns.kv.prefixes.find(turn(4, tenant="a")).num_tokens == 3
+    assert turns.kv.prefixes.find(turn(4, tenant="b")) == NO_HIT
+    assert turns.kv.prefixes.find(turn(4, tenant="a", salt="x")) == NO_HIT
     with pytest.raises(NotFound):
-        turns.kv.close_session("b", "s")
+        turns.kv.sessions.close("b", "s")
 
 
 def test_sessions_end_when_their_time_is_over() -> None:
     turns = Turns(make_manager())
     turns.run(turn(5, session_ttl=10.0))
-    turns.kv.expire_sessions(9.9)
+    turns.kv.sessions.expire(9.9)
     assert turns.kv.update_stats().num_sessions == 1
-    turns.kv.expire_sessions(10.0)
+    turns.kv.sessions.expire(10.0)
     stats = turns.kv.update_stats()
     assert (stats.num_sessions, stats.num_session_blocks) == (0, 0)
     turns.run(turn(5))
@@ -183,15 +183,15 @@ def test_sessions_end_when_their_time_is_over() -> None:
 def test_quotas_cut_one_session_and_drop_others() -> None:
     turns = Turns(make_manager(16, max_session_blocks=2, tenants={"t": TenantLimits(max_blocks=3)}, max_sessions=3))
     turns.run(turn(14))
-    assert turns.kv.session_blocks("") == 2
+    assert turns.kv.sessions.table.num_blocks("") == 2
     turns.run(kv_request("a", [1] * 8, tenant="t", session_id="one"))
     turns.run(kv_request("b", [2] * 8, tenant="t", session_id="two"))
-    assert turns.kv.session_blocks("t") == 2
+    assert turns.kv.sessions.table.num_blocks("t") == 2
     for number in range(3):
         turns.run(kv_request(f"c{number}", [number + 5], session_id=f"more{number}"))
     assert turns.kv.update_stats().num_sessions == 3
     with pytest.raises(NotFound):
-        turns.kv.close_session("", "s")
+        turns.kv.sessions.close("", "s")
 
 
 def test_what_is_not_to_be_trusted_is_no_session() -> None:
@@ -201,8 +201,8 @@ def test_what_is_not_to_be_trusted_is_no_session() -> None:
     turns.enter(wrong)
     turns.kv.forget(0)
     turns.kv.free(0)
-    assert turns.kv.find_prefix(turn(16)).num_tokens == 0
-    turns.kv.close_session("", "s")
+    assert turns.kv.prefixes.find(turn(16)).num_tokens == 0
+    turns.kv.sessions.close("", "s")
     turns.kv.check_invariants()
 
 
@@ -235,13 +235,13 @@ def test_a_hit_that_the_host_tier_has_lost_is_refused() -> None:
     victim, other = kv_request("v", 5), kv_request("o", [9] * 5)
     for request in (victim, other):
         turns.enter(request)
-        hit_before = turns.kv.find_prefix(victim)
+        hit_before = turns.kv.prefixes.find(victim)
         turns.kv.offload(0, request, 5)
         turns.kv.free(0)
         assert turns.kv.allocate(1, 16)
         turns.step()
         turns.kv.free(1)
-    assert hit_before.host_keys and turns.kv.find_prefix(victim) == NO_HIT
+    assert hit_before.host_keys and turns.kv.prefixes.find(victim) == NO_HIT
     assert not turns.kv.allocate(0, 5, hit_before)
     turns.kv.check_invariants()
 
@@ -275,7 +275,7 @@ def test_there_is_no_fork_of_a_row_whose_content_has_yet_to_arrive() -> None:
     turns = Turns(make_manager())
     turns.run(turn(10))
     leader = turn(11)
-    turns.kv.allocate(0, 11, turns.kv.find_prefix(leader))
+    turns.kv.allocate(0, 11, turns.kv.prefixes.find(leader))
     assert turns.kv.fork_hit(0, kv_request("c", 11)) == NO_HIT
     turns.step()
     assert turns.kv.fork_hit(0, kv_request("c", 11)).num_tokens == 10
@@ -289,6 +289,6 @@ def test_after_a_failure_nothing_of_the_step_is_found() -> None:
     turns.kv.take_transfers(1)
     turns.kv.free(0, after_step=1)
     turns.kv.all_steps_done()
-    assert turns.kv.find_prefix(kv_request("again", 9)) == NO_HIT
+    assert turns.kv.prefixes.find(kv_request("again", 9)) == NO_HIT
     assert (turns.kv.num_free_blocks, turns.kv.update_stats().num_free_host_blocks) == (8, 4)
     turns.kv.check_invariants()

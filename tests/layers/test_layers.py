@@ -1,4 +1,6 @@
-"""Arrows point down: no module imports from a layer above its own, and no two modules import each other in a ring.
+"""Arrows point down: no module imports from a layer above its own, and modules do not import each other in rings.
+
+Imports inside functions and under TYPE_CHECKING count like any other.
 
 L0 values, L1 decisions, L2 device, L3 engine, L4 text, L5 Triton, L6 the server, L7 what measures, L8 commands. So
 serving never imports what measures.
@@ -8,15 +10,17 @@ L1 and L2 know nothing of each other; `tidewheel_kernels` and `tidewheel_client`
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {"tidewheel": ROOT / "backend", "tidewheel_kernels": ROOT / "kernels", "tidewheel_client": ROOT / "client"}
+BENCHMARKS = ROOT / "benchmarks"
 
 # Longest prefix wins.
 LAYERS = {
@@ -29,7 +33,9 @@ LAYERS = {
     "tidewheel.sampling": 0,
     "tidewheel.request": 0,
     "tidewheel.batch": 0,
+    "tidewheel.version": 0,
     "tidewheel.stats": 0,
+    "tidewheel.event_heap": 0,
     "tidewheel.scheduler": 1,
     "tidewheel.kvcache": 1,
     "tidewheel.record": 1,
@@ -46,24 +52,28 @@ LAYERS = {
     "tidewheel.server": 6,
     "tidewheel.bench": 7,
     "tidewheel.simulate": 7,
+    "tidewheel.workload": 7,
     "tidewheel.cli": 8,
     "tidewheel_client": 0,
 }
 # What stands in a layer by itself and may not be reached from some that lie above it.
 FORBIDDEN = [
     ("tidewheel.simulate", "tidewheel_kernels"),
+    ("tidewheel.workload", "tidewheel.bench"),
+    ("tidewheel.workload", "tidewheel.simulate"),
     ("tidewheel_kernels", "tidewheel"),
     ("tidewheel_client", "tidewheel"),
     ("tidewheel_client", "tidewheel_kernels"),
 ]
 WITHOUT_TORCH = [
     "tidewheel.engine.messages",
-    "tidewheel.engine.client",
+    "tidewheel.engine.engine_client",
     "tidewheel.frontend.frontend",
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
     "tidewheel.bench.suites",
     "tidewheel.bench.pictures",
+    "tidewheel.workload.trace_files",
     "tidewheel_client",
 ]
 
@@ -73,50 +83,59 @@ def module_name(path: Path, base: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def all_modules() -> dict[str, Path]:
-    return {
-        module_name(path, base): path for package, base in SOURCES.items() for path in (base / package).rglob("*.py")
-    }
+MODULES = {
+    module_name(path, base): path for package, base in SOURCES.items() for path in (base / package).rglob("*.py")
+}
+MODULES_AND_BENCHMARKS = MODULES | {module_name(path, BENCHMARKS): path for path in BENCHMARKS.rglob("*.py")}
 
 
-MODULES = all_modules()
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
-def imports(tree: ast.AST, *, lazy: bool, typing_only: bool) -> Iterator[str]:
-    """Absolute names that a tree imports; functions are entered only when `lazy`."""
-    for node in ast.iter_child_nodes(tree):
-        if is_type_checking(node) and not typing_only:
-            continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
-            continue
+def imports(path: Path) -> set[str]:
+    """Return the absolute names that a module imports anywhere."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import: {ast.unparse(node)}"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        else:
-            yield from imports(node, lazy=lazy, typing_only=typing_only)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
 
 
-def ours(name: str) -> str | None:
-    """The module of ours that an imported name lives in."""
+def defining_module(name: str, modules: Mapping[str, Path]) -> str | None:
+    """Return the module of this repository that an imported name lives in."""
     while name:
-        if name in MODULES:
+        if name in modules:
             return name
         name = name.rpartition(".")[0]
     return None
 
 
-def arrows(*, lazy: bool, typing_only: bool) -> dict[str, set[str]]:
+@functools.cache
+def arrows(*, benchmarks: bool = False) -> dict[str, set[str]]:
+    """Map each module to the modules that it imports."""
+    modules = MODULES_AND_BENCHMARKS if benchmarks else MODULES
     graph: dict[str, set[str]] = {}
-    for module, path in MODULES.items():
-        found = {ours(name) for name in imports(ast.parse(path.read_text()), lazy=lazy, typing_only=typing_only)}
+    for module, path in modules.items():
+        found = {defining_module(name, modules) for name in imports(path)}
         graph[module] = {target for target in found if target is not None and target != module}
     return graph
+
+
+def reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def rings(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """Return the groups of modules that all reach each other."""
+    reach = {module: reachable(graph, module) for module in graph}
+    groups = {frozenset(m for m in reach[module] if module in reach[m]) for module in graph}
+    return [set(group) for group in groups if group]
 
 
 def layer(module: str) -> int:
@@ -140,7 +159,7 @@ def test_arrows_point_down() -> None:
     # The package's own __init__ gives `LLM` on first use: the one name that may look up.
     upward = [
         f"{module} (L{layer(module)}) imports {target} (L{layer(target)})"
-        for module, targets in arrows(lazy=True, typing_only=True).items()
+        for module, targets in arrows().items()
         if module != "tidewheel"
         for target in targets
         if layer(target) > layer(module)
@@ -149,7 +168,7 @@ def test_arrows_point_down() -> None:
 
 
 def test_decisions_and_device_do_not_know_each_other() -> None:
-    graph = arrows(lazy=True, typing_only=True)
+    graph = arrows()
     mixed = [
         f"{module} imports {target}"
         for module, targets in graph.items()
@@ -161,7 +180,7 @@ def test_decisions_and_device_do_not_know_each_other() -> None:
 
 @pytest.mark.parametrize(("package", "forbidden"), FORBIDDEN)
 def test_packages_that_stand_alone(package: str, forbidden: str) -> None:
-    graph = arrows(lazy=True, typing_only=True)
+    graph = arrows()
     assert not [
         f"{module} imports {target}"
         for module, targets in graph.items()
@@ -171,35 +190,24 @@ def test_packages_that_stand_alone(package: str, forbidden: str) -> None:
 
 
 def test_no_ring_of_imports() -> None:
-    graph = arrows(lazy=False, typing_only=False)
-    done: set[str] = set()
+    assert rings(arrows(benchmarks=True)) == []
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " → ".join((*path[path.index(module) :], module))
-        if module in done:
-            return
-        for target in graph[module]:
-            visit(target, (*path, module))
-        done.add(module)
 
-    for module in graph:
-        visit(module, ())
+def test_rings_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set[str]()}
+    assert rings(graph) == [{"a", "b", "c"}]
 
 
 def test_only_the_adapter_knows_triton() -> None:
-    users = [
-        module
-        for module, path in MODULES.items()
-        if "triton_python_backend_utils" in set(imports(ast.parse(path.read_text()), lazy=True, typing_only=True))
-    ]
+    users = [module for module, path in MODULES.items() if "triton_python_backend_utils" in imports(path)]
     assert users
-    assert not [m for m in users if m != "tidewheel.model" and not within(m, "tidewheel.adapter")]
+    assert not [m for m in users if not within(m, "tidewheel.adapter")]
 
 
 def test_nothing_unpickles() -> None:
     banned = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
     for module, path in MODULES.items():
-        names = {name.split(".")[0] for name in imports(ast.parse(path.read_text()), lazy=True, typing_only=True)}
+        names = {name.split(".")[0] for name in imports(path)}
         assert not names & banned, module
         assert "torch.load(" not in path.read_text(), module
 

@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
     """The defaults of the command line."""
     from locust.argument_parser import LocustArgumentParser
 
-    from tidewheel_client.load.options import add_arguments
+    from tidewheel_client.load.load_options import add_arguments
 
     parser = LocustArgumentParser()
     add_arguments(parser)

@@ -21,7 +21,9 @@ from support.triton.http_triton import Body, FakeHttpTriton, one_answer
 from support.triton.serving import free_ports, wait_for
 
 LOCUSTFILE = Path(__file__).parents[2] / "client" / "tidewheel_client" / "load" / "locustfile.py"
-LOCUST = [sys.executable, "-m", "locust", "-f", str(LOCUSTFILE)]
+# On a busy machine, locust gives up a worker after three seconds, and with it what the worker has counted.
+PATIENT = "from locust import main, runners; runners.HEARTBEAT_LIVENESS = 100; main.main()"
+LOCUST = [sys.executable, "-c", PATIENT, "-f", str(LOCUSTFILE)]
 NUM_USERS = 12
 
 
@@ -89,7 +91,8 @@ def test_all_users_at_once(triton: FakeTriton, http_triton: FakeHttpTriton, proc
         assert sum(row["num_requests"] for (method, _), row in found.items() if method == kind) == count
     for kind in ("GRPC", "SSE"):
         for row in ("TTFT", "TPOT"):
-            counts = [found[row, f"{kind} demo {qos}"]["num_requests"] for qos in ("high", "low")]
+            named = {f"{kind} demo {qos}" for qos in ("high", "low")}  # few requests may be all of one class
+            counts = [found[key]["num_requests"] for key in found if key[0] == row and key[1] in named]
             assert sum(counts) == asked[kind]
 
 

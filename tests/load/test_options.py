@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel_client.load.options import LoadOptions, Mix, OptionError, Range, read_prompts
+from tidewheel_client.load.load_options import LoadOptions, Mix, OptionError, Range, read_prompts
 
 
 def test_ranges() -> None:
@@ -93,7 +93,7 @@ def test_the_web_page_is_not_trusted(arguments: argparse.Namespace, name: str, v
 def test_the_command_line_says_which_option(capsys: pytest.CaptureFixture[str]) -> None:
     from locust.argument_parser import LocustArgumentParser
 
-    from tidewheel_client.load.options import add_arguments
+    from tidewheel_client.load.load_options import add_arguments
 
     parser = LocustArgumentParser()
     add_arguments(parser)

@@ -85,7 +85,7 @@ def divergence(case: Case, prompt: Int32Array, ours: list[int], theirs: list[int
 
 
 def divergences(case: Case, ours: list[list[int]]) -> Iterator[Divergence]:
-    theirs = tiny_models.transformers_tokens(case.rounded, case.prompts, NUM_TOKENS)
+    theirs = tiny_models.transformers_tokens(case.rounded, case.prompts, NUM_TOKENS, margin=0.0)
     for prompt, mine, reference in zip(case.prompts, ours, theirs, strict=True):
         found = divergence(case, prompt, mine, reference)
         if found is not None:

@@ -15,13 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.models import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models import source
-from tidewheel.models.base import no_progress
-from tidewheel.models.config_file import read_config
-from tidewheel.models.decoder import Decoder
-from tidewheel.models.layers import Linear, can_pack
+from tidewheel.models import model_folder
+from tidewheel.models.causal_lm import no_progress
+from tidewheel.models.decoder import Decoder, Linear, can_pack
 from tidewheel.models.loader import load_model
-from tidewheel.models.source import resolve_folder
+from tidewheel.models.model_folder import read_config, resolve_folder
 from tidewheel.models.weights import INDEX_NAME, SINGLE_NAME, fill_random
 
 CPU = torch.device("cpu")
@@ -69,7 +67,7 @@ def test_every_tensor_arrives(folder: Path) -> None:
     model = load(folder)
     expected = load_file(folder / SINGLE_NAME)
     fresh = Decoder(model.config, max_model_len=8, dtype=torch.float32, device=CPU)
-    assert set(fresh.destinations()) == set(expected)
+    assert set(fresh.destinations) == set(expected)
     assert torch.equal(model.embedding, expected["model.embed_tokens.weight"])
     assert torch.equal(model.layers[1].mlp_norm, expected["model.layers.1.post_attention_layernorm.weight"])
     assert model.weights_bytes == sum(tensor.nbytes for tensor in expected.values())
@@ -217,9 +215,7 @@ def test_the_lm_head_of_a_tied_model_is_its_embedding(tmp_path: Path) -> None:
 
 def test_packed_weights_compute_the_same() -> None:
     assert can_pack(torch.float32), "this build of torch lacks oneDNN's packed linear layer"
-    layer = Linear(48, 72, bias=True, dtype=torch.float32, device=CPU)
-    torch.nn.init.normal_(layer.weight)
-    torch.nn.init.normal_(layer.bias)
+    layer = Linear(torch.randn(72, 48), torch.randn(72))
     inputs = [torch.randn(rows, 48) for rows in (0, 1, 5, 64, 200)]
     expected = [layer(x) for x in inputs]
     layer.pack()
@@ -232,14 +228,16 @@ def test_a_download_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*args: object, **kwargs: object) -> str:
         raise OSError("network is\nunreachable")
 
-    monkeypatch.setattr(source, "snapshot_download", fail)
+    monkeypatch.setattr(model_folder, "snapshot_download", fail)
     with pytest.raises(ConfigError, match=r"'owner/name' .* network is unreachable$"):
         resolve_folder("owner/name")
 
 
 def test_a_download_fetches_data_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wanted: dict[str, object] = {}
-    monkeypatch.setattr(source, "snapshot_download", lambda name, **kwargs: wanted.update(kwargs) or str(tmp_path))
+    monkeypatch.setattr(
+        model_folder, "snapshot_download", lambda name, **kwargs: wanted.update(kwargs) or str(tmp_path)
+    )
     assert resolve_folder("owner/name") == tmp_path
     assert not {"*.py", "*.bin", "*.pt", "*"} & set(wanted["allow_patterns"])
 

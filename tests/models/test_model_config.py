@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from support.models import tiny_models
 from tidewheel.errors import ConfigError
-from tidewheel.models.config import ModelConfig, parse_config
-from tidewheel.models.config_file import Fields, architecture, checkpoint_dtype, read_config
-from tidewheel.models.registry import NATIVE, native_traits
+from tidewheel.models.architectures import NATIVE, native_traits
+from tidewheel.models.decoder_config import ModelConfig, parse_config
+from tidewheel.models.model_folder import Fields, architecture, checkpoint_dtype, read_config
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidewheel.models.layers import Linear, can_pack, padded_rows
+from tidewheel.models.decoder import Linear, can_pack, padded_rows
 
 
 def test_few_row_counts_and_little_waste() -> None:
@@ -19,10 +19,7 @@ def test_few_row_counts_and_little_waste() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 7, 9, 33, 65])
 def test_padding_does_not_show(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
-    layer = Linear(48, 24, bias=True, dtype=torch.float32, device=torch.device("cpu"))
-    layer.weight.normal_(generator=generator)
-    assert layer.bias is not None
-    layer.bias.normal_(generator=generator)
+    layer = Linear(torch.randn(24, 48, generator=generator), torch.randn(24, generator=generator))
     x = torch.randn(rows, 48, generator=generator)
     expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
     layer.pack()

@@ -72,12 +72,13 @@ def case(request: pytest.FixtureRequest, model_name: str, tmp_path_factory: pyte
     torch.set_num_threads(1)
     folder: Path = tmp_path_factory.mktemp(model_name)
     model = tiny_models.save(MODELS[model_name], folder)
-    prompts = tiny_models.prompts(NUM_REQUESTS, 1, 60)
+    candidates = tiny_models.prompts(NUM_REQUESTS + 8, 1, 60)
+    prompts, expected = tiny_models.clear_prompts(model, candidates, NUM_REQUESTS, NUM_TOKENS)
     config = EngineConfig(
         model=str(folder), dtype="float32", device=request.param, max_num_seqs=NUM_REQUESTS, num_blocks=256,
         block_size=BLOCK_SIZE, num_threads=1,
     )  # fmt: skip
-    return Case(ModelRunner.load(config), prompts, tiny_models.transformers_tokens(model, prompts, NUM_TOKENS))
+    return Case(ModelRunner.load(config), prompts, expected)
 
 
 def generated(case: Case, prompts: list[Int32Array], **options: object) -> list[list[int]]:

@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import MAX_HEADER_BYTES, HeaderError, SafetensorsFile, parse_header
-from tidewheel.models.weight_carrier import HostCarrier
-from tidewheel.models.weight_plan import plan_chunks
-from tidewheel.models.weight_stream import SLOT_BYTES, stream_chunks
+from tidewheel.models.safetensors_file import (
+    MAX_HEADER_BYTES,
+    HeaderError,
+    SafetensorsFile,
+    parse_header,
+    plan_chunks,
+)
+from tidewheel.models.weight_stream import SLOT_BYTES, HostCarrier, stream_chunks
 
 
 def entry(begin: int, end: int, **changes: object) -> dict[str, object]:

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from support.models import tiny_models
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import CausalLM, no_progress
-from tidewheel.models.config_file import read_config
+from tidewheel.models.causal_lm import CausalLM, no_progress
 from tidewheel.models.loader import load_model
-from tidewheel.models.transformers_attention import IMPLEMENTATION, AttentionCall, install
-from tidewheel.models.transformers_probe import ProbeResult, probe
+from tidewheel.models.model_folder import read_config
+from tidewheel.models.transformers_attention import IMPLEMENTATION, AttentionCall, ProbeResult, install, probe
 
 CPU = torch.device("cpu")
 

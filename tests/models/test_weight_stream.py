@@ -12,10 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weight_carrier import CudaLane, Event, HostCarrier, RingCarrier
-from tidewheel.models.weight_plan import Chunk, plan_chunks
-from tidewheel.models.weight_stream import stream_chunks
+from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunks
+from tidewheel.models.weight_stream import CudaLane, Event, HostCarrier, RingCarrier, stream_chunks
 
 SLOT_BYTES = 256
 NUM_SLOTS = 3

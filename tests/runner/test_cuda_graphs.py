@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tidewheel.runner.cuda_graphs import CudaGraphPool, _Address
+from tidewheel.runner.accelerator import CudaGraphPool, _Address
 from tidewheel.runner.profiling import estimated_graph_bytes
 
 DEVICE = torch.device("cuda", 0)

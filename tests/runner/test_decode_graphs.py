@@ -21,17 +21,17 @@ from support.runner.recorded_graphs import NotCapturable, RecordedGraph, Recordi
 from support.runner.step_loop import GREEDY, StepLoop, poison, request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
+from tidewheel.models.causal_lm import CausalLM, KVLayer, no_progress
 from tidewheel.request import Request
 from tidewheel.runner.decode_graphs import DecodeGraphs, decode_sizes
-from tidewheel.runner.forward import Bounds, Forward
-from tidewheel.runner.host_blocks import HostBlocks
-from tidewheel.runner.inputs import DeviceInputs
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
-from tidewheel.runner.loading import Cache
+from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.pending import PendingTokens
+from tidewheel.runner.sampler import PendingTokens
 from tidewheel.runner.staging import NUM_SLOTS
 from tidewheel.sampling import SamplingParams
+from tidewheel_kernels import AttentionMetadata
 
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 SIZES = [1, 2, 4, 8, 16]
@@ -68,11 +68,23 @@ def graphed(plain: ModelRunner) -> ModelRunner:
 
 
 def with_graphs(plain: ModelRunner) -> ModelRunner:
-    """The same weights behind a recording accelerator, with a cache of its own. Call and use it with the capturable
-    operations."""
+    return with_model(plain, model_of(plain))
+
+
+def model_of(runner: ModelRunner) -> CausalLM:
+    """The model of a runner once more, from its folder."""
+    config = EngineConfig(model=runner.info.model, dtype="float32", device="cpu", num_threads=1)
+    return load_parts(config, no_progress).model
+
+
+def with_model(plain: ModelRunner, model: CausalLM, *, graphs: bool = True) -> ModelRunner:
+    """A runner like `plain` with a cache of its own. With graphs it has a recording accelerator: call and use it with
+    the capturable operations."""
     info, device = plain.info, torch.device("cpu")
-    kv = KVTensors(CacheLayout(plain._model.shape, info.block_size, torch.float32), info.num_blocks, device)
-    runner = ModelRunner(plain._model, Cache(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
+    kv = KVTensors(CacheLayout(model.shape, info.block_size, torch.float32), info.num_blocks, device)
+    if not graphs:
+        return ModelRunner(model, Cache(kv, None), info, device)
+    runner = ModelRunner(model, Cache(kv, HostBlocks(kv, 32)), info, device, RecordingAccelerator())
     poison(runner)
     with capturable.installed():
         runner.capture(SIZES, lambda stage, fraction: None)
@@ -226,6 +238,33 @@ def faulty(plain: ModelRunner, fault: mock._patch[object]) -> list[list[int]]:
         return graphed_tokens(with_graphs(plain), workload(KINDS["filtered"], 8))
 
 
+class Altered:
+    """A model with a step of its own behind its forward pass."""
+
+    is_capturable = True
+
+    def __init__(self, model: CausalLM, alter: Callable[..., torch.Tensor]) -> None:
+        self._model, self._alter = model, alter
+        self.shape, self.weights_bytes = model.shape, model.weights_bytes
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        logits = self._model.forward(token_ids, positions, meta, kv_layers, logit_indices)
+        return self._alter(logits, positions[logit_indices], meta)
+
+
+def altered_tokens(plain: ModelRunner, alter: Callable[..., torch.Tensor], *, graphs: bool = True) -> list[list[int]]:
+    runner = with_model(plain, Altered(model_of(plain), alter), graphs=graphs)
+    requests = workload(KINDS["filtered"], 8)
+    return graphed_tokens(runner, requests) if graphs else StepLoop(runner).run(requests)
+
+
 READS = {
     "item": lambda tensor: tensor.sum().item(),
     "int": lambda tensor: int(tensor[0]),
@@ -240,32 +279,27 @@ READS = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_on_the_captured_path_is_found(plain: ModelRunner, read: Callable[[torch.Tensor], object]) -> None:
-    forward = Forward.__call__
-
-    def reading(self: Forward, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
-        read(inputs.seq_lens)
-        return forward(self, inputs, bounds)
+    def reading(logits: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        read(meta.seq_lens)
+        return logits
 
     with pytest.raises(NotCapturable):
-        faulty(plain, mock.patch.object(Forward, "__call__", reading))
+        altered_tokens(plain, reading)
 
 
 def test_a_frozen_host_value_is_found(plain: ModelRunner) -> None:
     """A position that is counted on the host instead of read on the device."""
-    forward, steps = Forward.__call__, itertools.count()
+    steps = itertools.count()
 
-    def counting(self: Forward, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
-        logits = forward(self, inputs, bounds)
+    def counting(logits: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
         return logits + torch.arange(logits.shape[1]).eq(next(steps) % 7) * 100.0
 
-    def alike(self: Forward, inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
-        logits = forward(self, inputs, bounds)
-        return logits + torch.arange(logits.shape[1]).eq(inputs.positions[inputs.logit_indices][:, None] % 7) * 100.0
+    def alike(logits: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata) -> torch.Tensor:
+        return logits + torch.arange(logits.shape[1]).eq(positions[:, None] % 7) * 100.0
 
-    with mock.patch.object(Forward, "__call__", alike):
-        expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
-    assert faulty(plain, mock.patch.object(Forward, "__call__", alike)) == expected
-    assert faulty(plain, mock.patch.object(Forward, "__call__", counting)) != expected
+    expected = altered_tokens(plain, alike, graphs=False)
+    assert altered_tokens(plain, alike) == expected
+    assert altered_tokens(plain, counting) != expected
 
 
 def test_a_bound_that_is_too_low_is_found(plain: ModelRunner) -> None:
@@ -293,5 +327,5 @@ def test_an_input_outside_of_the_static_buffer_is_found(plain: ModelRunner) -> N
 def test_tokens_that_are_read_after_the_next_step_are_found(plain: ModelRunner) -> None:
     """What a step answers must be its own copy: the next one overwrites where the tokens lay."""
     expected = StepLoop(plain).run(workload(KINDS["filtered"], 8))
-    with mock.patch("tidewheel.runner.pending._host_copy", lambda tensor, accelerator: tensor):
+    with mock.patch("tidewheel.runner.sampler._host_copy", lambda tensor, accelerator: tensor):
         assert graphed_tokens(with_graphs(plain), workload(KINDS["filtered"], 8), PipelinedLoop) != expected

@@ -15,7 +15,7 @@ from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.runner.accelerator import Cuda
 from tidewheel.runner.model_runner import ModelRunner
-from tidewheel.runner.pending import PendingTokens
+from tidewheel.runner.sampler import PendingTokens
 from tidewheel.sampling import SamplingParams
 
 pytestmark = [

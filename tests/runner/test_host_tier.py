@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,9 @@ import torch
 from tidewheel.batch import ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
-from tidewheel.models.base import ModelShape
-from tidewheel.runner import host_blocks
+from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.block_transfers import BlockTransfers
-from tidewheel.runner.host_blocks import HostBlocks
-from tidewheel.runner.host_memory import GIB, available_host_bytes, decide_num_host_blocks
+from tidewheel.runner.host_slots import GIB, HostBlocks, available_host_bytes, decide_num_host_blocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.model_runner import ModelRunner
 
@@ -45,18 +43,14 @@ def batch(step_id: int = 0, **columns: np.ndarray) -> ScheduledBatch:
     )  # fmt: skip
 
 
-@pytest.fixture(params=["one slab", "slabs and chunks"])
-def small_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param != "one slab":
-        monkeypatch.setattr(host_blocks, "SLAB_BYTES", 2 * LAYOUT.block_bytes)
-        monkeypatch.setattr(host_blocks, "STAGING_BYTES", 3 * LAYOUT.block_bytes)
+SMALL_MEMORY = {"slab_bytes": 2 * LAYOUT.block_bytes, "staging_bytes": 3 * LAYOUT.block_bytes}
 
 
-@pytest.mark.usefixtures("small_memory")
-def test_blocks_go_out_and_come_back_as_they_were() -> None:
+@pytest.mark.parametrize("memory", [{}, SMALL_MEMORY], ids=["one slab", "slabs and chunks"])
+def test_blocks_go_out_and_come_back_as_they_were(memory: dict[str, int]) -> None:
     kv = numbered_cache(8)
     before = kv.blocks.clone()
-    host = HostBlocks(kv, 7)
+    host = HostBlocks(kv, 7, **memory)
     assert host.num_bytes == 7 * LAYOUT.block_bytes
     blocks, slots = int32(5, 0, 3, 7, 1), int32(6, 2, 0, 5, 3)
     host.write_out(blocks, slots)
@@ -136,17 +130,17 @@ def test_the_time_of_a_copy_is_measured_after_a_first_one() -> None:
     assert BlockTransfers(kv, None, side).seconds_per_block() is None
 
 
-def test_a_swap_without_a_tier_and_a_copy_that_fails_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_swap_without_a_tier_and_a_copy_that_fails_are_told() -> None:
     kv = numbered_cache(4)
     with pytest.raises(InternalError, match="step 3 swaps blocks, and there is no host tier"):
         BlockTransfers(kv, None).start(batch(3, **OUT))
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError("out of memory")
+    class Refusing(RecordedSide):
+        def running(self) -> AbstractContextManager[None]:
+            raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(HostBlocks, "write_out", refuse)
     with pytest.raises(InternalError, match="step 4: blocks could not be copied: out of memory"):
-        BlockTransfers(kv, HostBlocks(kv, 1)).start(batch(4, **OUT))
+        BlockTransfers(kv, HostBlocks(kv, 1), Refusing()).start(batch(4, **OUT))
 
 
 def test_the_setting_is_in_gib_and_must_be_possible() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import ModelShape
+from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.kv_tensors import (
     MIB,
     CacheLayout,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
 from pathlib import Path
 from unittest import mock
 
@@ -56,14 +55,6 @@ def test_info_states_what_was_resolved(runner: ModelRunner, checkpoint: Path) ->
     assert info.weights_bytes > 0
     assert info.activation_bytes > 0
     assert info.device.startswith("cpu (1 thread")
-
-
-def test_the_log_says_what_fits(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        ModelRunner.load(dataclasses.replace(config, max_model_len=128))
-    assert "CPU KV cache size: 1024 tokens" in caplog.messages
-    assert "Maximum concurrency for 128 tokens per request: 8.00x" in caplog.messages
-    assert any(re.match(r"memory: weights .*, graphs 0 MiB, KV cache ", message) for message in caplog.messages)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -8,8 +8,8 @@ import torch
 from support.runner import capturable
 from support.runner.recorded_graphs import NotCapturable, RecordingPool
 from tidewheel_kernels import AttentionMetadata
-from tidewheel_kernels.attention_reference import paged_attention_reference
-from tidewheel_kernels.rope import rope_and_cache_reference
+from tidewheel_kernels.attention.reference import paged_attention_reference
+from tidewheel_kernels.rope.reference import rope_and_cache_reference
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 12
 
@@ -94,14 +94,14 @@ def test_decode_attention_reads_no_key_that_is_not_there() -> None:
 @pytest.mark.parametrize("has_norm", [False, True])
 def test_rope_and_cache_equals_the_reference(slots: list[int], has_norm: bool) -> None:
     torch.manual_seed(0)
-    weights = {"q_norm_weight": torch.rand(8), "k_norm_weight": torch.rand(8)} if has_norm else {}
+    weights = (torch.rand(8), torch.rand(8)) if has_norm else (None, None)
     q, k, v = torch.randn(4, 4, 8), torch.randn(4, 2, 8), torch.randn(4, 2, 8)
     caches = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, 2, 8)
     shared = (torch.randn(32, 8), torch.tensor([3, 31, 0, 9]), torch.tensor(slots))
     results = []
     for function in (rope_and_cache_reference, capturable.rope_and_cache):
         tensors = [tensor.clone() for tensor in (q, k, v, caches[0], caches[1])]
-        function(*tensors[:3], *shared, *tensors[3:], **weights)
+        function(*tensors[:3], *shared, *tensors[3:], *weights, 1e-6)
         results.append(tensors)
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)

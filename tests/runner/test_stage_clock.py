@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidewheel.runner.stage_clock import StageClock
+from tidewheel.runner.loading import StageClock
 
 
 def test_every_second_belongs_to_a_stage() -> None:

@@ -20,16 +20,16 @@ LAST = [np.array([True, False, True]), np.array([0.5, 1.5], dtype=np.float32), n
 )
 def test_groups_arrive_as_they_were_sent(sender: SharedMemory | Staging) -> None:
     for _ in range(2 * NUM_SLOTS):
-        sent = sender.send([FIRST, None, LAST])
-        assert sent.group(1) == []
-        for index, arrays in ((2, LAST), (0, FIRST)):
-            tensors = sent.group(index)
+        sent = sender.send({"inputs": FIRST, "draw": None, "changes": LAST})
+        assert sent.group("draw") == []
+        for name, arrays in (("changes", LAST), ("inputs", FIRST)):
+            tensors = sent.group(name)
             assert [tensor.tolist() for tensor in tensors] == [array.tolist() for array in arrays]
             assert [tensor.dtype for tensor in tensors] == [torch.from_numpy(array).dtype for array in arrays]
 
 
 def test_nothing_at_all_can_be_sent() -> None:
-    assert Staging(RecordingAccelerator(), 64).send([None, []]).group(1) == []
+    assert Staging(RecordingAccelerator(), 64).send({"inputs": None, "draw": []}).group("draw") == []
 
 
 def test_the_first_arrays_lie_where_they_lay() -> None:
@@ -37,7 +37,8 @@ def test_the_first_arrays_lie_where_they_lay() -> None:
     staging = Staging(RecordingAccelerator(), 256)
     places = set()
     for size in (0, 3, 40, 4000, 2):
-        tensors = staging.send([FIRST, [np.full(size, 9.0, dtype=np.float32)]]).group(0)
+        sent = staging.send({"inputs": FIRST, "draw": [np.full(size, 9.0, dtype=np.float32)]})
+        tensors = sent.group("inputs")
         assert tensors[1].tolist() == [0, 1, 2, 3, 4]
         places.add(tuple(tensor.data_ptr() for tensor in tensors))
     assert len(places) == 1
@@ -47,7 +48,7 @@ def test_a_slot_is_written_only_after_its_copy_is_done() -> None:
     accelerator = RecordingAccelerator()
     staging = Staging(accelerator, 256)
     for _ in range(2 * NUM_SLOTS):
-        staging.send([FIRST])
+        staging.send({"inputs": FIRST})
     slots = list(range(NUM_SLOTS))
     expected = [(name, slot) for slot in slots * 2 for name in ("synchronize", "record")]
     assert accelerator.events == expected
@@ -56,7 +57,7 @@ def test_a_slot_is_written_only_after_its_copy_is_done() -> None:
 def test_what_was_sent_before_is_not_touched_by_a_larger_step() -> None:
     """A slot that has become too small is replaced, not written to."""
     staging = Staging(RecordingAccelerator(), 16)
-    earlier = staging.send([[np.arange(2)], [np.arange(100)]]).group(1)[0]
+    earlier = staging.send({"inputs": [np.arange(2)], "draw": [np.arange(100)]}).group("draw")[0]
     for size in (200, 300, 400, 500):
-        staging.send([[np.arange(2)], [np.zeros(size, dtype=np.int64)]])
+        staging.send({"inputs": [np.arange(2)], "draw": [np.zeros(size, dtype=np.int64)]})
     assert earlier.tolist() == list(range(100))

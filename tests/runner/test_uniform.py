@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidewheel.runner.uniform import uniform
+from tidewheel.runner.sampling_plan import uniform
 
 
 def test_numbers_lie_in_the_unit_interval_and_fill_it() -> None:

@@ -20,14 +20,14 @@ from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models import layers
-from tidewheel.models.base import ModelShape, no_progress
-from tidewheel.models.config import ModelConfig
+from tidewheel.models import decoder
+from tidewheel.models.causal_lm import ModelShape, no_progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.rope import RopeConfig
+from tidewheel.models.decoder_config import ModelConfig
+from tidewheel.models.rope_table import RopeConfig
 from tidewheel.request import Request
 from tidewheel.runner import model_runner
-from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.loading import Cache
@@ -106,7 +106,7 @@ def recorded(architecture: int = 90) -> Iterator[LaunchKeys]:
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
 
-    with recorded_keys(architecture) as keys, mock.patch.object(layers, "linear", linear):
+    with recorded_keys(architecture) as keys, mock.patch.object(decoder, "linear", linear):
         yield keys
 
 
@@ -213,7 +213,7 @@ def test_a_violation_is_found() -> None:
 
 def test_an_argument_that_changes_and_is_specialised_on_is_found() -> None:
     """As if the number of decodes before the first prompt were like any other integer to the compiler."""
-    from tidewheel_kernels.jit.prefill_attention import prefill_attention_kernel
+    from tidewheel_kernels.attention.triton_prefill import prefill_attention_kernel
 
     parameter = next(p for p in prefill_attention_kernel.params if p.name == "first_seq")
     assert parameter.do_not_specialize

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduler.scheduling import Driver, make_config, make_request, make_scheduler, numbered
+from support.scheduler.scheduling import SchedulerDriver, make_config, make_request, make_scheduler, numbered
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import Request
-from tidewheel.scheduler.admission import Admission
+from tidewheel.scheduler.admission import WaitingLimits
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.scheduler import Scheduler
@@ -44,7 +44,7 @@ def test_prompt_and_output_must_fit_the_context() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "fits"), [(5, True), (6, False)])
 def test_what_can_never_fit_the_pool_is_refused_at_once(max_tokens: int, fits: bool) -> None:
-    driver = Driver(num_blocks=4, block_size=4)
+    driver = SchedulerDriver(num_blocks=4, block_size=4)
     request = make_request(prompt=12, max_tokens=max_tokens)  # the last token needs no slot
     if fits:
         driver.add(request)
@@ -88,7 +88,7 @@ def test_a_prompt_longer_than_may_ever_wait_is_not_told_to_come_back() -> None:
 
 
 def test_preempted_requests_do_not_count_against_newcomers() -> None:
-    driver = Driver(num_blocks=4, block_size=4, max_num_batched_tokens=64, max_waiting_requests=2)
+    driver = SchedulerDriver(num_blocks=4, block_size=4, max_num_batched_tokens=64, max_waiting_requests=2)
     for name in "ab":
         driver.add(make_request(name, prompt=[ord(name)] * 8, max_tokens=4))
     driver.step()
@@ -102,11 +102,11 @@ def test_preempted_requests_do_not_count_against_newcomers() -> None:
     driver.run()
 
 
-def admission_with_pace(seconds: float, count: int = 200) -> Admission:
-    admission = Admission(make_config(), 32, 4)
+def limits_with_pace(seconds: float, count: int = 200) -> WaitingLimits:
+    limits = WaitingLimits(make_config(), 32, 4)
     for number in range(count):
-        admission.record_start(number * seconds)
-    return admission
+        limits.observe_start(number * seconds)
+    return limits
 
 
 def waiting_since(arrival_time: float, count: int) -> WaitingSet:
@@ -117,17 +117,17 @@ def waiting_since(arrival_time: float, count: int) -> WaitingSet:
 
 
 def test_the_retry_hint_is_the_time_for_half_of_the_waiting_set() -> None:
-    admission = admission_with_pace(0.1)
-    assert admission.retry_after_ms(waiting_since(0.0, 100), 199 * 0.1) == pytest.approx(5000, abs=1)
+    limits = limits_with_pace(0.1)
+    assert limits.retry_after_ms(waiting_since(0.0, 100), 199 * 0.1) == pytest.approx(5000, abs=1)
 
 
 def test_the_retry_hint_has_bounds_and_a_first_value() -> None:
-    assert Admission(make_config(), 32, 4).retry_after_ms(waiting_since(0.0, 1000), 5.0) == 250
-    assert admission_with_pace(0.0).retry_after_ms(waiting_since(0.0, 10), 0.0) == 50
-    assert admission_with_pace(100.0, 3).retry_after_ms(waiting_since(0.0, 1000), 200.0) == 30_000
+    assert WaitingLimits(make_config(), 32, 4).retry_after_ms(waiting_since(0.0, 1000), 5.0) == 250
+    assert limits_with_pace(0.0).retry_after_ms(waiting_since(0.0, 10), 0.0) == 50
+    assert limits_with_pace(100.0, 3).retry_after_ms(waiting_since(0.0, 1000), 200.0) == 30_000
 
 
 def test_a_head_that_waits_long_is_a_slow_pace_and_an_idle_hour_is_not() -> None:
-    admission = admission_with_pace(0.001)
-    assert admission.retry_after_ms(waiting_since(0.0, 10), 2.199) == 10_000
-    assert admission.retry_after_ms(waiting_since(3600.0, 10), 3600.0) == 50
+    limits = limits_with_pace(0.001)
+    assert limits.retry_after_ms(waiting_since(0.0, 10), 2.199) == 10_000
+    assert limits.retry_after_ms(waiting_since(3600.0, 10), 3600.0) == 50

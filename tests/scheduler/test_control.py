@@ -7,23 +7,25 @@ import random
 import numpy as np
 import pytest
 
-from support.scheduler.scheduling import Driver, make_config, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_config, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import ConfigError
 from tidewheel.request import Priority
-from tidewheel.scheduler.budget import MIN_TOKEN_BUDGET
+from tidewheel.scheduler.controllers import MIN_TOKEN_BUDGET
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits
 
 
-def tokens_of(driver: Driver, tenant: str) -> int:
+def tokens_of(driver: SchedulerDriver, tenant: str) -> int:
     return sum(r.num_output_tokens for r in driver.requests.values() if r.tenant == tenant)
 
 
 def share_of_one(weights: dict[str, TenantLimits], policy: str) -> float:
     """Part of the output that tenant `one` gets while `ten` has sent ten times as many requests before it."""
-    driver = Driver(policy=policy, max_num_seqs=4, num_blocks=256, tenants=weights, max_waiting_requests=1000)
+    driver = SchedulerDriver(
+        policy=policy, max_num_seqs=4, num_blocks=256, tenants=weights, max_waiting_requests=1000
+    )
     for number in range(200):
         driver.add(make_request(f"t{number}", prompt=[number % 9] * 4, max_tokens=8, tenant="ten"))
     for number in range(20):
@@ -43,7 +45,7 @@ def test_fair_follows_the_weights() -> None:
 
 
 def test_fair_serves_a_tenant_by_class() -> None:
-    driver = Driver(policy="fair", max_num_seqs=1)
+    driver = SchedulerDriver(policy="fair", max_num_seqs=1)
     for number, level in enumerate([Priority.LOW, Priority.CRITICAL, Priority.NORMAL]):
         driver.add(make_request(f"r{number}", prompt=1, max_tokens=1, priority=level, tenant="t"))
     started = []
@@ -54,7 +56,7 @@ def test_fair_serves_a_tenant_by_class() -> None:
 
 
 def test_a_static_batch_runs_to_its_end_before_the_next() -> None:
-    driver = Driver(num_blocks=64, strategy=StrategyConfig(name="static", batch_size=2))
+    driver = SchedulerDriver(num_blocks=64, strategy=StrategyConfig(name="static", batch_size=2))
     for number, max_tokens in enumerate([2, 6, 3, 3, 2]):
         driver.add(make_request(f"r{number}", prompt=[number] * 2, max_tokens=max_tokens, arrival_time=driver.now))
     joined = []
@@ -70,7 +72,7 @@ def test_a_static_batch_runs_to_its_end_before_the_next() -> None:
 
 
 def test_a_dynamic_batch_waits_for_its_window() -> None:
-    driver = Driver(num_blocks=64, strategy=StrategyConfig(name="dynamic"))
+    driver = SchedulerDriver(num_blocks=64, strategy=StrategyConfig(name="dynamic"))
     driver.add(make_request("a", arrival_time=0.0))
     assert driver.scheduler.schedule(0.049) is None
     driver.now = 0.050 - 1.0
@@ -80,7 +82,7 @@ def test_a_dynamic_batch_waits_for_its_window() -> None:
 
 
 def test_a_long_prompt_takes_no_more_than_its_chunk_and_leaves_the_rest_to_others() -> None:
-    driver = Driver(num_blocks=64, max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=16, long_prefill_token_threshold=4)
     driver.add(make_request("long", prompt=[1] * 40))
     driver.add(make_request("short", prompt=[2] * 6, arrival_time=1.0))
     batch = driver.schedule()
@@ -90,7 +92,9 @@ def test_a_long_prompt_takes_no_more_than_its_chunk_and_leaves_the_rest_to_other
 
 
 def test_the_token_budget_follows_the_target() -> None:
-    driver = Driver(num_blocks=512, max_num_batched_tokens=64, max_num_seqs=8, target_tpot_s=0.1, max_model_len=600)
+    driver = SchedulerDriver(
+        num_blocks=512, max_num_batched_tokens=64, max_num_seqs=8, target_tpot_s=0.1, max_model_len=600
+    )
     driver.add(make_request("decode", prompt=1, max_tokens=60))
     driver.add(make_request("prompt", prompt=[3] * 500, max_tokens=1))
     batches = []
@@ -105,7 +109,7 @@ def test_the_token_budget_follows_the_target() -> None:
 
 
 def test_the_governor_limits_joins_and_preempts_nobody() -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=256,
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -124,7 +128,7 @@ def test_the_governor_limits_joins_and_preempts_nobody() -> None:
 
 
 def test_lengths_are_learned_from_what_ends_by_itself() -> None:
-    driver = Driver(num_blocks=256, predictor_prior_tokens=100)
+    driver = SchedulerDriver(num_blocks=256, predictor_prior_tokens=100)
     first = driver.add(make_request("first", max_tokens=3))
     assert first.predicted_output_tokens == 3.0  # the prior, within what was asked for
     driver.run()
@@ -144,7 +148,7 @@ def test_lengths_are_learned_from_what_ends_by_itself() -> None:
 def play(seed: int, policy: str) -> list[ScheduledBatch]:
     """A random run, from nothing but the seed."""
     draw = random.Random(seed)
-    driver = Driver(num_blocks=24, block_size=2, policy=policy, max_num_seqs=4, max_waiting_requests=64)
+    driver = SchedulerDriver(num_blocks=24, block_size=2, policy=policy, max_num_seqs=4, max_waiting_requests=64)
     batches = []
     for number in range(60):
         if draw.random() < 0.4:
@@ -191,7 +195,7 @@ def test_the_same_events_give_the_same_schedule(policy: str) -> None:
 )
 def test_impossible_settings_name_themselves(setting: str, value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Driver(**{setting: value})
+        SchedulerDriver(**{setting: value})
 
 
 def test_limits_of_a_tenant_are_its_own_or_those_of_everybody() -> None:

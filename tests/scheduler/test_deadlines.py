@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduler.scheduling import Driver, make_request, make_scheduler
+from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler
 from tidewheel.errors import DeadlineExceeded
+from tidewheel.event_heap import Event, EventHeap
 from tidewheel.request import FinishReason, Priority, RequestState
-from tidewheel.scheduler.events import Event, EventHeap
 from tidewheel.scheduler.scheduler import Scheduler
 
 
 def test_one_that_never_started_ends_with_an_error_that_says_how_it_stood() -> None:
-    driver = Driver(max_num_seqs=1, num_blocks=64)
+    driver = SchedulerDriver(max_num_seqs=1, num_blocks=64)
     driver.add(make_request("running", max_tokens=100))
     driver.step()
     late = driver.add(make_request("late", deadline=10.0, arrival_time=2.0))
@@ -28,7 +28,7 @@ def test_one_that_never_started_ends_with_an_error_that_says_how_it_stood() -> N
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(200, 4), (4, 100)], ids=["prefill", "decode"])
 def test_a_running_one_ends_with_what_it_has(prompt: int, max_tokens: int, max_inflight_steps: int) -> None:
-    driver = Driver(num_blocks=64, max_num_batched_tokens=4, max_inflight_steps=max_inflight_steps)
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=4, max_inflight_steps=max_inflight_steps)
     request = driver.add(make_request("a", prompt=prompt, max_tokens=max_tokens, deadline=20.0))
     while not request.is_finished:
         driver.step()
@@ -39,7 +39,7 @@ def test_a_running_one_ends_with_what_it_has(prompt: int, max_tokens: int, max_i
 
 
 def test_a_preempted_one_ends_with_what_it_has() -> None:
-    driver = Driver(num_blocks=4, block_size=4, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=4, block_size=4, max_num_batched_tokens=64)
     driver.add(make_request("a", prompt=[1] * 8, max_tokens=8))
     second = driver.add(make_request("b", prompt=[2] * 8, max_tokens=8, deadline=4.0))
     driver.step()
@@ -61,7 +61,7 @@ def test_one_that_is_late_already_is_refused() -> None:
 
 def loaded_scheduler(policy: str) -> Scheduler:
     """After two steps of a second with 64 tokens each, and prompts that still wait."""
-    driver = Driver(policy=policy, max_num_seqs=64, max_num_batched_tokens=64, num_blocks=512)
+    driver = SchedulerDriver(policy=policy, max_num_seqs=64, max_num_batched_tokens=64, num_blocks=512)
     for number in range(16):
         driver.add(make_request(f"r{number}", prompt=[number] * 10, max_tokens=1, arrival_time=float(number)))
     for _ in range(2):
@@ -107,17 +107,16 @@ def test_only_what_comes_before_the_deadline_is_expired() -> None:
 
 
 def test_events_of_the_dead_are_bounded_by_the_living() -> None:
-    heap = EventHeap(lambda event: not event.request.is_finished)
+    heap = EventHeap(lambda event: not event.subject.is_finished)
     for number in range(10_000):
         request = make_request(f"r{number}")
         heap.push(1e9, request, 1)
         request.state = RequestState.FINISHED
-        assert len(heap._heap) <= 2 * 1 + 64
+        assert len(heap) <= 2 * 1 + 64
     alive = make_request("alive")
     heap.push(1.0, alive, 1)
-    assert heap.next_time == 1.0
-    assert [event.request for event in heap.pop_due(1e9)] == [alive]
-    assert len(heap._heap) == 0 and heap.next_time == float("inf")
+    assert [event.subject for event in heap.pop_due(1e9)] == [alive]
+    assert len(heap) == 0
 
 
 def test_events_pushed_while_others_are_popped_are_popped_too() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import BreakerState
@@ -14,14 +14,14 @@ from tidewheel.tenants import TenantLimits
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
 
-def full_driver(*levels: Priority, **changes: object) -> Driver:
-    driver = Driver(max_waiting_requests=len(levels), **changes)
+def full_driver(*levels: Priority, **changes: object) -> SchedulerDriver:
+    driver = SchedulerDriver(max_waiting_requests=len(levels), **changes)
     for number, level in enumerate(levels):
         driver.add(make_request(f"r{number}", priority=level, arrival_time=float(number)))
     return driver
 
 
-def evicted(driver: Driver, *requests: Request) -> list[str]:
+def evicted(driver: SchedulerDriver, *requests: Request) -> list[str]:
     return [request.request_id for request in driver.add_group(list(requests))]
 
 
@@ -48,7 +48,7 @@ def test_nobody_gives_way_to_his_own_class() -> None:
 
 
 def test_who_was_lifted_does_not_give_way_to_the_class_it_stands_in() -> None:
-    driver = Driver(max_num_seqs=1, num_blocks=64, max_waiting_requests=1, ageing_s=1.0)
+    driver = SchedulerDriver(max_num_seqs=1, num_blocks=64, max_waiting_requests=1, ageing_s=1.0)
     driver.add(make_request("running", max_tokens=100, priority=CRITICAL))
     driver.step()
     low = driver.add(make_request("low", priority=LOW))
@@ -62,7 +62,7 @@ def test_who_was_lifted_does_not_give_way_to_the_class_it_stands_in() -> None:
 
 
 def test_as_many_give_way_as_the_tokens_ask_for() -> None:
-    driver = Driver(max_waiting_tokens=30)
+    driver = SchedulerDriver(max_waiting_tokens=30)
     for number in range(3):
         driver.add(make_request(f"r{number}", prompt=10, priority=LOW, arrival_time=float(number)))
     assert evicted(driver, make_request("x", prompt=15, priority=HIGH)) == ["r2", "r1"]
@@ -73,7 +73,7 @@ def test_as_many_give_way_as_the_tokens_ask_for() -> None:
 
 
 def test_who_has_started_does_not_give_way() -> None:
-    driver = Driver(num_blocks=4, block_size=4, max_num_batched_tokens=64, max_waiting_requests=2)
+    driver = SchedulerDriver(num_blocks=4, block_size=4, max_num_batched_tokens=64, max_waiting_requests=2)
     for name in "ab":
         driver.add(make_request(name, prompt=[ord(name)] * 8, max_tokens=4, priority=LOW))
     driver.step()
@@ -93,7 +93,7 @@ def group(count: int, **fields: object) -> list[Request]:
 
 
 def test_a_group_counts_as_many_requests_and_prompts() -> None:
-    driver = Driver(max_waiting_requests=4, max_waiting_tokens=100)
+    driver = SchedulerDriver(max_waiting_requests=4, max_waiting_tokens=100)
     with pytest.raises(InvalidRequest, match="n is 5: at most 4 requests may wait"):
         driver.add_group(group(5))
     with pytest.raises(PromptTooLarge, match="prompt of 26 tokens, 4 times: at most 100 tokens"):
@@ -116,14 +116,14 @@ def test_a_group_evicts_for_all_of_its_sequences_or_for_none() -> None:
 
 
 def test_ids_of_a_group_must_differ() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     with pytest.raises(InvalidRequest, match="'g0'"):
         driver.add_group([*group(1), make_request("g0")])
     assert not driver.scheduler.has_unfinished
 
 
 def test_a_tenant_over_its_rate_is_refused_and_others_are_not() -> None:
-    driver = Driver(tenants={"slow": TenantLimits(tokens_per_s=20.0)})
+    driver = SchedulerDriver(tenants={"slow": TenantLimits(tokens_per_s=20.0)})
     driver.add(make_request("a", prompt=10, max_tokens=10, tenant="slow"))
     before = driver.scheduler.stats()
     with pytest.raises(Busy, match="tokens_per_s of 20") as caught:
@@ -137,7 +137,7 @@ def test_a_tenant_over_its_rate_is_refused_and_others_are_not() -> None:
 
 
 def test_a_refused_request_costs_its_tenant_nothing() -> None:
-    driver = Driver(max_waiting_requests=1, tenants={"slow": TenantLimits(requests_per_s=2.0)})
+    driver = SchedulerDriver(max_waiting_requests=1, tenants={"slow": TenantLimits(requests_per_s=2.0)})
     driver.add(make_request("a"))
     for _ in range(10):
         with pytest.raises(Busy, match="waiting set is full"):
@@ -148,7 +148,7 @@ def test_a_refused_request_costs_its_tenant_nothing() -> None:
 
 
 def test_the_breaker_sheds_low_when_requests_wait_too_long() -> None:
-    driver = Driver(max_num_seqs=1, breaker_queue_time_s=2.0, ageing_s=1000.0)
+    driver = SchedulerDriver(max_num_seqs=1, breaker_queue_time_s=2.0, ageing_s=1000.0)
     for number in range(40):
         driver.add(make_request(f"r{number}", prompt=1, max_tokens=1, arrival_time=driver.now))
     while driver.scheduler.stats().breaker_state == BreakerState.CLOSED.value:
@@ -161,7 +161,7 @@ def test_the_breaker_sheds_low_when_requests_wait_too_long() -> None:
 
 
 def test_the_breaker_counts_errors_of_ours_only() -> None:
-    driver = Driver(max_num_seqs=8, breaker_error_rate=0.5, max_num_batched_tokens=64)
+    driver = SchedulerDriver(max_num_seqs=8, breaker_error_rate=0.5, max_num_batched_tokens=64)
     for number in range(20):
         request = driver.add(make_request(f"late{number}", max_tokens=50, deadline=driver.now + 2.0))
         driver.cancel(request.request_id, FinishReason.CANCELLED)
@@ -176,8 +176,10 @@ def test_the_breaker_counts_errors_of_ours_only() -> None:
     assert driver.scheduler.stats().breaker_state == "open"
 
 
-def crowd_of(*tenants: str, **changes: object) -> Driver:
-    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=len(tenants), **changes)
+def crowd_of(*tenants: str, **changes: object) -> SchedulerDriver:
+    driver = SchedulerDriver(
+        policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=len(tenants), **changes
+    )
     for number, tenant in enumerate(tenants):
         driver.add(make_request(f"r{number}", tenant=tenant, arrival_time=float(number)))
     return driver
@@ -195,7 +197,7 @@ def test_under_fair_a_flood_gives_way_to_who_has_fewer_waiting() -> None:
 
 
 def test_under_fair_a_class_takes_places_of_its_own_tenant_alone() -> None:
-    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=2)
+    driver = SchedulerDriver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=2)
     driver.add(make_request("a", tenant="a", priority=LOW))
     driver.add(make_request("b", tenant="b", priority=LOW))
     assert evicted(driver, make_request("x", tenant="a", priority=HIGH)) == ["a"]
@@ -213,7 +215,7 @@ def test_under_fair_weight_is_the_measure() -> None:
 
 
 def test_under_fair_a_group_that_displaced_one_of_its_own_may_still_take_from_a_bigger_crowd() -> None:
-    driver = Driver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=4)
+    driver = SchedulerDriver(policy="fair", max_num_seqs=1, num_blocks=64, max_waiting_requests=4)
     driver.add(make_request("a0", tenant="a", priority=LOW))
     for number in range(3):
         driver.add(make_request(f"b{number}", tenant="b", arrival_time=float(number)))

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler import fairness
 from tidewheel.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT, VirtualCounters
 
 
@@ -146,9 +145,8 @@ def test_the_heap_agrees_with_a_plain_search(calls: list[tuple[str, str, int]]) 
             assert counters.counter(least) == min(counters.counter(each) for each in active)
 
 
-def test_memory_is_bounded_whatever_tenants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fairness, "MAX_IDLE_TENANTS", 10)
-    counters = VirtualCounters(same_weight)
+def test_memory_is_bounded_whatever_tenants_are_named() -> None:
+    counters = VirtualCounters(same_weight, max_idle=10)
     counters.activate("regular")
     for number in range(1000):
         tenant = f"visitor-{number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.engine.fake_runner import naive_output
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request, RequestState
 
 
@@ -14,7 +14,7 @@ def group(count: int, **fields: object) -> list[Request]:
     return [leader, *(make_request(f"r{number}", leader=leader, **fields) for number in range(1, count))]
 
 
-def states(driver: Driver) -> list[RequestState]:
+def states(driver: SchedulerDriver) -> list[RequestState]:
     return [request.state for request in driver.requests.values()]
 
 
@@ -24,7 +24,7 @@ WAITING, RUNNING = RequestState.WAITING, RequestState.RUNNING
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_the_prompt_is_computed_once(max_inflight_steps: int, enable_prefix_caching: bool) -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=64,
         max_num_batched_tokens=64,
         max_inflight_steps=max_inflight_steps,
@@ -39,7 +39,7 @@ def test_the_prompt_is_computed_once(max_inflight_steps: int, enable_prefix_cach
 
 
 def test_the_others_wait_until_the_leader_has_computed_the_prompt() -> None:
-    driver = Driver(num_blocks=64, max_num_batched_tokens=4)
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=4)
     driver.add_group(group(3, prompt=12, max_tokens=3))
     for _ in range(3):
         driver.step()
@@ -52,7 +52,7 @@ def test_the_others_wait_until_the_leader_has_computed_the_prompt() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "expire", "numerics"])
 def test_the_others_go_on_without_their_leader(how: str) -> None:
-    driver = Driver(num_blocks=64, max_num_batched_tokens=4, max_waiting_requests=3)
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=4, max_waiting_requests=3)
     requests = group(3, prompt=12, max_tokens=3)
     if how == "expire":
         requests[0].deadline = 5.0
@@ -70,7 +70,7 @@ def test_the_others_go_on_without_their_leader(how: str) -> None:
 
 
 def test_others_are_served_while_a_group_waits_for_its_leader() -> None:
-    driver = Driver(num_blocks=64, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     driver.add_group(group(2, prompt=20, max_tokens=3))
     driver.add(make_request("other", prompt=[9] * 4, max_tokens=2, arrival_time=1.0))
     driver.step()
@@ -79,7 +79,7 @@ def test_others_are_served_while_a_group_waits_for_its_leader() -> None:
 
 
 def test_a_parked_sequence_can_be_cancelled() -> None:
-    driver = Driver(num_blocks=64, max_num_batched_tokens=4)
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=4)
     driver.add_group(group(3, prompt=12, max_tokens=3))
     driver.step()
     for name in ("r1", "r2"):
@@ -89,7 +89,7 @@ def test_a_parked_sequence_can_be_cancelled() -> None:
 
 
 def test_a_leader_that_is_preempted_leads_again_when_it_returns() -> None:
-    driver = Driver(num_blocks=12, block_size=2, max_num_batched_tokens=2, max_num_seqs=4)
+    driver = SchedulerDriver(num_blocks=12, block_size=2, max_num_batched_tokens=2, max_num_seqs=4)
     busy = driver.add(make_request("busy", prompt=[8] * 2, max_tokens=16, priority=Priority.CRITICAL))
     requests = group(3, prompt=18, max_tokens=4)
     driver.add_group(requests)
@@ -102,14 +102,14 @@ def test_a_leader_that_is_preempted_leads_again_when_it_returns() -> None:
 
 
 def test_a_prompt_of_one_token_has_nothing_to_share() -> None:
-    driver = Driver(num_blocks=64)
+    driver = SchedulerDriver(num_blocks=64)
     driver.add_group(group(3, prompt=1, max_tokens=3))
     driver.run()
     assert [request.num_cached_tokens for request in driver.requests.values()] == [0, 0, 0]
 
 
 def test_sessions_keep_what_a_request_computed() -> None:
-    driver = Driver(num_blocks=64, block_size=4)
+    driver = SchedulerDriver(num_blocks=64, block_size=4)
     first = driver.add(make_request("first", prompt=10, max_tokens=4, session_id="s", session_ttl=60.0))
     driver.run()
     turn = [*range(10), *first.output_token_ids, 7, 7]

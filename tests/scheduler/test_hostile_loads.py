@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import FinishReason, Priority, RequestState
 from tidewheel.tenants import TenantLimits
 
@@ -17,7 +17,7 @@ def test_a_prompt_that_was_cut_takes_back_no_more_than_it_misses(
     num_prompt_tokens: int, cache_aware_order: bool
 ) -> None:
     """Rows that leave for a second CRITICAL give their tokens back to the step, in which the first one was cut."""
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=20,
         max_num_seqs=16,
         max_num_batched_tokens=16,
@@ -41,7 +41,7 @@ def test_a_prompt_that_was_cut_takes_back_no_more_than_it_misses(
 
 
 def test_a_follower_that_has_started_keeps_its_place_without_its_leader() -> None:
-    driver = Driver(num_blocks=8, max_num_seqs=2, max_waiting_requests=2)
+    driver = SchedulerDriver(num_blocks=8, max_num_seqs=2, max_waiting_requests=2)
     leader = make_request("leader", [1] * 4, max_tokens=20)
     follower = make_request("follower", [1] * 4, max_tokens=20, leader=leader)
     driver.add_group([leader, follower])
@@ -58,7 +58,7 @@ def test_a_follower_that_has_started_keeps_its_place_without_its_leader() -> Non
 
 
 def test_a_block_that_a_victim_would_have_grown_into_counts() -> None:
-    driver = Driver(num_blocks=20, block_size=1, max_num_batched_tokens=32, max_model_len=21)
+    driver = SchedulerDriver(num_blocks=20, block_size=1, max_num_batched_tokens=32, max_model_len=21)
     low = driver.add(make_request("low", [1] * 2, max_tokens=17, priority=LOW))
     for _ in range(2):
         driver.step()
@@ -70,7 +70,7 @@ def test_a_block_that_a_victim_would_have_grown_into_counts() -> None:
 
 
 def test_a_tenant_whose_requests_wait_for_a_prefix_shuts_out_no_other() -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=1000, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=4000, policy="fair",
         long_prefill_token_threshold=8, tenants={"a": TenantLimits(weight=8.0)},
     )  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_tenant_whose_requests_wait_for_a_prefix_shuts_out_no_other() -> None:
 
 def test_a_group_asks_for_room_to_grow_once() -> None:
     """Followers ask themselves, when they have forked."""
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=500, max_num_seqs=32, max_model_len=2000, max_num_batched_tokens=64, admit_by_growth=True
     )
     for number in range(12):

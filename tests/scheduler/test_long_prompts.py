@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler.policy import POLICIES
@@ -16,24 +16,24 @@ BUDGET = 32
 LONG = 200
 
 
-def make_driver(**changes: Any) -> Driver:
+def make_driver(**changes: Any) -> SchedulerDriver:
     settings = {"num_blocks": 256, "max_num_batched_tokens": BUDGET, "max_num_seqs": 16, "max_model_len": 512}
-    return Driver(**(settings | changes))
+    return SchedulerDriver(**(settings | changes))
 
 
-def long_prompt(driver: Driver, **fields: Any) -> Request:
+def long_prompt(driver: SchedulerDriver, **fields: Any) -> Request:
     """After its first step."""
     request = driver.add(make_request("long", prompt=[1] * LONG, max_tokens=4, **fields))
     driver.step()
     return request
 
 
-def newcomer(driver: Driver, name: str = "short", prompt: int = 4, **fields: Any) -> Request:
+def newcomer(driver: SchedulerDriver, name: str = "short", prompt: int = 4, **fields: Any) -> Request:
     fields = {"max_tokens": 4, "arrival_time": driver.now} | fields
     return driver.add(make_request(name, prompt=[2 + sum(map(ord, name)) % 30] * prompt, **fields))
 
 
-def schedule(driver: Driver) -> dict[str, int]:
+def schedule(driver: SchedulerDriver) -> dict[str, int]:
     """Tokens of the next step, by request; it is applied too."""
     batch = driver.schedule()
     assert batch is not None
@@ -42,7 +42,7 @@ def schedule(driver: Driver) -> dict[str, int]:
     return counts
 
 
-def tokens_of(driver: Driver, batch: ScheduledBatch) -> dict[str, int]:
+def tokens_of(driver: SchedulerDriver, batch: ScheduledBatch) -> dict[str, int]:
     requests = [driver.scheduler._state.columns.request(row) for row in batch.rows.tolist()]
     return {r.request_id: n for r, n in zip(requests, batch.num_scheduled_tokens.tolist(), strict=True)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduler.scheduling import Driver, make_config, make_request, numbered
+from support.scheduler.scheduling import SchedulerDriver, make_config, make_request, numbered
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.policy import POLICIES, rank_of
@@ -64,7 +64,7 @@ def test_ranks_are_total() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_requests_start_in_the_order_of_the_policy(policy: str) -> None:
-    driver = Driver(policy=policy, max_num_seqs=1)
+    driver = SchedulerDriver(policy=policy, max_num_seqs=1)
     levels = [NORMAL, LOW, CRITICAL, HIGH, CRITICAL]
     for number, level in enumerate(levels):
         driver.add(make_request(f"r{number}", max_tokens=1, priority=level, arrival_time=float(number)))
@@ -76,7 +76,7 @@ def test_requests_start_in_the_order_of_the_policy(policy: str) -> None:
 
 
 def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
-    driver = Driver(num_blocks=8, block_size=4, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=8, block_size=4, max_num_batched_tokens=64)
     driver.add(make_request("running", prompt=[1] * 20, max_tokens=4))
     driver.step()
     driver.add(make_request("wide", prompt=[2] * 16, max_tokens=2, arrival_time=1.0))
@@ -89,7 +89,7 @@ def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
 
 
 def test_the_budget_goes_to_the_best_prompt_under_way_or_waiting() -> None:
-    driver = Driver(max_num_batched_tokens=8)
+    driver = SchedulerDriver(max_num_batched_tokens=8)
     driver.add(make_request("low", prompt=[1] * 20, priority=LOW))
     driver.step()
     driver.add(make_request("high", prompt=[2] * 5, priority=HIGH))
@@ -103,7 +103,7 @@ def test_the_budget_goes_to_the_best_prompt_under_way_or_waiting() -> None:
 
 
 def test_a_better_request_that_cannot_enter_does_not_stop_the_prompts_under_way() -> None:
-    driver = Driver(max_num_batched_tokens=8, max_num_seqs=1)
+    driver = SchedulerDriver(max_num_batched_tokens=8, max_num_seqs=1)
     driver.add(make_request("low", prompt=[1] * 20, priority=LOW))
     driver.step()
     driver.add(make_request("high", prompt=[2] * 5, priority=HIGH))

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from support.engine.fake_runner import naive_output
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import SampledTokens
 from tidewheel.errors import EngineDead, InternalError
 from tidewheel.request import FinishReason, RequestState
 
 
 def test_the_second_batch_starts_where_the_first_will_end() -> None:
-    driver = Driver(max_inflight_steps=2, max_num_batched_tokens=8)
+    driver = SchedulerDriver(max_inflight_steps=2, max_num_batched_tokens=8)
     driver.add(make_request(prompt=12, max_tokens=4))
     starts = []
     for _ in range(2):
@@ -31,18 +31,18 @@ def test_the_second_batch_starts_where_the_first_will_end() -> None:
 
 
 def test_the_end_by_length_is_known_ahead() -> None:
-    driver = Driver(max_inflight_steps=2)
+    driver = SchedulerDriver(max_inflight_steps=2)
     driver.add(make_request(prompt=4, max_tokens=2))
     assert driver.schedule() is not None
     assert driver.schedule() is not None
     driver.apply()
     assert driver.schedule() is None  # the last token is in flight
     driver.apply()
-    assert driver.ended == {"a"}
+    assert driver.ended.keys() == {"a"}
 
 
 def test_the_extra_token_after_a_stop_is_dropped() -> None:
-    driver = Driver(max_inflight_steps=2)
+    driver = SchedulerDriver(max_inflight_steps=2)
     output, _ = naive_output(make_request(prompt=4, max_tokens=8))
     request = driver.add(make_request(prompt=4, max_tokens=8, stop_token_ids=(output[1],)))
     driver.schedule()
@@ -61,7 +61,7 @@ def test_the_extra_token_after_a_stop_is_dropped() -> None:
 
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 def test_a_cancel_in_flight_delivers_nothing_more_and_gives_the_blocks_back(max_inflight_steps: int) -> None:
-    driver = Driver(max_inflight_steps=max_inflight_steps)
+    driver = SchedulerDriver(max_inflight_steps=max_inflight_steps)
     request = driver.add(make_request("a", prompt=6, max_tokens=8))
     other = driver.add(make_request("b", prompt=[3] * 6, max_tokens=8))
     driver.step()
@@ -77,7 +77,7 @@ def test_a_cancel_in_flight_delivers_nothing_more_and_gives_the_blocks_back(max_
 
 
 def test_a_row_changes_hands_while_in_flight() -> None:
-    driver = Driver(max_num_seqs=1, max_inflight_steps=2)
+    driver = SchedulerDriver(max_num_seqs=1, max_inflight_steps=2)
     driver.add(make_request("a", prompt=6, max_tokens=8))
     driver.schedule()
     driver.cancel("a")
@@ -101,7 +101,7 @@ def test_a_row_changes_hands_while_in_flight() -> None:
     ],
 )
 def test_a_cancel_works_at_every_stage(num_steps: int, state: RequestState, num_output_tokens: int) -> None:
-    driver = Driver(num_blocks=4, block_size=4, max_num_batched_tokens=10)
+    driver = SchedulerDriver(num_blocks=4, block_size=4, max_num_batched_tokens=10)
     driver.add(make_request("a", prompt=[1] * 7, max_tokens=8))
     request = driver.add(make_request("b", prompt=[2] * 7, max_tokens=8))
     for _ in range(num_steps):
@@ -113,7 +113,7 @@ def test_a_cancel_works_at_every_stage(num_steps: int, state: RequestState, num_
 
 
 def test_cancel_of_an_unknown_or_finished_request_is_none() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.add(make_request("a", max_tokens=1))
     driver.run()
     assert driver.scheduler.cancel("a") is None
@@ -121,7 +121,7 @@ def test_cancel_of_an_unknown_or_finished_request_is_none() -> None:
 
 
 def test_a_victim_in_flight_is_waited_for_and_no_second_one_is_taken() -> None:
-    driver = Driver(num_blocks=6, block_size=4, max_num_batched_tokens=64, max_inflight_steps=2)
+    driver = SchedulerDriver(num_blocks=6, block_size=4, max_num_batched_tokens=64, max_inflight_steps=2)
     requests = [
         driver.add(make_request(name, prompt=[index] * 7, max_tokens=6, arrival_time=float(index)))
         for index, name in enumerate("abc")
@@ -142,7 +142,7 @@ def test_a_victim_in_flight_is_waited_for_and_no_second_one_is_taken() -> None:
 
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 def test_fail_all_ends_everything(max_inflight_steps: int) -> None:
-    driver = Driver(max_num_seqs=2, max_inflight_steps=max_inflight_steps)
+    driver = SchedulerDriver(max_num_seqs=2, max_inflight_steps=max_inflight_steps)
     for name in "abc":
         driver.add(make_request(name, prompt=[ord(name)] * 5, max_tokens=6))
     driver.step()
@@ -159,7 +159,7 @@ def test_fail_all_ends_everything(max_inflight_steps: int) -> None:
 
 
 def test_fail_all_then_new_requests_run() -> None:
-    driver = Driver(max_inflight_steps=2)
+    driver = SchedulerDriver(max_inflight_steps=2)
     driver.add(make_request("a", prompt=5, max_tokens=6))
     driver.step()
     driver.fail_all(InternalError("the device is lost"))

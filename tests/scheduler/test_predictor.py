@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidewheel.scheduler import predictor
 from tidewheel.scheduler.predictor import MIN_SEEN, Histogram, OutputPredictor
 
 LONG = 1 << 20
@@ -46,9 +45,8 @@ def test_the_answer_is_never_above_max_tokens() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.9])
-def test_quantiles_are_calibrated_on_heavy_tailed_lengths(fraction: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "QUANTILE", fraction)
-    chance, outputs = random.Random(7), OutputPredictor(128)
+def test_quantiles_are_calibrated_on_heavy_tailed_lengths(fraction: float) -> None:
+    chance, outputs = random.Random(7), OutputPredictor(128, quantile=fraction)
     below = 0
     for number in range(4000):
         prompt = chance.choice([50, 500])
@@ -85,9 +83,8 @@ def test_old_lengths_are_forgotten() -> None:
     assert outputs.predict("a", 10, LONG) == pytest.approx(800, rel=0.1)
 
 
-def test_memory_is_bounded_whatever_tenants_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor, "MAX_CELLS", 50)
-    outputs = OutputPredictor(128)
+def test_memory_is_bounded_whatever_tenants_are_named() -> None:
+    outputs = OutputPredictor(128, max_cells=50)
     feed(outputs, "regular", 10, [300] * 20)
     for number in range(500):
         feed(outputs, f"visitor-{number}", 1 << (number % 20), [30])

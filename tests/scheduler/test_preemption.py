@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from support.engine.fake_runner import naive_output
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request, RequestState
 
 
-def fill(driver: Driver, **requests: Priority) -> list[Request]:
+def fill(driver: SchedulerDriver, **requests: Priority) -> list[Request]:
     """One request of two full blocks for each name; together they fill the pool."""
     added = [
         driver.add(make_request(name, prompt=[index] * 8, max_tokens=8, priority=priority, arrival_time=float(index)))
@@ -24,7 +24,7 @@ def preempted(requests: list[Request]) -> list[str]:
 
 
 def test_the_youngest_of_the_lowest_class_is_the_victim() -> None:
-    driver = Driver(num_blocks=8, block_size=4, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=8, block_size=4, max_num_batched_tokens=64)
     requests = fill(driver, a=Priority.NORMAL, b=Priority.LOW, c=Priority.LOW, d=Priority.NORMAL)
     driver.schedule()
     assert preempted(requests) == ["b", "c"]  # two blocks back, two more needed: a and d have theirs
@@ -34,7 +34,7 @@ def test_the_youngest_of_the_lowest_class_is_the_victim() -> None:
 
 
 def test_under_fifo_the_youngest_is_the_victim_whatever_its_class() -> None:
-    driver = Driver(num_blocks=8, block_size=4, max_num_batched_tokens=64, policy="fifo")
+    driver = SchedulerDriver(num_blocks=8, block_size=4, max_num_batched_tokens=64, policy="fifo")
     requests = fill(driver, a=Priority.LOW, b=Priority.NORMAL, c=Priority.NORMAL, d=Priority.CRITICAL)
     driver.schedule()
     assert preempted(requests) == ["c", "d"]
@@ -43,7 +43,7 @@ def test_under_fifo_the_youngest_is_the_victim_whatever_its_class() -> None:
 
 
 def test_the_best_request_is_never_a_victim() -> None:
-    driver = Driver(num_blocks=6, block_size=2, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=6, block_size=2, max_num_batched_tokens=64)
     oldest = driver.add(make_request("oldest", prompt=[1], max_tokens=12, priority=Priority.HIGH))
     for number in range(3):
         driver.add(make_request(f"r{number}", prompt=[2 + number], max_tokens=12, arrival_time=1.0 + number))
@@ -55,7 +55,7 @@ def test_the_best_request_is_never_a_victim() -> None:
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 def test_output_survives_preemption(enable_prefix_caching: bool, max_inflight_steps: int) -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=12,
         block_size=2,
         max_num_seqs=6,
@@ -69,7 +69,7 @@ def test_output_survives_preemption(enable_prefix_caching: bool, max_inflight_st
 
 
 def test_a_preempted_request_returns_with_its_output_before_its_class() -> None:
-    driver = Driver(num_blocks=4, block_size=4, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=4, block_size=4, max_num_batched_tokens=64)
     first, second = fill(driver, a=Priority.NORMAL, b=Priority.NORMAL)
     driver.add(make_request("late", prompt=[9] * 4, max_tokens=2, arrival_time=9.0))
     driver.schedule()
@@ -93,7 +93,7 @@ def test_a_preempted_request_returns_with_its_output_before_its_class() -> None:
 
 
 def test_what_a_victim_computed_is_found_again_if_nobody_took_it() -> None:
-    driver = Driver(num_blocks=5, block_size=4, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=5, block_size=4, max_num_batched_tokens=64)
     first = driver.add(make_request("a", prompt=[1] * 8, max_tokens=2))
     second = driver.add(make_request("b", prompt=[2] * 11, max_tokens=4, arrival_time=1.0))
     driver.step()
@@ -111,7 +111,7 @@ def test_what_a_victim_computed_is_found_again_if_nobody_took_it() -> None:
 
 
 def test_nobody_enters_in_a_step_that_preempts() -> None:
-    driver = Driver(num_blocks=6, block_size=4, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=6, block_size=4, max_num_batched_tokens=64)
     requests = fill(driver, a=Priority.NORMAL, b=Priority.NORMAL, c=Priority.LOW)
     driver.add(make_request("tiny", prompt=[9], max_tokens=2, priority=Priority.LOW, arrival_time=9.0))
     batch = driver.schedule()
@@ -123,7 +123,7 @@ def test_nobody_enters_in_a_step_that_preempts() -> None:
 
 
 def test_an_admission_leaves_the_watermark_free_unless_nothing_runs() -> None:
-    driver = Driver(num_blocks=8, block_size=4, max_num_batched_tokens=64, watermark=0.5)
+    driver = SchedulerDriver(num_blocks=8, block_size=4, max_num_batched_tokens=64, watermark=0.5)
     driver.add(make_request("a", prompt=[1] * 24, max_tokens=2))
     driver.add(make_request("b", prompt=[2] * 4, max_tokens=2))
     driver.step()
@@ -132,7 +132,9 @@ def test_an_admission_leaves_the_watermark_free_unless_nothing_runs() -> None:
 
 
 def test_many_long_streams_in_a_small_pool_all_end() -> None:
-    driver = Driver(num_blocks=32, block_size=1, max_num_seqs=16, max_num_batched_tokens=32, max_waiting_requests=64)
+    driver = SchedulerDriver(
+        num_blocks=32, block_size=1, max_num_seqs=16, max_num_batched_tokens=32, max_waiting_requests=64
+    )
     for number in range(64):
         driver.add(make_request(f"r{number}", prompt=[number % 7] * 3, max_tokens=20, arrival_time=float(number)))
     driver.run()

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.engine.fake_runner import naive_output
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.strategy import StrategyConfig
@@ -27,39 +27,39 @@ WAITING, RUNNING, PREEMPTED = RequestState.WAITING, RequestState.RUNNING, Reques
 # --- deadlines ----------------------------------------------------------------------------------------------------
 
 
-def timed_driver(**changes: object) -> Driver:
+def timed_driver(**changes: object) -> SchedulerDriver:
     """A driver whose steps take no time but what `step_for` gives them."""
     settings = {
         "num_blocks": 4096, "block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": 256,
         "max_model_len": 8192, "max_waiting_requests": 8192, "max_waiting_tokens": 1 << 22,
     }  # fmt: skip
-    driver = Driver(**(settings | changes))
+    driver = SchedulerDriver(**(settings | changes))
     driver.tick = 0.0
     return driver
 
 
-def step_for(driver: Driver, seconds: float) -> None:
+def step_for(driver: SchedulerDriver, seconds: float) -> None:
     driver.schedule()
     driver.now += seconds
     if driver.in_flight:
         driver.apply()
 
 
-def drain(driver: Driver, seconds: float) -> None:
+def drain(driver: SchedulerDriver, seconds: float) -> None:
     """Steps of so many seconds until nothing is left."""
     while driver.scheduler.has_unfinished:
         step_for(driver, seconds)
 
 
 def arrive(
-    driver: Driver, name: str, prompt: object = 2, *, within: float | None = None, **fields: object
+    driver: SchedulerDriver, name: str, prompt: object = 2, *, within: float | None = None, **fields: object
 ) -> Request:
     """A request that arrives now, with a deadline so many seconds later."""
     deadline = None if within is None else driver.now + within
     return driver.add(make_request(name, prompt, arrival_time=driver.now, deadline=deadline, **fields))
 
 
-def is_refused(driver: Driver, name: str, prompt: list[int], *, within: float) -> bool:
+def is_refused(driver: SchedulerDriver, name: str, prompt: list[int], *, within: float) -> bool:
     try:
         arrive(driver, name, prompt, within=within, max_tokens=1)
     except DeadlineExceeded:
@@ -94,7 +94,7 @@ def test_a_backlog_of_six_hours_ago_refuses_nothing_while_rows_are_free() -> Non
     assert refused == 0
 
 
-def slow_at_prompts(driver: Driver) -> list[int]:
+def slow_at_prompts(driver: SchedulerDriver) -> list[int]:
     """Teaches that a prompt token takes 10 ms and a step without one 1 ms; a prompt that is cached now."""
     prompt = [number % 37 for number in range(2048)]
     arrive(driver, "teacher", prompt, max_tokens=1)
@@ -119,18 +119,18 @@ def test_a_cached_prompt_keeps_a_deadline_that_a_cold_one_of_its_length_cannot()
     assert driver.requests["warm"].finish_reason is FinishReason.LENGTH
 
 
-def after_a_slow_step(driver: Driver) -> None:
+def after_a_slow_step(driver: SchedulerDriver) -> None:
     arrive(driver, "slow", max_tokens=1)
     drain(driver, 30.0)
 
 
-def after_a_backlog(driver: Driver) -> None:
+def after_a_backlog(driver: SchedulerDriver) -> None:
     for number in range(300):
         arrive(driver, f"old{number}", prompt=[number % 40] * 20, max_tokens=1)
     drain(driver, 1.0)
 
 
-def after_missed_deadlines(driver: Driver) -> None:
+def after_missed_deadlines(driver: SchedulerDriver) -> None:
     after_a_slow_step(driver)
     for number in range(100):
         arrive(driver, f"late{number}", within=100.0)
@@ -138,7 +138,7 @@ def after_missed_deadlines(driver: Driver) -> None:
     assert len(driver.expire()) == 100
 
 
-def after_slow_prompts(driver: Driver) -> None:
+def after_slow_prompts(driver: SchedulerDriver) -> None:
     slow_at_prompts(driver)
 
 
@@ -147,7 +147,7 @@ def after_slow_prompts(driver: Driver) -> None:
     [after_a_slow_step, after_a_backlog, after_missed_deadlines, after_slow_prompts],
     ids=lambda f: f.__name__,
 )
-def test_an_engine_with_nothing_to_do_refuses_no_deadline(history: Callable[[Driver], None]) -> None:
+def test_an_engine_with_nothing_to_do_refuses_no_deadline(history: Callable[[SchedulerDriver], None]) -> None:
     driver = timed_driver()
     history(driver)
     assert not driver.scheduler.has_unfinished
@@ -196,7 +196,7 @@ class Held(NamedTuple):
     num_free_rows: int
 
 
-def held_by(driver: Driver, max_running: int) -> Held:
+def held_by(driver: SchedulerDriver, max_running: int) -> Held:
     running = [r for r in driver.requests.values() if r.state is RUNNING]
     tables = {r.request_id: set(driver.kv.block_table(r.row)) for r in running}
     return Held(tables, driver.kv.num_free_blocks, max_running - len(running))
@@ -210,7 +210,7 @@ def is_enough(held: Held, victims: Iterable[str], num_blocks: int) -> bool:
     return held.num_free_blocks + len(freed) >= num_blocks and held.num_free_rows + len(leaving) >= 1
 
 
-def check_victims(driver: Driver, held: Held, newcomer: Request, num_blocks: int) -> list[str]:
+def check_victims(driver: SchedulerDriver, held: Held, newcomer: Request, num_blocks: int) -> list[str]:
     """Either nobody was preempted, or the newcomer has entered and each victim was needed; their ids."""
     victims = [name for name in held.tables if driver.requests[name].num_preemptions]
     if victims:
@@ -220,7 +220,7 @@ def check_victims(driver: Driver, held: Held, newcomer: Request, num_blocks: int
     return victims
 
 
-def fill(driver: Driver, number: int, *, priority: Priority = LOW, **fields: object) -> list[Request]:
+def fill(driver: SchedulerDriver, number: int, *, priority: Priority = LOW, **fields: object) -> list[Request]:
     """Running requests with different prompts of one block."""
     fields = {"max_tokens": 60, **fields}
     requests = [
@@ -233,13 +233,11 @@ def fill(driver: Driver, number: int, *, priority: Priority = LOW, **fields: obj
 
 
 def test_a_lowered_limit_costs_one_row_for_a_critical() -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=4096, block_size=16, max_num_seqs=256, max_num_batched_tokens=1024, max_waiting_requests=256
     )
     requests = fill(driver, 116)
-    driver.scheduler._control.knobs = driver.scheduler._control.knobs._replace(
-        max_num_seqs=50
-    )  # as the governor does
+    driver.scheduler._control.max_num_seqs = 50  # as the governor does
     critical = driver.add(make_request("critical", [39, 38, 37], max_tokens=2, priority=CRITICAL))
     driver.schedule()
     assert critical.state is RUNNING
@@ -249,10 +247,10 @@ def test_a_lowered_limit_costs_one_row_for_a_critical() -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_criticals_under_a_lowered_limit_cost_at_most_a_row_each(number: int) -> None:
-    driver = Driver(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=64, max_num_seqs=8, max_num_batched_tokens=64)
     requests = fill(driver, 8)
     control = driver.scheduler._control
-    control.knobs = control.knobs._replace(max_num_seqs=3)
+    control.max_num_seqs = 3
     criticals = [driver.add(make_request(f"c{n}", [39, n], max_tokens=2, priority=CRITICAL)) for n in range(number)]
     driver.schedule()
     assert all(critical.state is RUNNING for critical in criticals)
@@ -263,7 +261,7 @@ def test_criticals_under_a_lowered_limit_cost_at_most_a_row_each(number: int) ->
 
 def steps_until_critical_starts(*, is_cached: bool, num_held: int, max_inflight_steps: int) -> int:
     """Twelve blocks for a CRITICAL in a pool of sixteen, of which LOW requests hold some; eight may be cached."""
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=16, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_inflight_steps=max_inflight_steps
     )
     prompt = list(range(40)) + [5] * 8
@@ -295,7 +293,7 @@ def test_a_critical_whose_prefix_is_cached_enters_no_later_than_a_cold_one(
 
 def test_nobody_is_preempted_for_blocks_that_others_keep() -> None:
     """Eight LOW rows name 48 blocks and free eight, because a CRITICAL shares the other five with them."""
-    driver = Driver(num_blocks=20, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=20, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
     driver.add(make_request("holder", [*range(20), 29], max_tokens=3, priority=CRITICAL))
     driver.step()
     for n in range(8):
@@ -313,7 +311,7 @@ def test_nobody_is_preempted_for_blocks_that_others_keep() -> None:
 
 def test_the_one_row_that_frees_enough_leaves_rather_than_many_that_share() -> None:
     """Four LOW rows share five blocks and free one each; a fifth one has eight for itself and has computed more."""
-    driver = Driver(num_blocks=20, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=20, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
     driver.add(make_request("wide", [38] * 30, max_tokens=6, priority=LOW))
     driver.step()
     driver.add(make_request("low0", [*range(20), 30], max_tokens=6, priority=LOW, arrival_time=1.0))
@@ -333,7 +331,7 @@ def test_the_one_row_that_frees_enough_leaves_rather_than_many_that_share() -> N
 
 def test_rows_that_share_their_blocks_leave_together_where_each_is_needed() -> None:
     """Eight LOW rows hold thirteen blocks, five of them in common; a CRITICAL needs twelve."""
-    driver = Driver(num_blocks=13, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=13, block_size=4, max_num_seqs=16, max_num_batched_tokens=64)
     driver.add(make_request("low0", [*range(20), 30], max_tokens=3, priority=LOW))
     driver.step()
     for n in range(1, 8):
@@ -350,7 +348,7 @@ def test_rows_that_share_their_blocks_leave_together_where_each_is_needed() -> N
 
 
 def test_nobody_is_preempted_for_a_critical_whose_tenant_is_over_its_quota() -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=64, max_num_seqs=8, max_num_batched_tokens=24, tenants={"quota": TenantLimits(max_blocks=8)}
     )
     requests = fill(driver, 7)
@@ -364,7 +362,7 @@ def test_nobody_is_preempted_for_a_critical_whose_tenant_is_over_its_quota() -> 
 
 
 def test_with_one_row_a_low_request_gives_way_in_the_next_step() -> None:
-    driver = Driver(max_num_seqs=1)
+    driver = SchedulerDriver(max_num_seqs=1)
     low = fill(driver, 1)[0]
     critical = driver.add(make_request("critical", [39, 38], max_tokens=2, priority=CRITICAL, arrival_time=9.0))
     driver.schedule()
@@ -374,7 +372,7 @@ def test_with_one_row_a_low_request_gives_way_in_the_next_step() -> None:
     assert low.num_preemptions == 1 and low.output_token_ids == naive_output(low)[0]
 
 
-def last_of_two_in_flight(driver: Driver, critical: Request) -> int:
+def last_of_two_in_flight(driver: SchedulerDriver, critical: Request) -> int:
     """Adds the CRITICAL while two steps are in flight, and lets the next one choose victims; their number."""
     while len(driver.in_flight) < 2:
         driver.schedule()
@@ -384,7 +382,7 @@ def last_of_two_in_flight(driver: Driver, critical: Request) -> int:
     return driver.scheduler.stats().num_preemptions
 
 
-def check_enters_now(driver: Driver, critical: Request, num_preemptions: int) -> None:
+def check_enters_now(driver: SchedulerDriver, critical: Request, num_preemptions: int) -> None:
     """The blocks of the victims are free in the next step, and no others are taken."""
     while driver.in_flight:
         driver.apply()
@@ -397,7 +395,9 @@ def check_enters_now(driver: Driver, critical: Request, num_preemptions: int) ->
 
 @pytest.mark.parametrize("prompt_tokens", [20, 25, 30, 34])
 def test_with_two_steps_in_flight_a_critical_enters_after_one_round_of_victims(prompt_tokens: int) -> None:
-    driver = Driver(num_blocks=16, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, max_inflight_steps=2)
+    driver = SchedulerDriver(
+        num_blocks=16, block_size=4, max_num_seqs=16, max_num_batched_tokens=64, max_inflight_steps=2
+    )
     for n in range(8):
         driver.add(make_request(f"low{n}", [n] * 5, max_tokens=40, priority=LOW, arrival_time=float(n)))
     critical = make_request("critical", [39] * prompt_tokens, max_tokens=2, priority=CRITICAL, arrival_time=20.0)
@@ -408,7 +408,9 @@ def test_with_two_steps_in_flight_a_critical_enters_after_one_round_of_victims(p
 
 def test_with_two_steps_in_flight_rows_that_share_blocks_leave_in_one_round() -> None:
     """Eight LOW rows hold thirteen blocks, five of them in common; a CRITICAL needs twelve."""
-    driver = Driver(num_blocks=13, block_size=8, max_num_seqs=16, max_num_batched_tokens=128, max_inflight_steps=2)
+    driver = SchedulerDriver(
+        num_blocks=13, block_size=8, max_num_seqs=16, max_num_batched_tokens=128, max_inflight_steps=2
+    )
     for n in range(8):
         driver.add(make_request(f"low{n}", [*range(40), 30 + n], max_tokens=7, priority=LOW, arrival_time=float(n)))
         if not n:
@@ -433,7 +435,7 @@ def gets_right_tokens(requests: Iterable[Request]) -> bool:
     return all((r.output_token_ids, r.finish_reason) == naive_output(r) for r in requests)
 
 
-def evicted_by(driver: Driver, newcomer: Request) -> list[str]:
+def evicted_by(driver: SchedulerDriver, newcomer: Request) -> list[str]:
     """Ids of the requests that end for the newcomer; none if it is refused."""
     try:
         return [request.request_id for request in driver.add_group([newcomer])]
@@ -443,7 +445,7 @@ def evicted_by(driver: Driver, newcomer: Request) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["priority", "fair"])
 def test_a_group_that_has_begun_is_not_evicted(policy: str) -> None:
-    driver = Driver(num_blocks=64, max_num_batched_tokens=4, max_waiting_requests=3, policy=policy)
+    driver = SchedulerDriver(num_blocks=64, max_num_batched_tokens=4, max_waiting_requests=3, policy=policy)
     requests = group(3, prompt=16)
     driver.add_group(requests)
     driver.step()
@@ -456,7 +458,7 @@ def test_a_group_that_has_begun_is_not_evicted(policy: str) -> None:
 
 
 def test_a_group_whose_leader_waits_for_its_return_is_not_evicted() -> None:
-    driver = Driver(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=4, max_waiting_requests=3)
+    driver = SchedulerDriver(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=4, max_waiting_requests=3)
     requests = group(3, prompt=16, priority=LOW)
     driver.add_group(requests)
     driver.step()
@@ -469,9 +471,9 @@ def test_a_group_whose_leader_waits_for_its_return_is_not_evicted() -> None:
 
 
 def test_a_waiting_group_counts_as_many_as_it_has_sequences() -> None:
-    driver = Driver(num_blocks=64, max_waiting_requests=4, max_waiting_tokens=40)
+    driver = SchedulerDriver(num_blocks=64, max_waiting_requests=4, max_waiting_tokens=40)
     driver.add_group(group(3, prompt=12))
-    room = driver.scheduler.room(driver.now)
+    room = driver.scheduler.waiting_room(driver.now)
     assert (room.num_requests, room.num_tokens) == (3, 36)
     driver.add(make_request("last", 2))
     with pytest.raises(Busy, match="4 of 4 requests"):
@@ -481,7 +483,7 @@ def test_a_waiting_group_counts_as_many_as_it_has_sequences() -> None:
 
 @pytest.mark.parametrize("max_waiting", [{"max_waiting_requests": 4}, {"max_waiting_tokens": 40}])
 def test_a_group_is_admitted_whole_or_not_at_all(max_waiting: dict[str, int]) -> None:
-    driver = Driver(num_blocks=64, **max_waiting)
+    driver = SchedulerDriver(num_blocks=64, **max_waiting)
     driver.add_group(group(2, prompt=12))
     before = driver.scheduler.stats()
     with pytest.raises(Busy, match="waiting set is full"):
@@ -496,7 +498,7 @@ def test_a_group_is_admitted_whole_or_not_at_all(max_waiting: dict[str, int]) ->
 def test_siblings_run_whatever_happens_to_their_leader_before_the_fork(
     mishap: str, max_inflight_steps: int, enable_prefix_caching: bool
 ) -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=64,
         max_num_batched_tokens=4,
         max_inflight_steps=max_inflight_steps,
@@ -520,7 +522,7 @@ def test_siblings_run_whatever_happens_to_their_leader_before_the_fork(
 @pytest.mark.parametrize("policy", ["priority", "fair"])
 def test_a_waiting_group_is_evicted_whole(policy: str) -> None:
     """The driver checks that each of its sequences has one end."""
-    driver = Driver(num_blocks=64, max_waiting_requests=3, policy=policy)
+    driver = SchedulerDriver(num_blocks=64, max_waiting_requests=3, policy=policy)
     driver.add_group(group(3))
     newcomer = make_request("high", [30], priority=HIGH, tenant="other", arrival_time=1.0)
     assert sorted(evicted_by(driver, newcomer)) == ["g0", "g1", "g2"]
@@ -531,7 +533,7 @@ def test_a_waiting_group_is_evicted_whole(policy: str) -> None:
 
 
 def test_a_cancelled_sequence_of_a_waiting_group_leaves_the_others_in_their_place() -> None:
-    driver = Driver(num_blocks=64, max_num_seqs=4)
+    driver = SchedulerDriver(num_blocks=64, max_num_seqs=4)
     requests = group(4)
     driver.add_group(requests)
     driver.add(make_request("behind", [30], arrival_time=1.0, max_tokens=9))
@@ -547,7 +549,7 @@ def test_a_cancelled_sequence_of_a_waiting_group_leaves_the_others_in_their_plac
 
 def steps_away(*, newcomers: int) -> int:
     """Steps that a preempted request of a static batch stays out; newer ones of a better class may wait before it."""
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=12,
         block_size=4,
         max_num_batched_tokens=64,

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.service_class import dropped, lifted
 from tidewheel.tenants import TenantLimits
 
 CRITICAL, HIGH, NORMAL, LOW = Priority
 
 
-def busy_driver(**changes: object) -> Driver:
+def busy_driver(**changes: object) -> SchedulerDriver:
     """One row, taken by a request that decodes for long."""
-    driver = Driver(max_num_seqs=1, num_blocks=64, **changes)
+    driver = SchedulerDriver(max_num_seqs=1, num_blocks=64, **changes)
     driver.add(make_request("running", prompt=[9], max_tokens=200, priority=CRITICAL))
     driver.step()
     return driver
 
 
-def waits(driver: Driver, name: str, priority: Priority, **fields: object) -> Request:
+def waits(driver: SchedulerDriver, name: str, priority: Priority, **fields: object) -> Request:
     return driver.add(make_request(name, max_tokens=1, priority=priority, arrival_time=driver.now, **fields))
 
 
 def test_one_class_at_a_time_and_to_high_at_most() -> None:
-    assert [lifted(level) for level in Priority] == [CRITICAL, HIGH, HIGH, NORMAL]
-    assert [dropped(level) for level in Priority] == [HIGH, NORMAL, LOW, LOW]
+    assert [level.lifted() for level in Priority] == [CRITICAL, HIGH, HIGH, NORMAL]
+    assert [level.dropped() for level in Priority] == [HIGH, NORMAL, LOW, LOW]
 
 
 def test_low_stands_among_high_after_two_ageing_times() -> None:
@@ -47,7 +46,7 @@ def test_low_stands_among_high_after_two_ageing_times() -> None:
 @pytest.mark.parametrize("policy", ["priority", "sjf", "deadline", "density"])
 def test_the_ageing_bound_holds_under_an_endless_stream_of_better_classes(policy: str) -> None:
     """A LOW request starts although NORMAL and HIGH ones keep coming, as many as the engine can serve."""
-    driver = Driver(max_num_seqs=1, ageing_s=10.0, policy=policy)
+    driver = SchedulerDriver(max_num_seqs=1, ageing_s=10.0, policy=policy)
     low = driver.add(make_request("low", prompt=[5], max_tokens=8, priority=LOW))
     for number in range(60):
         level = (HIGH, NORMAL)[number % 2]
@@ -62,7 +61,7 @@ def test_the_ageing_bound_holds_under_an_endless_stream_of_better_classes(policy
 
 def test_a_prompt_under_way_ages_behind_an_endless_stream_of_better_ones() -> None:
     """Each HIGH prompt takes the budget of a step; the LOW one has computed a part of its own before they came."""
-    driver = Driver(max_num_seqs=8, num_blocks=64, ageing_s=10.0, enable_prefix_caching=False)
+    driver = SchedulerDriver(max_num_seqs=8, num_blocks=64, ageing_s=10.0, enable_prefix_caching=False)
     low = driver.add(make_request("low", prompt=40, max_tokens=1, priority=LOW))
     driver.step()
     for number in range(40):
@@ -76,7 +75,7 @@ def test_a_prompt_under_way_ages_behind_an_endless_stream_of_better_ones() -> No
 
 
 def test_a_prompt_that_has_aged_leaves_the_requests_of_its_class_their_share() -> None:
-    driver = Driver(max_num_seqs=8, num_blocks=64, ageing_s=3.0, enable_prefix_caching=False)
+    driver = SchedulerDriver(max_num_seqs=8, num_blocks=64, ageing_s=3.0, enable_prefix_caching=False)
     long = driver.add(make_request("long", prompt=160, max_tokens=1))
     for _ in range(3):
         driver.step()
@@ -88,7 +87,7 @@ def test_a_prompt_that_has_aged_leaves_the_requests_of_its_class_their_share() -
 
 
 def test_a_row_that_decodes_does_not_age() -> None:
-    driver = Driver(max_num_seqs=1, num_blocks=64, ageing_s=3.0)
+    driver = SchedulerDriver(max_num_seqs=1, num_blocks=64, ageing_s=3.0)
     low = driver.add(make_request("low", max_tokens=30, priority=LOW))
     driver.run()
     assert low.service_class is LOW and driver.scheduler.stats().num_aged == 0
@@ -112,7 +111,7 @@ def test_a_follower_has_waited_as_long_as_the_leader_that_was_cancelled() -> Non
 @pytest.mark.parametrize("level", [LOW, HIGH, CRITICAL])
 def test_a_long_job_does_not_starve_behind_short_ones_of_its_class(level: Priority) -> None:
     """Under `sjf` a stream of shorter jobs overtakes it, until it has waited `ageing_s` in the best class it can."""
-    driver = Driver(max_num_seqs=1, num_blocks=64, ageing_s=10.0, policy="sjf", predictor_prior_tokens=1000)
+    driver = SchedulerDriver(max_num_seqs=1, num_blocks=64, ageing_s=10.0, policy="sjf", predictor_prior_tokens=1000)
     long = driver.add(make_request("long", prompt=[5], max_tokens=30, priority=level))
     for number in range(60):
         arrival = driver.now
@@ -140,7 +139,7 @@ def test_a_lifted_request_never_overtakes_a_critical_one() -> None:
 
 
 def test_a_passed_soft_deadline_drops_a_class_also_of_a_running_request() -> None:
-    driver = Driver(max_num_seqs=1, num_blocks=64, ageing_s=1000.0)
+    driver = SchedulerDriver(max_num_seqs=1, num_blocks=64, ageing_s=1000.0)
     running = driver.add(make_request("running", max_tokens=100, priority=HIGH, soft_deadline=19.5))
     waiting = driver.add(make_request("waiting", max_tokens=1, priority=NORMAL, soft_deadline=19.5))
     lowest = driver.add(make_request("lowest", max_tokens=1, priority=LOW, soft_deadline=19.5))
@@ -153,7 +152,7 @@ def test_a_passed_soft_deadline_drops_a_class_also_of_a_running_request() -> Non
 
 
 def test_a_tenant_over_its_quota_drops_a_class_on_arrival() -> None:
-    driver = Driver(block_size=4, tenants={"big": TenantLimits(max_blocks=3)})
+    driver = SchedulerDriver(block_size=4, tenants={"big": TenantLimits(max_blocks=3)})
     first = driver.add(make_request("first", prompt=8, max_tokens=8, tenant="big"))
     driver.step()
     second = driver.add(make_request("second", prompt=8, max_tokens=8, tenant="big"))
@@ -164,7 +163,7 @@ def test_a_tenant_over_its_quota_drops_a_class_on_arrival() -> None:
 
 
 def test_a_burst_of_one_tenant_drops_when_its_turn_comes_and_lets_others_pass() -> None:
-    driver = Driver(block_size=4, max_num_seqs=2, tenants={"*": TenantLimits(max_blocks=3)})
+    driver = SchedulerDriver(block_size=4, max_num_seqs=2, tenants={"*": TenantLimits(max_blocks=3)})
     burst = [
         driver.add(make_request(f"b{number}", prompt=[number] * 8, max_tokens=2, tenant="burst"))
         for number in range(3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import NotFound
 from tidewheel.request import FinishReason, Request
 
@@ -20,7 +20,7 @@ def follow_up(request: Request, request_id: str = "next") -> Request:
 
 
 def test_the_next_turn_computes_its_new_tokens_alone() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     first = driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
     driver.run()
     second = driver.add(follow_up(first))
@@ -33,7 +33,7 @@ def test_the_next_turn_computes_its_new_tokens_alone() -> None:
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE])
 def test_what_a_request_has_when_it_is_stopped_is_kept(reason: FinishReason) -> None:
     """A stop string is found outside, and ends the request by a cancel."""
-    driver = Driver()
+    driver = SchedulerDriver()
     first = driver.add(turn("a", [1, 2, 3, 4, 5, 6], max_tokens=9))
     driver.step()
     driver.step()
@@ -45,7 +45,7 @@ def test_what_a_request_has_when_it_is_stopped_is_kept(reason: FinishReason) -> 
 
 
 def test_a_request_that_failed_leaves_its_session_as_it_was() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     first = driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
     driver.run()
     for request_id, reason in (("given up", FinishReason.ERROR), ("not finite", None)):
@@ -63,7 +63,7 @@ def test_a_request_that_failed_leaves_its_session_as_it_was() -> None:
 
 
 def test_a_session_that_is_closed_or_expires_is_gone() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.add(turn("a", [1, 2, 3, 4, 5, 6]))
     driver.run()
     with pytest.raises(NotFound, match="session 'other' is not known"):
@@ -79,7 +79,7 @@ def test_a_session_that_is_closed_or_expires_is_gone() -> None:
 
 
 def test_slots_without_a_token_are_counted() -> None:
-    driver = Driver(max_num_batched_tokens=5)
+    driver = SchedulerDriver(max_num_batched_tokens=5)
     driver.add(make_request("a", 10))
     driver.step()
     stats = driver.scheduler.stats()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from support.engine.fake_runner import naive_output
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.request import Priority, Request, RequestState
 
 HIGH, NORMAL = Priority.HIGH, Priority.NORMAL
@@ -15,13 +15,13 @@ RUNNING = RequestState.RUNNING
 SHARED = [number % 31 for number in range(64)]
 
 
-def burst(driver: Driver, number: int, *, shared: Sequence[int] = SHARED, **fields: object) -> list[Request]:
+def burst(driver: SchedulerDriver, number: int, *, shared: Sequence[int] = SHARED, **fields: object) -> list[Request]:
     """Requests that come together, with a common prefix and three tokens each of their own; they sample one."""
     fields = {"max_tokens": 1, **fields}
     return [driver.add(make_request(f"r{n}", [*shared, 38, n, n], **fields)) for n in range(number)]
 
 
-def num_computed(driver: Driver) -> int:
+def num_computed(driver: SchedulerDriver) -> int:
     """Prompt tokens, where every request samples one token."""
     return driver.scheduler.stats().num_scheduled_tokens
 
@@ -37,7 +37,7 @@ def check_tokens(requests: Sequence[Request]) -> None:
 def test_requests_that_come_together_compute_their_common_prefix_once(
     max_inflight_steps: int, block_size: int, budget: int
 ) -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=1024 // block_size,
         block_size=block_size,
         max_num_seqs=16,
@@ -51,22 +51,24 @@ def test_requests_that_come_together_compute_their_common_prefix_once(
 
 
 def test_nothing_is_put_off_without_prefix_caching() -> None:
-    driver = Driver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False)
+    driver = SchedulerDriver(
+        num_blocks=256, max_num_seqs=16, max_num_batched_tokens=1024, enable_prefix_caching=False
+    )
     requests = burst(driver, 8)
     driver.step()
     assert all(request.is_finished for request in requests)
 
 
 def test_requests_of_other_tenants_and_salts_do_not_wait_for_each_other() -> None:
-    driver = Driver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=1024)
+    driver = SchedulerDriver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=1024)
     for n, fields in enumerate([{"tenant": "a"}, {"tenant": "b"}, {"cache_salt": "x"}, {}]):
         driver.add(make_request(f"r{n}", [*SHARED, n], max_tokens=1, **fields))
     driver.step()
-    assert driver.ended == {"r0", "r1", "r2", "r3"}
+    assert driver.ended.keys() == {"r0", "r1", "r2", "r3"}
 
 
 def test_a_request_behind_a_burst_does_not_wait_for_its_prefix() -> None:
-    driver = Driver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=512)
+    driver = SchedulerDriver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=512)
     burst(driver, 8)
     other = driver.add(make_request("other", [35] * 8, max_tokens=4, arrival_time=1.0))
     driver.step()
@@ -77,7 +79,9 @@ def test_a_request_behind_a_burst_does_not_wait_for_its_prefix() -> None:
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 @pytest.mark.parametrize("mishap", ["cancelled", "failed", "preempted"])
 def test_a_burst_goes_on_without_the_request_that_computes_its_prefix(mishap: str, max_inflight_steps: int) -> None:
-    driver = Driver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=24, max_inflight_steps=max_inflight_steps)
+    driver = SchedulerDriver(
+        num_blocks=256, max_num_seqs=16, max_num_batched_tokens=24, max_inflight_steps=max_inflight_steps
+    )
     requests = burst(driver, 8, max_tokens=3)
     driver.step()
     (first,) = [request for request in requests if request.state is RUNNING]
@@ -93,7 +97,7 @@ def test_a_burst_goes_on_without_the_request_that_computes_its_prefix(mishap: st
 
 
 def test_a_burst_that_ends_at_once_leaves_nothing_behind() -> None:
-    driver = Driver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=24)
+    driver = SchedulerDriver(num_blocks=256, max_num_seqs=16, max_num_batched_tokens=24)
     burst(driver, 8)
     driver.step()
     for number in range(8):
@@ -104,7 +108,7 @@ def test_a_burst_that_ends_at_once_leaves_nothing_behind() -> None:
 
 def test_a_small_common_part_of_a_long_prompt_is_not_waited_for() -> None:
     """The long prompt takes 32 steps; the short one shares 16 tokens with it and has 20 of its own."""
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=1024, max_num_seqs=16, max_num_batched_tokens=64, max_model_len=4096, max_waiting_tokens=1 << 16
     )
     long = driver.add(make_request("long", [*SHARED[:16], *[32, 33] * 1000], max_tokens=1))
@@ -119,9 +123,9 @@ def test_a_small_common_part_of_a_long_prompt_is_not_waited_for() -> None:
 # --- the order of service -----------------------------------------------------------------------------------------
 
 
-def one_at_a_time(**changes: object) -> Driver:
+def one_at_a_time(**changes: object) -> SchedulerDriver:
     """A pool that still has the blocks of `SHARED`, and one row, which is taken."""
-    driver = Driver(num_blocks=256, max_num_seqs=1, max_num_batched_tokens=512, **changes)
+    driver = SchedulerDriver(num_blocks=256, max_num_seqs=1, max_num_batched_tokens=512, **changes)
     driver.add(make_request("before", [*SHARED, 1], max_tokens=1))
     driver.run()
     driver.add(make_request("busy", [36] * 3, max_tokens=4))
@@ -129,13 +133,13 @@ def one_at_a_time(**changes: object) -> Driver:
     return driver
 
 
-def add_waiting(driver: Driver, name: str, num_cached: int, **fields: object) -> Request:
+def add_waiting(driver: SchedulerDriver, name: str, num_cached: int, **fields: object) -> Request:
     """A prompt of 65 tokens, of which the first `num_cached` are in the cache."""
     prompt = [*SHARED[:num_cached], *[37] * (65 - num_cached)]
     return driver.add(make_request(name, prompt, max_tokens=1, arrival_time=driver.now, **fields))
 
 
-def order_of_starts(driver: Driver) -> list[str]:
+def order_of_starts(driver: SchedulerDriver) -> list[str]:
     """Ids of those that wait now, in the order in which they start."""
     waiting = [request for request in driver.requests.values() if request.first_scheduled_time is None]
     driver.run()

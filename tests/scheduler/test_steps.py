@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from support.engine.fake_runner import naive_output
-from support.scheduler.scheduling import Driver, make_request, make_scheduler
+from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch, TopLogprobs
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, RequestState
@@ -24,7 +24,7 @@ def answer(batch: ScheduledBatch, token_ids: list[int]) -> SampledTokens:
 
 
 def test_a_prompt_is_one_step_and_then_a_token_a_step() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     request = driver.add(make_request(prompt=6, max_tokens=3))
     first = driver.schedule()
     assert first is not None
@@ -42,7 +42,7 @@ def test_a_prompt_is_one_step_and_then_a_token_a_step() -> None:
 
 
 def test_long_prompts_are_cut_to_the_budget_and_only_the_last_chunk_samples() -> None:
-    driver = Driver(max_num_batched_tokens=8)
+    driver = SchedulerDriver(max_num_batched_tokens=8)
     driver.add(make_request(prompt=20, max_tokens=2))
     chunks = []
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_long_prompts_are_cut_to_the_budget_and_only_the_last_chunk_samples() ->
 
 
 def test_a_long_prompt_does_not_hold_up_decodes() -> None:
-    driver = Driver(max_num_batched_tokens=8)
+    driver = SchedulerDriver(max_num_batched_tokens=8)
     for name in ("a", "b"):
         driver.add(make_request(name, prompt=2, max_tokens=8))
     driver.step()
@@ -70,7 +70,7 @@ def test_a_long_prompt_does_not_hold_up_decodes() -> None:
 
 
 def test_single_tokens_lead_the_batch_whatever_they_are() -> None:
-    driver = Driver(max_num_batched_tokens=10)
+    driver = SchedulerDriver(max_num_batched_tokens=10)
     driver.add(make_request("a", prompt=9, max_tokens=4))
     driver.add(make_request("b", prompt=[5] * 8, max_tokens=4))
     batch = driver.schedule()
@@ -83,7 +83,7 @@ def test_single_tokens_lead_the_batch_whatever_they_are() -> None:
 
 
 def test_requests_enter_while_rows_last() -> None:
-    driver = Driver(max_num_seqs=2)
+    driver = SchedulerDriver(max_num_seqs=2)
     for name in "abc":
         driver.add(make_request(name, prompt=[ord(name)] * 2, max_tokens=2))
     driver.step()
@@ -98,7 +98,7 @@ def test_requests_enter_while_rows_last() -> None:
 
 
 def test_the_number_of_rows_does_not_exceed_the_budget() -> None:
-    driver = Driver(max_num_seqs=4, max_num_batched_tokens=2)
+    driver = SchedulerDriver(max_num_seqs=4, max_num_batched_tokens=2)
     for name in "abcd":
         driver.add(make_request(name, prompt=3, max_tokens=3))
     driver.step()
@@ -107,7 +107,7 @@ def test_the_number_of_rows_does_not_exceed_the_budget() -> None:
 
 
 def test_a_prefix_hit_skips_what_is_computed() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     first = driver.add(make_request("a", prompt=10, max_tokens=2))
     driver.run()
     second = driver.add(make_request("b", prompt=10, max_tokens=2))
@@ -125,7 +125,7 @@ def test_a_prefix_hit_skips_what_is_computed() -> None:
 
 
 def test_a_hit_continues_into_the_output_of_another_request() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     first = driver.add(make_request("a", prompt=6, max_tokens=8))
     driver.run()
     turn = [*range(6), *first.output_token_ids, 3, 4, 5]
@@ -135,7 +135,7 @@ def test_a_hit_continues_into_the_output_of_another_request() -> None:
 
 
 def test_without_prefix_caching_nothing_is_looked_up() -> None:
-    driver = Driver(enable_prefix_caching=False)
+    driver = SchedulerDriver(enable_prefix_caching=False)
     for name in "ab":
         driver.add(make_request(name, prompt=10, max_tokens=2))
         driver.run()
@@ -144,7 +144,7 @@ def test_without_prefix_caching_nothing_is_looked_up() -> None:
 
 
 def test_a_stop_id_ends_the_request_and_is_its_last_token() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     output, _ = naive_output(make_request(prompt=4, max_tokens=8))
     stop = output[3]
     request = driver.add(make_request(prompt=4, max_tokens=8, stop_token_ids=(39, stop)))
@@ -154,7 +154,7 @@ def test_a_stop_id_ends_the_request_and_is_its_last_token() -> None:
 
 
 def test_a_stop_id_as_last_possible_token_is_a_stop() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     output, _ = naive_output(make_request(prompt=4, max_tokens=3))
     request = driver.add(make_request(prompt=4, max_tokens=3, stop_token_ids=(output[2],)))
     driver.run()
@@ -162,7 +162,7 @@ def test_a_stop_id_as_last_possible_token_is_a_stop() -> None:
 
 
 def test_requests_with_many_and_with_few_stop_ids_run_together() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     many = driver.add(make_request("many", prompt=[1], max_tokens=20, stop_token_ids=tuple(range(38))))
     none = driver.add(make_request("none", prompt=[1], max_tokens=20))
     driver.run()
@@ -183,7 +183,7 @@ def test_stop_ids_before_min_tokens_do_not_end_the_request() -> None:
 
 
 def test_logits_that_are_not_finite_end_their_request_only() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     broken = driver.add(make_request("broken", prompt=9, max_tokens=6))
     healthy = driver.add(make_request("healthy", prompt=[3] * 5, max_tokens=6))
     driver.step()
@@ -265,7 +265,7 @@ def test_a_batch_is_applied_once_in_order_and_with_its_own_answer() -> None:
 
 def test_the_same_events_make_the_same_batches() -> None:
     def batches() -> list[tuple[object, ...]]:
-        driver = Driver(num_blocks=10, block_size=2, max_num_seqs=4, max_num_batched_tokens=6)
+        driver = SchedulerDriver(num_blocks=10, block_size=2, max_num_seqs=4, max_num_batched_tokens=6)
         for number in range(8):
             driver.add(make_request(f"r{number}", prompt=[number % 3] * (3 + number), max_tokens=5))
         seen = []
@@ -287,7 +287,7 @@ def test_the_same_events_make_the_same_batches() -> None:
 
 
 def test_states_of_a_request() -> None:
-    driver = Driver(max_num_seqs=1)
+    driver = SchedulerDriver(max_num_seqs=1)
     first = driver.add(make_request("a", max_tokens=1))
     second = driver.add(make_request("b", max_tokens=1))
     driver.schedule()
@@ -299,11 +299,11 @@ def test_states_of_a_request() -> None:
 
 
 def test_an_id_can_be_used_again_after_the_end() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     for _ in range(2):
         request = make_request("a", max_tokens=2)
         driver.requests.pop("a", None)
-        driver.ended.discard("a")
+        driver.ended.pop("a", None)
         driver.add(request)
         driver.run()
         assert request.finish_reason is FinishReason.LENGTH

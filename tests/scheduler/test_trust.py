@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest
 from tidewheel.request import FinishReason, Priority
-from tidewheel.scheduler.tenant_counts import MAX_LABELS, OTHERS
+from tidewheel.scheduler.tenancy import MAX_LABELS, OTHERS
 from tidewheel.stats import TenantFigures
 from tidewheel.tenants import TenantLimits
 
@@ -18,9 +18,9 @@ CRITICAL, HIGH, NORMAL, LOW = Priority
 RATE = 0.001  # tokens a second: every request leaves a debt that can be read
 
 
-def slow_driver(**changes: object) -> Driver:
+def slow_driver(**changes: object) -> SchedulerDriver:
     """An engine where tenant `t` has a bucket of tokens."""
-    return Driver(
+    return SchedulerDriver(
         **{
             "num_blocks": 400, "max_model_len": 1500, "max_num_batched_tokens": 2000, "predictor_prior_tokens": 10,
             "tenants": {"t": TenantLimits(tokens_per_s=RATE)},
@@ -29,10 +29,10 @@ def slow_driver(**changes: object) -> Driver:
     )  # fmt: skip
 
 
-def num_paid(driver: Driver, tenant: str = "t") -> int:
+def num_paid(driver: SchedulerDriver, tenant: str = "t") -> int:
     """Tokens taken from the tenant's bucket, which was full at time 0 when the first request came."""
     try:
-        driver.scheduler._entrance._tenants.check(tenant, 0, 1, driver.now)
+        driver.scheduler._admission._tenants.check(tenant, 0, 1, driver.now)
     except Busy as error:
         assert error.retry_after_ms is not None
         return round(RATE * (error.retry_after_ms / 1e3 + driver.now))
@@ -119,7 +119,7 @@ def test_a_failure_of_the_engine_settles_everything() -> None:
         driver.add(make_request(name, prompt=300, max_tokens=60, tenant="t"))
     driver.step()
     driver.fail_all(InternalError("the device is lost"))
-    bucket = driver.scheduler._entrance._tenants
+    bucket = driver.scheduler._admission._tenants
     bucket.check("t", 0, 1000 - 301, driver.now)
     assert all(request.is_finished for request in driver.requests.values())
 
@@ -145,7 +145,7 @@ def test_a_refused_request_takes_nothing_from_the_bucket() -> None:
 
 
 def test_five_thousand_names_share_the_bucket_of_the_unknown() -> None:
-    driver = Driver(max_waiting_requests=6000, tenants={"*": TenantLimits(requests_per_s=1.0)})
+    driver = SchedulerDriver(max_waiting_requests=6000, tenants={"*": TenantLimits(requests_per_s=1.0)})
     driver.add(make_request("r0", tenant="name-0"))
     for number in range(1, 5000):
         with pytest.raises(Busy, match="tenants without an entry are over their requests_per_s of 1"):
@@ -153,7 +153,7 @@ def test_five_thousand_names_share_the_bucket_of_the_unknown() -> None:
 
 
 def test_unknown_tenants_may_have_a_bucket_each() -> None:
-    driver = Driver(tenants={"*": TenantLimits(requests_per_s=1.0, each=True)})
+    driver = SchedulerDriver(tenants={"*": TenantLimits(requests_per_s=1.0, each=True)})
     for number in range(10):
         driver.add(make_request(f"r{number}", tenant=f"name-{number}"))
     with pytest.raises(Busy, match="tenant 'name-3' is over its requests_per_s"):
@@ -161,7 +161,7 @@ def test_unknown_tenants_may_have_a_bucket_each() -> None:
 
 
 def test_a_class_above_the_cap_is_lowered_to_it() -> None:
-    driver = Driver(tenants={"t": TenantLimits(max_priority=3), "*": TenantLimits(max_priority=2)})
+    driver = SchedulerDriver(tenants={"t": TenantLimits(max_priority=3), "*": TenantLimits(max_priority=2)})
     asked = {"t": [CRITICAL, HIGH, NORMAL, LOW], "unknown": [CRITICAL, HIGH, NORMAL, LOW]}
     granted = {
         tenant: [
@@ -176,7 +176,7 @@ def test_a_class_above_the_cap_is_lowered_to_it() -> None:
 
 
 def test_a_lowered_request_is_served_evicts_and_ages_as_its_granted_class() -> None:
-    driver = Driver(max_num_seqs=1, max_waiting_requests=2, tenants={"t": TenantLimits(max_priority=3)})
+    driver = SchedulerDriver(max_num_seqs=1, max_waiting_requests=2, tenants={"t": TenantLimits(max_priority=3)})
     driver.add(make_request("low", priority=LOW))
     driver.add(make_request("normal"))
     claim = make_request("claim", tenant="t", priority=CRITICAL)
@@ -189,14 +189,14 @@ def test_a_lowered_request_is_served_evicts_and_ages_as_its_granted_class() -> N
 
 
 def test_every_class_may_be_asked_for_when_nothing_is_configured() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     for priority in Priority:
         assert driver.add(make_request(priority.name, priority=priority, tenant="anybody")).priority is priority
     driver.run()
 
 
 def test_all_sequences_of_a_group_are_lowered() -> None:
-    driver = Driver(tenants={"*": TenantLimits(max_priority=4)})
+    driver = SchedulerDriver(tenants={"*": TenantLimits(max_priority=4)})
     leader = make_request("g0", priority=CRITICAL)
     group = [leader, make_request("g1", priority=CRITICAL, leader=leader)]
     driver.add_group(group)
@@ -208,7 +208,7 @@ def test_all_sequences_of_a_group_are_lowered() -> None:
 
 
 def test_figures_by_tenant() -> None:
-    driver = Driver(max_num_seqs=1, max_waiting_requests=3, tenants={"t": TenantLimits(requests_per_s=2.0)})
+    driver = SchedulerDriver(max_num_seqs=1, max_waiting_requests=3, tenants={"t": TenantLimits(requests_per_s=2.0)})
     driver.add(make_request("a", prompt=5, max_tokens=3, tenant="t"))
     driver.add(make_request("b", prompt=6, max_tokens=4, tenant="t"))
     driver.add(make_request("c", prompt=7, max_tokens=2, tenant="invented"))
@@ -231,7 +231,7 @@ def test_figures_by_tenant() -> None:
 
 
 def test_what_loses_its_place_or_its_deadline_in_the_waiting_set_counts_as_rejected() -> None:
-    driver = Driver(max_waiting_requests=1, tenants={"t": TenantLimits()})
+    driver = SchedulerDriver(max_waiting_requests=1, tenants={"t": TenantLimits()})
     driver.add(make_request("evicted", tenant="t", priority=LOW))
     driver.add(make_request("x", priority=HIGH))
     driver.cancel("x")
@@ -249,7 +249,7 @@ def test_what_loses_its_place_or_its_deadline_in_the_waiting_set_counts_as_rejec
 
 def test_labels_are_bounded_and_plain() -> None:
     tenants = {f"tenant-{number}": TenantLimits() for number in range(1000)}
-    driver = Driver(tenants={'odd "name"\n' + 200 * "x": TenantLimits(), "*": TenantLimits(), **tenants})
+    driver = SchedulerDriver(tenants={'odd "name"\n' + 200 * "x": TenantLimits(), "*": TenantLimits(), **tenants})
     for number in range(1, 4):
         driver.add(make_request(f"r{number}", tenant=f"tenant-{997 + number}"))
     figures = driver.scheduler.stats().tenants
@@ -260,7 +260,7 @@ def test_labels_are_bounded_and_plain() -> None:
 
 
 def test_figures_are_a_snapshot() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     before = driver.scheduler.stats()
     driver.add(make_request("a"))
     assert before.tenants[OTHERS].num_requests == 0

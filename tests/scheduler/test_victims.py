@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from support.engine.fake_runner import naive_output
-from support.scheduler.scheduling import Driver, make_request, make_scheduler, numbered
+from support.scheduler.scheduling import SchedulerDriver, make_request, make_scheduler, numbered
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request, RequestState
 from tidewheel.scheduler import victims
 from tidewheel.scheduler.state import State
@@ -21,13 +22,7 @@ def state_with(*rows: tuple[int, int, float, int], max_preemptions: int = 4) -> 
     for number, (level, computed, arrival, num_preemptions) in enumerate(rows):
         request = numbered(make_request(f"r{number}", max_tokens=100, arrival_time=arrival), number)
         request.num_preemptions = num_preemptions
-        state.columns.enter(
-            request,
-            service_class=level,
-            num_cached_tokens=computed,
-            num_slots=computed,
-            num_shared_slots=0,
-        )
+        state.columns.enter(request, PrefixHit((), computed), computed, 1, level)
     return state
 
 
@@ -65,7 +60,7 @@ def test_nobody_of_a_better_class_than_asked_for_is_taken() -> None:
 
 
 def test_preemptions_of_one_request_are_bounded_while_others_can_be_taken() -> None:
-    driver = Driver(
+    driver = SchedulerDriver(
         num_blocks=10, block_size=2, max_num_seqs=5, max_num_batched_tokens=64, max_preemptions=1, ageing_s=999.0
     )
     for number in range(5):
@@ -75,7 +70,7 @@ def test_preemptions_of_one_request_are_bounded_while_others_can_be_taken() -> N
     assert num_preemptions[0] == 0 and sum(num_preemptions) > 0
 
 
-def fill_rows(driver: Driver, *levels: Priority, max_tokens: int = 30) -> list[Request]:
+def fill_rows(driver: SchedulerDriver, *levels: Priority, max_tokens: int = 30) -> list[Request]:
     requests = [
         driver.add(
             make_request(f"r{n}", prompt=[n] * 4, max_tokens=max_tokens, priority=level, arrival_time=float(n))
@@ -89,7 +84,9 @@ def fill_rows(driver: Driver, *levels: Priority, max_tokens: int = 30) -> list[R
 
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])
 def test_a_waiting_critical_takes_the_row_of_a_lower_class(max_inflight_steps: int) -> None:
-    driver = Driver(max_num_seqs=3, max_num_batched_tokens=64, max_inflight_steps=max_inflight_steps, num_blocks=64)
+    driver = SchedulerDriver(
+        max_num_seqs=3, max_num_batched_tokens=64, max_inflight_steps=max_inflight_steps, num_blocks=64
+    )
     requests = fill_rows(driver, NORMAL, LOW, LOW)
     critical = driver.add(make_request("critical", prompt=[9] * 4, max_tokens=2, priority=CRITICAL))
     driver.schedule()
@@ -101,7 +98,7 @@ def test_a_waiting_critical_takes_the_row_of_a_lower_class(max_inflight_steps: i
 
 
 def test_a_waiting_critical_takes_blocks_of_lower_classes() -> None:
-    driver = Driver(num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     requests = fill_rows(driver, HIGH, LOW, NORMAL, max_tokens=8)
     wide = driver.add(make_request("wide", prompt=[9] * 30, max_tokens=2, priority=CRITICAL))
     driver.step()
@@ -111,7 +108,7 @@ def test_a_waiting_critical_takes_blocks_of_lower_classes() -> None:
 
 
 def test_no_other_class_takes_rows() -> None:
-    driver = Driver(max_num_seqs=2, max_num_batched_tokens=64)
+    driver = SchedulerDriver(max_num_seqs=2, max_num_batched_tokens=64)
     requests = fill_rows(driver, LOW, LOW)
     high = driver.add(make_request("high", priority=HIGH))
     driver.step()
@@ -120,7 +117,7 @@ def test_no_other_class_takes_rows() -> None:
 
 
 def test_a_critical_takes_nothing_from_its_own_class() -> None:
-    driver = Driver(max_num_seqs=2, max_num_batched_tokens=64)
+    driver = SchedulerDriver(max_num_seqs=2, max_num_batched_tokens=64)
     requests = fill_rows(driver, CRITICAL, CRITICAL)
     driver.add(make_request("critical", priority=CRITICAL, arrival_time=9.0))
     driver.step()
@@ -129,7 +126,7 @@ def test_a_critical_takes_nothing_from_its_own_class() -> None:
 
 
 def test_a_lone_row_gives_way_to_a_critical_at_once() -> None:
-    driver = Driver(max_num_seqs=1)
+    driver = SchedulerDriver(max_num_seqs=1)
     only = fill_rows(driver, LOW)[0]
     critical = driver.add(make_request("critical", priority=CRITICAL))
     driver.schedule()
@@ -140,7 +137,7 @@ def test_a_lone_row_gives_way_to_a_critical_at_once() -> None:
 
 
 def test_nobody_is_preempted_for_a_critical_that_would_not_fit_even_then() -> None:
-    driver = Driver(num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=12, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     holder = driver.add(make_request("holder", prompt=[7] * 24, max_tokens=4, priority=CRITICAL))
     low = driver.add(make_request("low", prompt=[1] * 4, max_tokens=4, priority=LOW))
     driver.step()
@@ -152,7 +149,7 @@ def test_nobody_is_preempted_for_a_critical_that_would_not_fit_even_then() -> No
 
 @pytest.mark.parametrize("changes", [{"policy": "fifo"}, {"strategy": StrategyConfig(name="static", batch_size=2)}])
 def test_where_it_may_not_join_a_critical_preempts_nobody(changes: dict[str, object]) -> None:
-    driver = Driver(max_num_seqs=2, max_num_batched_tokens=64, **changes)
+    driver = SchedulerDriver(max_num_seqs=2, max_num_batched_tokens=64, **changes)
     requests = fill_rows(driver, LOW, LOW)
     driver.add(make_request("critical", priority=CRITICAL, arrival_time=9.0))
     driver.step()
@@ -161,7 +158,7 @@ def test_where_it_may_not_join_a_critical_preempts_nobody(changes: dict[str, obj
 
 
 def test_several_criticals_enter_in_one_step() -> None:
-    driver = Driver(max_num_seqs=4, max_num_batched_tokens=64, num_blocks=64)
+    driver = SchedulerDriver(max_num_seqs=4, max_num_batched_tokens=64, num_blocks=64)
     fill_rows(driver, LOW, LOW, LOW, LOW)
     for number in range(3):
         driver.add(make_request(f"c{number}", prompt=[9, number], priority=CRITICAL, arrival_time=9.0 + number))
@@ -172,7 +169,7 @@ def test_several_criticals_enter_in_one_step() -> None:
 
 
 def test_a_critical_enters_although_decodes_take_the_whole_budget() -> None:
-    driver = Driver(max_num_seqs=4, max_num_batched_tokens=4, num_blocks=64)
+    driver = SchedulerDriver(max_num_seqs=4, max_num_batched_tokens=4, num_blocks=64)
     requests = [driver.add(make_request(f"r{n}", prompt=[n], max_tokens=30, priority=LOW)) for n in range(4)]
     while any(not driver.delivered[request.request_id] for request in requests):
         driver.step()
@@ -185,7 +182,7 @@ def test_a_critical_enters_although_decodes_take_the_whole_budget() -> None:
 
 
 def test_no_row_leaves_for_a_critical_while_one_ends_with_a_token_in_flight() -> None:
-    driver = Driver(max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2)
+    driver = SchedulerDriver(max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2)
     long = driver.add(make_request("long", prompt=[1] * 4, max_tokens=30, priority=LOW))
     short = driver.add(make_request("short", prompt=[2] * 4, max_tokens=2, priority=LOW))
     driver.schedule()
@@ -202,7 +199,9 @@ def test_no_row_leaves_for_a_critical_while_one_ends_with_a_token_in_flight() ->
 
 
 def test_no_row_leaves_for_a_block_while_one_that_ends_gives_it_back() -> None:
-    driver = Driver(num_blocks=3, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2)
+    driver = SchedulerDriver(
+        num_blocks=3, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_inflight_steps=2
+    )
     growing = driver.add(make_request("growing", prompt=[1] * 3, max_tokens=6))
     ending = driver.add(make_request("ending", prompt=[2] * 4, max_tokens=2, arrival_time=1.0))
     driver.run()
@@ -212,7 +211,7 @@ def test_no_row_leaves_for_a_block_while_one_that_ends_gives_it_back() -> None:
 
 def test_blocks_that_a_staying_row_shares_are_not_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that share the prefix of a CRITICAL can free little: that is seen without a look at their tables."""
-    driver = Driver(num_blocks=24, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
+    driver = SchedulerDriver(num_blocks=24, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     driver.add(make_request("holder", prompt=[*range(40), 0], max_tokens=8, priority=CRITICAL))
     driver.step()
     for n in range(4):
@@ -227,8 +226,8 @@ def test_blocks_that_a_staying_row_shares_are_not_counted_one_by_one(monkeypatch
     driver.run()
 
 
-def swapping_driver(**changes: object) -> Driver:
-    return Driver(num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, **changes)
+def swapping_driver(**changes: object) -> SchedulerDriver:
+    return SchedulerDriver(num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, **changes)
 
 
 @pytest.mark.parametrize("max_inflight_steps", [1, 2])

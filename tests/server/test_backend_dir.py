@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import tidewheel
-from tidewheel.server.backend_dir import assemble, package_folder, python_path
-from tidewheel.server.errors import ServeError
+from tidewheel.server import ServeError
+from tidewheel.server.launch import assemble, package_folder, python_path
 from tidewheel.server.locate import STUB_NAME, TritonInstall
 
 

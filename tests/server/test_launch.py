@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.server.errors import ServeError
-from tidewheel.server.launch import Endpoints, command, environment, known_flags
+from tidewheel.server import ServeError
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.launch import command, environment, known_flags
 from tidewheel.server.locate import TritonInstall
-from tidewheel.server.ports import Ports
 from tidewheel.server.workdir import WorkDir
 
-ENDPOINTS = Endpoints(host="127.0.0.1", ports=Ports(http=1, grpc=2, metrics=3))
+ENDPOINTS = Endpoints(http=1, grpc=2, metrics=3)
 
 
 @pytest.fixture

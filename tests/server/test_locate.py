@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.server import locate as module
-from tidewheel.server.errors import ServeError
+from tidewheel.server import ServeError
 from tidewheel.server.locate import STUB_NAME, locate
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -33,6 +32,7 @@ def installation(root: Path, python: str = PYTHON) -> Path:
 def wheel(root: Path, pythons: tuple[str, ...] = (PYTHON,)) -> Path:
     """As nvidia-pytriton lays it out; the folder of the package."""
     package = root / "pytriton"
+    program(package / "__init__.py", b"raise ImportError\n")  # it is looked for, not imported
     program(package / "tritonserver" / "bin" / "tritonserver")
     program(package / "tritonserver" / "backends" / "python" / "libtriton_python.so")
     for version in pythons:
@@ -42,8 +42,10 @@ def wheel(root: Path, pythons: tuple[str, ...] = (PYTHON,)) -> Path:
 
 
 @pytest.fixture
-def no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_wheel_folder", lambda: None)
+def no_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pytriton on the path holds no server."""
+    program(tmp_path / "without a server" / "pytriton" / "__init__.py", b"")
+    monkeypatch.syspath_prepend(tmp_path / "without a server")
 
 
 def test_the_named_one_comes_first(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_installation(tmp_path: Path) -> None:
 
 def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = wheel(tmp_path)
-    monkeypatch.setattr(module, "_wheel_folder", lambda: package)
+    monkeypatch.syspath_prepend(tmp_path)
     found = locate(None, {"PATH": ""}, NOWHERE)
     assert found.binary == package / "tritonserver" / "bin" / "tritonserver"
     assert found.stub == package / "tritonserver" / "python_backend_stubs" / PYTHON / STUB_NAME
@@ -75,14 +77,14 @@ def test_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_wheel_by_name_is_laid_out_as_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = wheel(tmp_path)
-    monkeypatch.setattr(module, "_wheel_folder", lambda: package)
+    monkeypatch.syspath_prepend(tmp_path)
     named = package / "tritonserver" / "bin" / "tritonserver"
     assert locate(str(named), {}, NOWHERE).stub.parent.name == PYTHON
 
 
 def test_wheel_without_a_stub_for_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = wheel(tmp_path, pythons=("3.7", "3.8"))
-    monkeypatch.setattr(module, "_wheel_folder", lambda: package)
+    wheel(tmp_path, pythons=("3.7", "3.8"))
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ServeError, match=rf"{PYTHON}, only for 3\.7, 3\.8"):
         locate(None, {"PATH": ""}, NOWHERE)
 

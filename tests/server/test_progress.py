@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.engine.status import State, Status, write_status
-from tidewheel.server.progress import LoadProgress
+from tidewheel.engine.folder import State, Status, write_status
+from tidewheel.server.console import LoadProgress
 
 
 class Terminal(io.StringIO):

@@ -59,7 +59,7 @@ def test_settings_are_checked_before_anything_is_written(
     assert not (tmp_path / "repository").exists()
 
 
-@pytest.mark.parametrize("text", ["/no/such/folder", "./no", "a/b/c", "", "~/nothing here"])
+@pytest.mark.parametrize("text", ["/no/such/folder", "./no", "no", "a/b/c", "", "~/nothing here"])
 def test_neither_folder_nor_id(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         write_entry(tmp_path, text, "x", {})

@@ -52,7 +52,7 @@ model_transaction_policy { decoupled: true }
 input [ { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] } ]
 output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
-DEATH_LIMIT_S = 5.0
+DEATH_LIMIT_S = 20.0  # less than a drain may take: a death waits for no request
 STOP_LIMIT_S = 20.0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import ConfigError
-from tidewheel.record.step_features import StepFeatures, step_features
+from tidewheel.record.recorded_events import StepFeatures, step_features
 from tidewheel.simulate.calibration import MeasuredStep, fit, nonnegative_least_squares
 from tidewheel.simulate.cost_model import H200_8B, CostModel
 

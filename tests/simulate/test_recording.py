@@ -18,14 +18,14 @@ import pytest
 from support.simulate.simulation import make_scheduler
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError, InternalError, NotFound, TidewheelError
-from tidewheel.record.events import Applied, Scheduled
-from tidewheel.record.prefix_names import PrefixNames
-from tidewheel.record.recorder import Recorder
+from tidewheel.record.recorded_events import Applied, Scheduled
+from tidewheel.record.recorder import PrefixNames, Recorder
 from tidewheel.record.recording_scheduler import RecordingScheduler
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.strategy import StrategyConfig
-from tidewheel.simulate.replay import Recording, Replayed, measured_steps, replay
+from tidewheel.simulate.calibration import measured_steps
+from tidewheel.simulate.replay import Recording, Replayed, replay
 from tidewheel.tenants import TenantLimits
 
 EOS = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_recorded_simulation_replays_and_calibrates(tmp_path: Path, capsys: py
     assert "every decision is the same" in capsys.readouterr().out
     cost = tmp_path / "cost.json"
     assert main(["simulate", "--calibrate", str(recording), "--save-cost", str(cost)]) == 0
-    capsys.readouterr()
+    assert re.search(r"fitted to \d+ steps", capsys.readouterr().out)
     assert simulate("--cost", str(cost), "--json", "-") == 0
 
 

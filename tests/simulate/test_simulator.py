@@ -12,9 +12,8 @@ from support.simulate.simulation import COST, make_trace, simulate, simulator
 from tidewheel.errors import InternalError
 from tidewheel.request import Priority
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import FINISHED, REFUSED
-from tidewheel.simulate.queueing import mg1_mean_in_system, mm1_mean_in_system
-from tidewheel.simulate.traces import NOBODY, Prefixes, Trace
+from tidewheel.simulate.outcomes import FINISHED, REFUSED, Outcomes, mean_in_system, throughput
+from tidewheel.workload.traces import NOBODY, Prefixes, Trace
 
 CASES = [
     {},
@@ -135,18 +134,18 @@ def test_one_row_and_geometric_lengths_are_nearly_an_mm1_queue(load: float) -> N
     3,000 requests of a fixed seed come within 10 % of Pollaczek and Khinchine's formula, and 20 % of M/M/1."""
     server = single_server(load, "geometric:8", 8, 3_000)
     assert server.load == pytest.approx(load, rel=0.05)
-    assert server.mean_in_system == pytest.approx(mg1_mean_in_system(server.load, 1 - 1 / 8), rel=0.10)
-    assert server.mean_in_system == pytest.approx(mm1_mean_in_system(server.load), rel=0.20)
+    assert server.mean_in_system == pytest.approx(mean_in_system(server.load, 1 - 1 / 8), rel=0.10)
+    assert server.mean_in_system == pytest.approx(mean_in_system(server.load), rel=0.20)
 
 
 def test_one_row_and_constant_lengths_are_an_md1_queue() -> None:
     server = single_server(0.7, "constant:4", 4, 3_000)
-    assert server.mean_in_system == pytest.approx(mg1_mean_in_system(server.load, 0.0), rel=0.08)
+    assert server.mean_in_system == pytest.approx(mean_in_system(server.load, 0.0), rel=0.08)
 
 
 def test_heavy_tails_make_longer_queues_at_the_same_load() -> None:
     server = single_server(0.7, "lognormal:8:1.2:200", 8, 2_000)
-    assert server.mean_in_system > 1.3 * mm1_mean_in_system(server.load)
+    assert server.mean_in_system > 1.3 * mean_in_system(server.load)
 
 
 def test_a_request_that_ends_twice_is_an_error() -> None:
@@ -155,3 +154,13 @@ def test_a_request_that_ends_twice_is_an_error() -> None:
     with pytest.raises(InternalError, match="request 0 ended twice"):
         run._ended(0, run._request(0, 0.0))
     assert outcomes.ends[0] == FINISHED
+
+
+def test_ramp_up_and_drain_are_no_part_of_the_throughput() -> None:
+    count = 100
+    outcomes = Outcomes(Trace.of(np.zeros(count), np.ones(count), np.ones(count)))
+    outcomes.ends[:] = FINISHED
+    full, drain = 10.0 + 0.5 * np.arange(80), 60.0 + 5.0 * np.arange(20)
+    outcomes.last_token[:] = np.random.default_rng(1).permutation([*full, *drain])
+    assert throughput(outcomes) == pytest.approx(1 / 0.5)
+    assert count / outcomes.span < 0.5 * throughput(outcomes)

@@ -1,7 +1,4 @@
-"""The baselines in Triton. Each `execute` is one batch of Triton's dynamic batcher.
-
-`model_repository/baseline_dynamic` and `baseline_static` differ only in `config.pbtxt`.
-"""
+"""The baselines in Triton, which differ only in `config.pbtxt`. Each `execute` is one batch of Triton's batcher."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Return all responses at the end of the batch. A bad request affects no other."""
         items = [self._read(request) for request in requests]
         outputs = iter(self._generate([item for item in items if isinstance(item, Row)]))
         return [_response(next(outputs) if isinstance(item, Row) else item) for item in items]
@@ -53,7 +49,7 @@ class TritonPythonModel:
         parameters = json.loads(request.parameters() or "{}")
         unknown = sorted(parameters.keys() - {"id"})  # request id of `/generate`
         if unknown:
-            raise InvalidRequest(f"{unknown[0]} is unknown here: a baseline takes max_tokens and ignore_eos")
+            raise InvalidRequest(f"{unknown[0]} is unknown to a baseline: it takes max_tokens and ignore_eos")
         inputs = {tensor.name(): _only_row(tensor) for tensor in request.inputs()}
         prompts = inputs.keys() & {"text_input", "input_ids"}
         if len(prompts) != 1:
@@ -78,16 +74,16 @@ class TritonPythonModel:
 
 def _settings(args: Mapping[str, str]) -> EngineConfig:
     parameters = json.loads(args["model_config"]).get("parameters", {})
-    # Triton's own parameters are in capitals.
+    # Triton's own are in capitals.
     settings = {key: value.get("string_value", "") for key, value in parameters.items() if not key.isupper()}
     unknown = sorted(settings.keys() - set(SETTINGS))
     if unknown:
-        raise ConfigError(f"{unknown[0]} is no setting of a baseline: it has {', '.join(SETTINGS)}")
+        raise ConfigError(f"{unknown[0]} is no setting of a baseline: use {', '.join(SETTINGS)}")
     return EngineConfig.from_settings(settings, base_dir=Path(args["model_repository"]) / args["model_version"])
 
 
 def _only_row(tensor: Any) -> np.ndarray[Any, Any]:
-    """Remove the batch dimension. Triton makes batches from one-row requests."""
+    """Remove the batch dimension."""
     array: np.ndarray[Any, Any] = tensor.as_numpy()
     if array.shape[0] != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.shape[0]} rows: send a request for each prompt")

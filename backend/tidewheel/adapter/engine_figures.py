@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from tidewheel.adapter.series import Labels
 from tidewheel.request import Priority
 from tidewheel.stats import EngineStats, TenantFigures
 
+Labels = Mapping[str, str]
 
-class TenantFigure(NamedTuple):
+
+T = TypeVar("T")
+
+
+class Figure(NamedTuple, Generic[T]):
     name: str
     description: str
-    of: Callable[[TenantFigures], float]
-
-
-class EngineFigure(NamedTuple):
-    name: str
-    description: str
-    of: Callable[[EngineStats], float]
+    of: Callable[[T], float]
     labels: Labels = MappingProxyType({})  # beside the model's
 
 
@@ -32,12 +30,14 @@ def _fragmentation(stats: EngineStats) -> float:
     return 1.0 - stats.num_used_slots / stats.num_taken_slots if stats.num_taken_slots else 0.0
 
 
-def _by_class(name: str, description: str, of: Callable[[EngineStats], Sequence[float]]) -> tuple[EngineFigure, ...]:
+def _by_class(
+    name: str, description: str, of: Callable[[EngineStats], Sequence[float]]
+) -> tuple[Figure[EngineStats], ...]:
     def element(index: int) -> Callable[[EngineStats], float]:
         return lambda stats: of(stats)[index]
 
     return tuple(
-        EngineFigure(name, description, element(index), {"class": priority.name.lower()})
+        Figure(name, description, element(index), {"class": priority.name.lower()})
         for index, priority in enumerate(Priority)
     )
 
@@ -47,104 +47,64 @@ _DOWNGRADED = "tidewheel_requests_downgraded_total", "Requests that dropped a cl
 _SWAPPED = "tidewheel_kv_blocks_swapped_total", "Blocks copied between device and host tier"
 _HITS = "tidewheel_kv_hit_tokens_total", "Tokens of requests that entered the running set and were found in the cache"
 
-ENGINE_GAUGES = (
-    EngineFigure("vllm:num_requests_running", "Requests in the running set", lambda s: s.num_running),
-    EngineFigure("vllm:num_requests_waiting", "Requests that wait to be scheduled", lambda s: s.num_waiting),
-    EngineFigure("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", _usage),
-    EngineFigure("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", lambda s: s.num_waiting_tokens),
+ENGINE_GAUGES: tuple[Figure[EngineStats], ...] = (
+    Figure("vllm:num_requests_running", "Requests in the running set", lambda s: s.num_running),
+    Figure("vllm:num_requests_waiting", "Requests that wait to be scheduled", lambda s: s.num_waiting),
+    Figure("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", _usage),
+    Figure("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", lambda s: s.num_waiting_tokens),
     *_by_class("tidewheel_requests_waiting", "Waiting requests of one QoS class", lambda s: s.waiting_by_class),
     *_by_class("tidewheel_wait_max_seconds", "Longest wait of a request that started", lambda s: s.max_wait_by_class),
-    EngineFigure("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", lambda s: s.num_cached_blocks),
-    EngineFigure("tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", _fragmentation),
-    EngineFigure("tidewheel_kv_slots_wasted", "Slots behind the last token of a row", lambda s: s.num_wasted_slots),
-    EngineFigure("tidewheel_kv_host_blocks", "Blocks of the host tier", lambda s: s.num_host_blocks),
-    EngineFigure(
-        "tidewheel_kv_host_blocks_free",
-        "Blocks of the host tier, empty or evictable",
-        lambda s: s.num_free_host_blocks,
-    ),
-    EngineFigure("tidewheel_sessions", "Sessions that are kept", lambda s: s.num_sessions),
-    EngineFigure("tidewheel_session_blocks", "Blocks that sessions alone hold", lambda s: s.num_session_blocks),
-    EngineFigure("tidewheel_engine_busy_fraction", "Step time over wall time", lambda s: s.busy_fraction),
-    EngineFigure("tidewheel_token_budget", "Tokens that a step may compute now", lambda s: s.token_budget),
-    EngineFigure("tidewheel_max_num_seqs", "Requests that may run now", lambda s: s.max_num_seqs),
-    EngineFigure(
-        "tidewheel_breaker_state", "0 closed, 1 half open, 2 open", lambda s: BREAKER_STATES[s.breaker_state]
-    ),
-    EngineFigure(
-        "tidewheel_prediction_error_tokens",
-        "Mean absolute error of predicted output lengths, smoothed",
-        lambda s: s.prediction_error,
-    ),
+    Figure("tidewheel_kv_blocks_cached", "Free blocks with content to reuse", lambda s: s.num_cached_blocks),
+    Figure("tidewheel_kv_fragmentation", "Share of the slots in taken blocks without a token", _fragmentation),
+    Figure("tidewheel_kv_slots_wasted", "Slots behind the last token of a row", lambda s: s.num_wasted_slots),
+    Figure("tidewheel_kv_host_blocks", "Blocks of the host tier", lambda s: s.num_host_blocks),
+    Figure("tidewheel_kv_host_blocks_free", "Empty or evictable host blocks", lambda s: s.num_free_host_blocks),
+    Figure("tidewheel_sessions", "Sessions that are kept", lambda s: s.num_sessions),
+    Figure("tidewheel_session_blocks", "Blocks that sessions alone hold", lambda s: s.num_session_blocks),
+    Figure("tidewheel_engine_busy_fraction", "Step time over wall time", lambda s: s.busy_fraction),
+    Figure("tidewheel_token_budget", "Tokens that a step may compute now", lambda s: s.token_budget),
+    Figure("tidewheel_max_num_seqs", "Requests that may run now", lambda s: s.max_num_seqs),
+    Figure("tidewheel_breaker_state", "0 closed, 1 half open, 2 open", lambda s: BREAKER_STATES[s.breaker_state]),
+    Figure("tidewheel_prediction_error_tokens", "Smoothed error of predicted lengths", lambda s: s.prediction_error),
 )
-ENGINE_COUNTERS = (
-    EngineFigure("vllm:prefix_cache_queries_total", "Prompt tokens looked up", lambda s: s.num_prefix_queries),
-    EngineFigure("vllm:prefix_cache_hits_total", "Prompt tokens found", lambda s: s.num_prefix_hits),
-    EngineFigure("vllm:num_preemptions_total", "Preemptions", lambda s: s.num_preemptions),
-    EngineFigure(
-        "tidewheel_swap_preemptions_total",
-        "Preemptions that kept what was computed in the host tier",
-        lambda s: s.num_swap_preemptions,
-    ),
-    EngineFigure("tidewheel_steps_total", "Steps", lambda s: s.num_steps),
-    EngineFigure("tidewheel_step_seconds_total", "Time in steps", lambda s: s.step_seconds),
-    EngineFigure("tidewheel_scheduled_tokens_total", "Tokens computed", lambda s: s.num_scheduled_tokens),
+ENGINE_COUNTERS: tuple[Figure[EngineStats], ...] = (
+    Figure("vllm:prefix_cache_queries_total", "Prompt tokens looked up", lambda s: s.num_prefix_queries),
+    Figure("vllm:prefix_cache_hits_total", "Prompt tokens found", lambda s: s.num_prefix_hits),
+    Figure("vllm:num_preemptions_total", "Preemptions", lambda s: s.num_preemptions),
+    Figure("tidewheel_swap_preemptions_total", "Preemptions into the host tier", lambda s: s.num_swap_preemptions),
+    Figure("tidewheel_steps_total", "Steps", lambda s: s.num_steps),
+    Figure("tidewheel_step_seconds_total", "Time in steps", lambda s: s.step_seconds),
+    Figure("tidewheel_scheduled_tokens_total", "Tokens computed", lambda s: s.num_scheduled_tokens),
     *_by_class("tidewheel_requests_started_total", "Requests that started", lambda s: s.started_by_class),
-    *_by_class(
-        "tidewheel_requests_evicted_total",
-        "Waiting requests refused because a newcomer took their place",
-        lambda s: s.evicted_by_class,
-    ),
+    *_by_class("tidewheel_requests_evicted_total", "Requests displaced by newcomers", lambda s: s.evicted_by_class),
     *_by_class("tidewheel_requests_shed_total", "Requests refused by the breaker", lambda s: s.num_shed_by_class),
-    EngineFigure(
-        "tidewheel_requests_rate_limited_total",
-        "Requests refused by their tenant's rates",
-        lambda s: s.num_rate_limited,
-    ),
-    EngineFigure("tidewheel_requests_expired_total", "Requests whose deadline passed", lambda s: s.num_expired),
-    EngineFigure(
-        "tidewheel_requests_hopeless_total",
-        "Requests refused because their deadline could not be met",
-        lambda s: s.num_hopeless,
-    ),
-    EngineFigure("tidewheel_requests_aged_total", "Lifts of waiting requests by one class", lambda s: s.num_aged),
-    EngineFigure(*_DOWNGRADED, lambda s: s.num_downgraded_quota, {"reason": "quota"}),
-    EngineFigure(*_DOWNGRADED, lambda s: s.num_downgraded_deadline, {"reason": "deadline"}),
-    EngineFigure(
-        "tidewheel_predictions_total", "Predicted output lengths that came to an end", lambda s: s.num_predictions
-    ),
-    EngineFigure(*_SWAPPED, lambda s: s.num_swapped_out, {"direction": "out"}),
-    EngineFigure(*_SWAPPED, lambda s: s.num_swapped_in, {"direction": "in"}),
-    EngineFigure(
+    Figure("tidewheel_requests_rate_limited_total", "Requests over a tenant's rates", lambda s: s.num_rate_limited),
+    Figure("tidewheel_requests_expired_total", "Requests whose deadline passed", lambda s: s.num_expired),
+    Figure("tidewheel_requests_hopeless_total", "Requests whose deadline could not be met", lambda s: s.num_hopeless),
+    Figure("tidewheel_requests_aged_total", "Lifts of waiting requests by one class", lambda s: s.num_aged),
+    Figure(*_DOWNGRADED, lambda s: s.num_downgraded_quota, {"reason": "quota"}),
+    Figure(*_DOWNGRADED, lambda s: s.num_downgraded_deadline, {"reason": "deadline"}),
+    Figure("tidewheel_predictions_total", "Ended requests with a predicted length", lambda s: s.num_predictions),
+    Figure(*_SWAPPED, lambda s: s.num_swapped_out, {"direction": "out"}),
+    Figure(*_SWAPPED, lambda s: s.num_swapped_in, {"direction": "in"}),
+    Figure(
         "tidewheel_kv_queried_tokens_total",
         "Tokens of requests that entered the running set",
         lambda s: s.num_hit_queries,
     ),
-    EngineFigure(*_HITS, lambda s: s.num_device_hits, {"tier": "device"}),
-    EngineFigure(*_HITS, lambda s: s.num_host_hits, {"tier": "host"}),
-    EngineFigure(
-        "tidewheel_session_hit_tokens_total",
-        "Tokens found in the cache as part of the request's session",
-        lambda s: s.num_session_hits,
-    ),
+    Figure(*_HITS, lambda s: s.num_device_hits, {"tier": "device"}),
+    Figure(*_HITS, lambda s: s.num_host_hits, {"tier": "host"}),
+    Figure("tidewheel_session_hit_tokens_total", "Tokens found in a session", lambda s: s.num_session_hits),
 )
-TENANT_COUNTERS = (
-    TenantFigure(
-        "tidewheel_tenant_requests_total",
-        "Requests for the waiting set, refused ones included",
-        lambda t: t.num_requests,
+TENANT_COUNTERS: tuple[Figure[TenantFigures], ...] = (
+    Figure("tidewheel_tenant_requests_total", "Requests, refused ones included", lambda t: t.num_requests),
+    Figure(
+        "tidewheel_tenant_requests_rejected_total", "Requests refused or late before start", lambda t: t.num_rejected
     ),
-    TenantFigure(
-        "tidewheel_tenant_requests_rejected_total",
-        "Requests refused, evicted or late before they started",
-        lambda t: t.num_rejected,
-    ),
-    TenantFigure("tidewheel_tenant_requests_started_total", "Requests that started", lambda t: t.num_started),
-    TenantFigure("tidewheel_tenant_queue_seconds_total", "Time from arrival to start", lambda t: t.queue_seconds),
-    TenantFigure(
-        "tidewheel_tenant_prompt_tokens_total", "Prompt tokens of ended requests", lambda t: t.num_prompt_tokens
-    ),
-    TenantFigure(
+    Figure("tidewheel_tenant_requests_started_total", "Requests that started", lambda t: t.num_started),
+    Figure("tidewheel_tenant_queue_seconds_total", "Time from arrival to start", lambda t: t.queue_seconds),
+    Figure("tidewheel_tenant_prompt_tokens_total", "Prompt tokens of ended requests", lambda t: t.num_prompt_tokens),
+    Figure(
         "tidewheel_tenant_generation_tokens_total",
         "Generated tokens of ended requests",
         lambda t: t.num_output_tokens,

@@ -4,9 +4,6 @@ import logging
 
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.engine.describe import describe
-from tidewheel.engine.messages import EngineInfo
-
 
 class TritonHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
@@ -20,13 +17,8 @@ class TritonHandler(logging.Handler):
 
 
 def route_logging() -> None:
-    """Send the package's log records, from INFO up, to Triton."""
+    """Send the package's log records to Triton."""
     logger = logging.getLogger("tidewheel")
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.handlers = [TritonHandler()]
-
-
-def log_engine_info(info: EngineInfo) -> None:
-    for line in describe(info):
-        pb_utils.Logger.log_info(line)

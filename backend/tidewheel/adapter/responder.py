@@ -1,22 +1,42 @@
 from __future__ import annotations
 
+import json
+import math
 import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.adapter.io import ResponseFormat, response_tensors
+from tidewheel.batch import TopLogprobs
+from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import InternalError, TidewheelError
-from tidewheel.frontend.values import Response, is_last
+from tidewheel.frontend.interface import Chunk, Response, is_last
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _MAX_MESSAGE_CHARS = 2000
 
 
-class TritonSink:
-    """`frontend.values.Sink` on a Triton response sender. The last response is FINAL.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseFormat:
+    """Tensors beside `text_output`."""
 
-    Triton frees the request with its FINAL response. `is_cancelled` on a freed request crashes the server (seen with
+    finish_reason: bool = False
+    cumulative_logprob: bool = False
+    logprobs: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    token_ids: bool = False
+    perf_metrics: bool = False
+    accumulate: bool = False  # each response holds all text so far
+
+
+class TritonSink:
+    """`Sink` on a Triton response sender.
+
+    Triton frees the request with its FINAL response, and `is_cancelled` on a freed one crashes the server (seen with
     2.51). So a lock separates it from sending, and nothing touches the sender after the end.
     """
 
@@ -26,10 +46,10 @@ class TritonSink:
         self._lock = threading.Lock()
         self._is_open = True
         self._is_cancelled = False
-        self._texts: list[list[str]] = []  # of all responses, if text accumulates
+        self._texts: list[list[str]] = []  # if text accumulates
 
     def send(self, response: Response) -> None:
-        """Send a response, FINAL if all sequences have ended. If that fails, end the request."""
+        """Send a response, FINAL if it is the last. If that fails, end the request."""
         with self._lock:
             if not self._is_open:
                 return
@@ -41,7 +61,6 @@ class TritonSink:
                 self._fail(InternalError("the response could not be sent; the server's log says why"))
 
     def fail(self, error: TidewheelError) -> None:
-        """Send the error as FINAL, unless the request is over."""
         with self._lock:
             self._fail(error)
 
@@ -78,13 +97,77 @@ class TritonSink:
         return ["".join(texts) for texts in zip(*self._texts, strict=True)]
 
 
+def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[Any]:
+    """Return tensors with one element per sequence. `token_ids` concatenates those of all."""
+    tensors = [_text_tensor("text_output", texts)]
+    if response_format.finish_reason:
+        tensors.append(_text_tensor("finish_reason", [chunk.finish_reason or "None" for chunk in response]))
+    if response_format.cumulative_logprob and response[0].cumulative_logprob is not None:
+        tensors.append(_tensor("cumulative_logprob", np.float32, [c.cumulative_logprob or 0.0 for c in response]))
+    if response_format.logprobs:
+        tensors.append(_text_tensor("logprobs", [logprobs_json(chunk) for chunk in response]))
+    if response_format.num_input_tokens:
+        tensors.append(_tensor("num_input_tokens", np.uint32, [response[0].num_input_tokens]))
+    if response_format.num_output_tokens:
+        tensors.append(_tensor("num_output_tokens", np.uint32, [len(chunk.token_ids) for chunk in response]))
+    if response_format.token_ids:
+        tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
+    if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
+        # A stop string may have ended a sequence before its figures came.
+        tensors.extend(_perf_tensors([chunk.stats or RequestStats() for chunk in response]))
+    return tensors
+
+
+def logprobs_json(chunk: Chunk) -> str:
+    """Return `{token_id: {logprob, rank, decoded_token}}` per token. `logprob` is null if infinite."""
+    pairs = zip(chunk.token_ids, chunk.logprobs or (), strict=False)
+    return json.dumps([_logprob_entries(token_id, entry, chunk.token_texts) for token_id, entry in pairs])
+
+
+def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
+    found = {token_id: (logprobs.logprob, logprobs.rank)}
+    for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
+        found.setdefault(top_id, (logprob, rank))
+    return {
+        str(known): {
+            "logprob": logprob if math.isfinite(logprob) else None,
+            "rank": rank,
+            "decoded_token": texts[known],
+        }
+        for known, (logprob, rank) in found.items()
+    }
+
+
+def _perf_tensors(stats: Sequence[RequestStats]) -> list[Any]:
+    def column(name: str, dtype: type[np.generic], of: Callable[[RequestStats], int]) -> Any:
+        return _tensor(name, dtype, [of(one) for one in stats])
+
+    return [
+        column("arrival_time_ns", np.int64, lambda s: s.arrival_ns),
+        column("first_scheduled_time_ns", np.int64, lambda s: s.first_scheduled_ns),
+        column("first_token_time_ns", np.int64, lambda s: s.first_token_ns),
+        column("last_token_time_ns", np.int64, lambda s: s.last_token_ns),
+        column("kv_cache_reused_blocks", np.int32, lambda s: s.num_reused_blocks),
+        column("kv_cache_alloc_new_blocks", np.int32, lambda s: s.num_new_blocks),
+        column("priority", np.int32, lambda s: s.priority),
+    ]
+
+
+def _tensor(name: str, dtype: type[np.generic], values: Sequence[float]) -> Any:
+    return pb_utils.Tensor(name, np.array(values, dtype=dtype))
+
+
+def _text_tensor(name: str, texts: Sequence[str]) -> Any:
+    return pb_utils.Tensor(name, np.array([text.encode("utf-8", "replace") for text in texts], dtype=np.object_))
+
+
 def error_response(error: TidewheelError) -> Any:
     code = getattr(pb_utils.TritonError, error.code.value)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(_printable(str(error)), code))
 
 
 def _printable(message: str) -> str:
-    """Escape a client's lone surrogates and control characters, and cut long messages."""
+    """Escape lone surrogates and control characters, and cut long messages."""
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "…"
     encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tidewheel.errors import ConfigError
 
 
 class TensorSpec(NamedTuple):
@@ -11,13 +14,10 @@ class TensorSpec(NamedTuple):
     dims: tuple[int, ...] = (1,)
 
 
-PROMPT_INPUTS = (
-    TensorSpec("text_input", "TYPE_STRING"),
-    TensorSpec("input_ids", "TYPE_INT32", (-1,)),
-    TensorSpec("messages", "TYPE_STRING"),
-)
+def _specs(data_type: str, names: str, dims: tuple[int, ...] = (1,)) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, data_type, dims) for name in names.split())
 
-# Each asks for outputs beside `text_output`.
+
 RETURN_FLAGS = (
     "return_finish_reason",
     "return_cumulative_logprob",
@@ -28,50 +28,60 @@ RETURN_FLAGS = (
     "return_perf_metrics",
 )
 
-CONTROL_INPUTS = (
-    TensorSpec("stream", "TYPE_BOOL"),
-    TensorSpec("sampling_parameters", "TYPE_STRING"),
-    TensorSpec("exclude_input_in_output", "TYPE_BOOL"),
-    TensorSpec("accumulate_tokens", "TYPE_BOOL"),
-    *(TensorSpec(name, "TYPE_BOOL") for name in RETURN_FLAGS),
-)
-
-# The front end defines their meaning.
 SAMPLING_INPUTS = (
-    TensorSpec("max_tokens", "TYPE_INT32"),
-    TensorSpec("min_length", "TYPE_INT32"),
-    TensorSpec("min_tokens", "TYPE_INT32"),
-    TensorSpec("end_id", "TYPE_INT32"),
-    TensorSpec("top_k", "TYPE_INT32"),
-    TensorSpec("temperature", "TYPE_FP32"),
-    TensorSpec("top_p", "TYPE_FP32"),
-    TensorSpec("repetition_penalty", "TYPE_FP32"),
-    TensorSpec("presence_penalty", "TYPE_FP32"),
-    TensorSpec("frequency_penalty", "TYPE_FP32"),
-    TensorSpec("seed", "TYPE_UINT64"),
-    TensorSpec("stop_words", "TYPE_STRING", (-1,)),
-    TensorSpec("bad_words", "TYPE_STRING", (-1,)),
-    TensorSpec("stop", "TYPE_STRING", (-1,)),
-    TensorSpec("ignore_eos", "TYPE_BOOL"),
-    TensorSpec("guided_decoding_guide_type", "TYPE_STRING"),
-    TensorSpec("guided_decoding_guide", "TYPE_STRING"),
+    *_specs("TYPE_INT32", "max_tokens min_length min_tokens end_id top_k"),
+    *_specs("TYPE_FP32", "temperature top_p repetition_penalty presence_penalty frequency_penalty"),
+    *_specs("TYPE_UINT64", "seed"),
+    *_specs("TYPE_STRING", "stop_words bad_words stop", (-1,)),
+    *_specs("TYPE_BOOL", "ignore_eos"),
+    *_specs("TYPE_STRING", "guided_decoding_guide_type guided_decoding_guide"),
 )
-
-INPUTS = (*PROMPT_INPUTS, *CONTROL_INPUTS, *SAMPLING_INPUTS)
-
+INPUTS = (
+    *_specs("TYPE_STRING", "text_input messages sampling_parameters"),
+    *_specs("TYPE_INT32", "input_ids", (-1,)),
+    *_specs("TYPE_BOOL", "stream exclude_input_in_output accumulate_tokens"),
+    *_specs("TYPE_BOOL", " ".join(RETURN_FLAGS)),
+    *SAMPLING_INPUTS,
+)
 OUTPUTS = (
-    TensorSpec("text_output", "TYPE_STRING", (-1,)),
-    TensorSpec("finish_reason", "TYPE_STRING", (-1,)),
-    TensorSpec("cumulative_logprob", "TYPE_FP32", (-1,)),
-    TensorSpec("logprobs", "TYPE_STRING", (-1,)),
-    TensorSpec("num_input_tokens", "TYPE_UINT32", (-1,)),
-    TensorSpec("num_output_tokens", "TYPE_UINT32", (-1,)),
-    TensorSpec("token_ids", "TYPE_INT32", (-1,)),
-    TensorSpec("arrival_time_ns", "TYPE_INT64", (-1,)),
-    TensorSpec("first_scheduled_time_ns", "TYPE_INT64", (-1,)),
-    TensorSpec("first_token_time_ns", "TYPE_INT64", (-1,)),
-    TensorSpec("last_token_time_ns", "TYPE_INT64", (-1,)),
-    TensorSpec("kv_cache_reused_blocks", "TYPE_INT32", (-1,)),
-    TensorSpec("kv_cache_alloc_new_blocks", "TYPE_INT32", (-1,)),
-    TensorSpec("priority", "TYPE_INT32", (-1,)),
+    *_specs("TYPE_STRING", "text_output finish_reason logprobs", (-1,)),
+    *_specs("TYPE_FP32", "cumulative_logprob", (-1,)),
+    *_specs("TYPE_UINT32", "num_input_tokens num_output_tokens", (-1,)),
+    *_specs("TYPE_INT32", "token_ids kv_cache_reused_blocks kv_cache_alloc_new_blocks priority", (-1,)),
+    *_specs("TYPE_INT64", "arrival_time_ns first_scheduled_time_ns first_token_time_ns last_token_time_ns", (-1,)),
 )
+
+
+def complete(config: Any) -> Any:
+    """Add to a `pb_utils.ModelConfig` what the entry does not declare. Raise `ConfigError` for a contradiction."""
+    entry = config.as_dict()
+    if entry.get("max_batch_size", 0) > 0:
+        raise ConfigError(
+            f"max_batch_size is {entry['max_batch_size']}: leave it out; the engine batches all requests by itself"
+        )
+    config.set_max_batch_size(0)
+    for spec in _missing("input", INPUTS, entry["input"]):
+        config.add_input({**_as_dict(spec), "optional": True})
+    for spec in _missing("output", OUTPUTS, entry["output"]):
+        config.add_output(_as_dict(spec))
+    if "model_transaction_policy" not in entry:
+        config.set_model_transaction_policy({"decoupled": True})
+    return config
+
+
+def _as_dict(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
+
+
+def _missing(kind: str, specs: Iterable[TensorSpec], declared: Iterable[Mapping[str, Any]]) -> list[TensorSpec]:
+    known = {spec.name: spec for spec in specs}
+    for tensor in declared:
+        spec = known.pop(tensor["name"], None)
+        if spec is None:
+            raise ConfigError(f"{kind} {tensor['name']!r} of config.pbtxt is unknown to this backend: leave it out")
+        given, dims = tensor["data_type"], list(tensor["dims"])
+        if given != spec.data_type:
+            raise ConfigError(f"{kind} {spec.name!r} has data_type {given}: it must be {spec.data_type}")
+        if dims not in ([1], [-1]):
+            raise ConfigError(f"{kind} {spec.name!r} has dims {dims}: they must be {list(spec.dims)}")
+    return list(known.values())

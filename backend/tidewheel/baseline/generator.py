@@ -20,8 +20,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.models.config_file import checkpoint_dtype, read_config
-from tidewheel.models.source import resolve_folder
+from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
 
 logger = logging.getLogger(__name__)

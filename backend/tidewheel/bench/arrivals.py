@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidewheel.bench import BenchError
-from tidewheel.simulate.traces import bursty_arrivals
+from tidewheel.workload.arrival_times import bursty_arrivals, poisson_until
 
 SYNTAX = "closed:N, poisson:RATE, burst:RATE[:BURSTINESS], ramp:LOW:HIGH[:STEPS], trace[:SPEED] or all"
 MAX_RATE = 100_000.0  # requests per second, beyond one client
@@ -49,19 +49,11 @@ class Load:
     def times(self, seconds: float, seed: int) -> list[float]:
         assert self.rate is not None
         if self.kind == "poisson":
-            return poisson_arrivals(self.rate, seconds, random.Random(seed))  # noqa: S311 - a load
+            return poisson_until(seconds, self.rate, random.Random(seed))  # noqa: S311 - a load
         rng = np.random.default_rng(seed)
         count = int(self.rate * seconds * 1.5) + 64
         times = bursty_arrivals(count, self.rate, rng, burstiness=self.burstiness)
         return [float(at) for at in times if at < seconds]
-
-
-def poisson_arrivals(rate: float, seconds: float, rng: random.Random) -> list[float]:
-    times, at = [], rng.expovariate(rate)
-    while at < seconds:
-        times.append(at)
-        at += rng.expovariate(rate)
-    return times
 
 
 def parse_loads(text: str, seconds: float) -> list[Load]:

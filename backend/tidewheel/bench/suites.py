@@ -17,8 +17,8 @@ from tidewheel.bench.results import Recorder, StageResult
 from tidewheel.bench.run_plan import Stage
 from tidewheel.bench.summary import rates
 from tidewheel.bench.targets import Target
-from tidewheel.bench.workloads import WORKLOADS, Uniform
-from tidewheel.simulate.lengths import Lengths
+from tidewheel.bench.workloads import WORKLOADS
+from tidewheel.workload.lengths import Lengths, Range
 
 ALONE_REQUESTS = 20
 AT_ONCE_REQUESTS = 32
@@ -37,7 +37,7 @@ EFFICIENCY = {
         WORKLOADS["fixed"], inputs=Lengths("constant", 72, 1.0, 72), outputs=Lengths("constant", 72, 1.0, 72)
     ),
     "a shared prompt": WORKLOADS["shared-prefix"],
-    "prompts of their own": replace(WORKLOADS["mixed"], inputs=Uniform(272, 384)),
+    "prompts of their own": replace(WORKLOADS["mixed"], inputs=Range(272, 384)),
 }
 EFFICIENCIES = {
     "scheduling_efficiency": ("mixed lengths", "equal lengths"),

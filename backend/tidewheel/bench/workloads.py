@@ -17,9 +17,9 @@ import numpy as np
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.outcome import Conversation, Offered
-from tidewheel.bench.trace_files import read_any_trace
-from tidewheel.simulate.lengths import Int32Array, Lengths
-from tidewheel.simulate.traces import NOBODY, Trace
+from tidewheel.workload.lengths import Lengths, Range
+from tidewheel.workload.trace_files import read_trace
+from tidewheel.workload.traces import NOBODY, Trace
 
 FIRST_ID = 4  # below are special tokens
 _BLOCK = 256  # requests per draw
@@ -46,23 +46,12 @@ PLAIN = (Kind(1.0, {}),)
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
-    """Lengths from `low` to `high`, inclusive."""
-
-    low: int
-    high: int
-
-    def draw(self, count: int, rng: np.random.Generator) -> Int32Array:
-        return rng.integers(self.low, self.high + 1, count, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
 class Workload:
     """Lengths in tokens. `turns` over 1 makes conversations, with pauses between answer and next turn."""
 
     name: str
-    inputs: Lengths | Uniform
-    outputs: Lengths | Uniform
+    inputs: Lengths | Range
+    outputs: Lengths | Range
     source: str = "synthetic"
     kinds: tuple[Kind, ...] = PLAIN
     prefix_tokens: int = 0  # shared by all requests, ahead of their own
@@ -145,10 +134,10 @@ def _recorded(workload: Workload, trace: Trace) -> Iterator[Conversation]:
 
 def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
     parameters: dict[str, Any] = {"priority": int(trace.priorities[index])}
-    if name := trace.tenant_names[trace.tenants[index]]:
+    if name := trace.tenant(index):
         parameters["tenant"] = name
-    if trace.sessions[index] != NOBODY:
-        parameters["session_id"] = trace.session_names[trace.sessions[index]]
+    if name := trace.session(index):
+        parameters["session_id"] = name
     if np.isfinite(trace.deadlines[index]):
         parameters["deadline_ms"] = round(float(trace.deadlines[index]) * 1e3)
     return parameters
@@ -168,7 +157,7 @@ def _sharegpt(scale: float) -> Workload:
     )
 
 
-_MIXED = Workload("mixed", Uniform(16, 128), Uniform(16, 128))
+_MIXED = Workload("mixed", Range(16, 128), Range(16, 128))
 WORKLOADS: Mapping[str, Workload] = {
     "fixed": Workload("fixed", _lengths("constant", 64), _lengths("constant", 64)),
     "mixed": _MIXED,
@@ -189,7 +178,7 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
     if name == "trace" and argument:
         zero = _lengths("constant", 1)
         path = Path(argument)
-        trace = read_any_trace(path)
+        trace = read_trace(path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         source = f"{len(trace)} requests, SHA-256 {digest[:16]}"
         workload = Workload(f"trace:{path.name}", zero, zero, source=source, trace=trace)
@@ -215,13 +204,13 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
     return workload
 
 
-def _parse_lengths(text: str, name: str) -> Lengths | Uniform:
+def _parse_lengths(text: str, name: str) -> Lengths | Range:
     kind, *ends = text.split(":")
     if kind != "range":
         return Lengths.parse(text, name=name)
     if len(ends) != 2 or not all(end.isdecimal() for end in ends) or not 1 <= int(ends[0]) <= int(ends[1]) < 1 << 24:
         raise BenchError(f"{name} is {text!r}: write range:LOW:HIGH, two whole numbers from 1, the smaller first")
-    return Uniform(int(ends[0]), int(ends[1]))
+    return Range(int(ends[0]), int(ends[1]))
 
 
 def _scale(text: str) -> float:

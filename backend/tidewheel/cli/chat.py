@@ -7,8 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.answer import Answer, show
-from tidewheel.cli.usage import add_sampling_options, add_server_options, connect, sampling_params
+from tidewheel.cli.usage import Answer, add_sampling_options, add_server_options, connect, sampling_params, show
 
 if TYPE_CHECKING:
     from tidewheel_client import Client
@@ -29,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
         import readline  # noqa: F401 - gives `input` line editing and a history
     params = sampling_params(args)
     with connect(args) as client:
-        client.metadata()  # fails at once without the server or the model
         print(f"{client.model} at {client.url}. {_HELP}")
         _Chat(client, args.system, params, stats=args.stats).run()
     return 0
@@ -53,7 +51,7 @@ class _Chat:
                 self._turn(line)
 
     def _turn(self, line: str) -> None:
-        """Ask one question; a failed one leaves no trace in the conversation."""
+        """Ask a question, which is forgotten if it fails."""
         from tidewheel_client import RequestError
 
         messages = [*self._messages, {"role": "user", "content": line}]

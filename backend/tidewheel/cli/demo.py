@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.answer import show
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
+from tidewheel.cli.usage import UsageError, show
 
 if TYPE_CHECKING:
-    from tidewheel.server.launch import Endpoints
+    from tidewheel.server.endpoints import Endpoints
     from tidewheel_client import Client
 
 MODEL = "demo"
@@ -18,21 +18,34 @@ PROMPTS = ("A tuple is", "The server process", "To create a table")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-repository", type=Path, default=DEFAULT_REPOSITORY, metavar="DIR")
-    parser.add_argument("--max-tokens", type=int, default=80, metavar="N", help="per prompt (default: %(default)s)")
+    parser.add_argument(
+        "--model-repository",
+        type=Path,
+        default=DEFAULT_REPOSITORY,
+        metavar="DIR",
+        help="with the entry demo (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=80, metavar="N", help="longest text in tokens (default: %(default)s)"
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
 def run(args: argparse.Namespace) -> int:
-    from tidewheel.server.ports import Ports
-    from tidewheel.server.serve import ServeOptions, serve
+    from tidewheel.server.endpoints import Endpoints
+    from tidewheel.server.run_server import ServeOptions, serve
 
+    if not args.model_repository.is_dir():
+        raise UsageError(
+            f"no folder {str(args.model_repository)!r} here: the demo model comes with Tidewheel's source; run this "
+            "there, or name its model_repository with --model-repository"
+        )
     session = _Session(args.max_tokens)
     options = ServeOptions(
         model_repository=args.model_repository,
         models=(MODEL,),  # loading the others takes time
         settings={},
-        ports=Ports(http=0, grpc=0, metrics=0),
+        endpoints=Endpoints(),
         drain_s=0.0,
         verbose=args.verbose,
     )
@@ -43,18 +56,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Session:
-    """Client on its own thread; `error` is its failure."""
-
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.error: Exception | None = None
 
     def run(self, endpoints: Endpoints) -> None:
-        from tidewheel.server.ports import authority
         from tidewheel_client import Client, RequestError
 
         try:
-            with Client(authority(endpoints.host, endpoints.ports.grpc), MODEL) as client:
+            with Client(endpoints.authority(endpoints.grpc), MODEL) as client:
                 for seed, prompt in enumerate(PROMPTS):
                     self._write(client, prompt, seed)
         except RequestError as error:

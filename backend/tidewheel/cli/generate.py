@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tidewheel.cli.answer import printable, show
-from tidewheel.cli.usage import UsageError, add_sampling_options, add_server_options, connect, sampling_params
+from tidewheel.cli.usage import (
+    UsageError,
+    add_sampling_options,
+    add_server_options,
+    connect,
+    printable,
+    sampling_params,
+    show,
+)
 
 INTERRUPTED = 130
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from tidewheel import __version__
+from tidewheel.version import __version__
 
-# Module → summary. Each has add_arguments(parser) and run(args) → exit code, and imports heavy modules there.
+# Module → summary. Each has add_arguments(parser) and run(args) → exit code.
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
     "generate": "send one prompt and stream the answer",
@@ -55,12 +55,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """Return an expected error's exit code, None for a bug; look classes up among loaded modules, importing none."""
+    """Return an expected error's exit code, or None; import no module for it."""
     for module, name, code in (
-        ("tidewheel.server.errors", "ServeError", 1),
+        ("tidewheel.server", "ServeError", 1),
         ("tidewheel.errors", "ConfigError", 1),
         ("tidewheel.cli.usage", "UsageError", 2),
-        ("tidewheel_client.errors", "RequestError", 2),
+        ("tidewheel_client.request_errors", "RequestError", 2),
     ):
         cls = getattr(sys.modules.get(module), name, None)
         if cls is not None and isinstance(error, cls):

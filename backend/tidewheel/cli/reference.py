@@ -1,8 +1,7 @@
 """Write the generated parts of the documentation from the code: ``python -m tidewheel.cli.reference docs``.
 
-A page marks such a part with ``<!-- generated: NAME -->`` and ``<!-- end -->``; the rest is written by hand. The
-meaning of a setting is the comment behind its field, and a comment on a line of its own heads the fields below it.
-Cause and remedy of an error are the two paragraphs of its docstring.
+A page marks such a part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. A setting's meaning is the comment
+behind its field; a comment on a line of its own is a heading. An error's docstring has cause and remedy.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tidewheel.adapter.settings import FrontendSettings
+from tidewheel.adapter.repository_entry import FrontendSettings
 from tidewheel.config import FIXED_SETTINGS, EngineConfig
 from tidewheel.errors import BY_TAG, ConfigError, TidewheelError
 from tidewheel.settings import JSON_SETTINGS
@@ -42,14 +41,19 @@ class Setting(NamedTuple):
 
 
 def read_settings(cls: type[Any]) -> list[Setting]:
-    """Return the fields of a dataclass of settings. Raise `ConfigError` for a field without a meaning."""
-    comments = _read_comments(inspect.getsource(cls))
+    """Return the fields of a dataclass of settings, before those of its bases. Raise `ConfigError` for a field
+    without a meaning.
+    """
+    comments: dict[str, tuple[str, str]] = {}
+    for base in cls.__mro__[:-1]:
+        comments |= _read_comments(inspect.getsource(base))
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name in fields.keys() - comments.keys():
+        raise ConfigError(f"{cls.__name__}.{name} has no meaning: write a comment behind it")
     hints = typing.get_type_hints(cls)
     settings = []
-    for field in dataclasses.fields(cls):
-        if field.name not in comments:
-            raise ConfigError(f"{cls.__name__}.{field.name} has no meaning: write a comment behind it")
-        heading, meaning = comments[field.name]
+    for name, (heading, meaning) in comments.items():
+        field = fields[name]
         kind = "JSON" if field.name in JSON_SETTINGS else _kind(hints[field.name])
         settings.append(Setting(heading, field.name, kind, _default(field.default), meaning))
     return settings
@@ -64,7 +68,6 @@ def cause_and_remedy(cls: type[TidewheelError]) -> tuple[str, str]:
 
 
 def render(page: str) -> str:
-    """Return the page with its generated parts made anew."""
     return _PART.sub(lambda match: f"{match[1]}\n{PARTS[match['name']]()}\n{match[3]}", page)
 
 

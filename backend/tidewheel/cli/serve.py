@@ -9,21 +9,27 @@ from typing import TYPE_CHECKING
 from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
-    from tidewheel.server.serve import ServeOptions
+    from tidewheel.server.run_server import ServeOptions
 
 DEFAULT_REPOSITORY = Path("model_repository")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what to serve", "without either: the folder model_repository, if it is there")
-    what.add_argument("--model", metavar="PATH_OR_HF_ID", help="a Hugging Face folder or id, served at once")
-    what.add_argument("--model-repository", type=Path, metavar="DIR", help="a Triton model repository")
+    what = parser.add_argument_group(
+        "what to serve", "without --model and --model-repository: the folder model_repository, if there is one"
+    )
+    what.add_argument(
+        "--model", metavar="PATH_OR_HF_ID", help="a folder in Hugging Face's format, or an id (owner/name)"
+    )
+    what.add_argument(
+        "--model-repository", type=Path, metavar="DIR", help="a Triton model repository, a folder per model"
+    )
     what.add_argument(
         "--models",
         type=_names,
         default=(),
         metavar="NAME[,NAME...]",
-        help="serve only these entries of the repository (default: all)",
+        help="entries of the repository to serve (default: all)",
     )
     what.add_argument("--model-name", default="", metavar="NAME", help="serve --model as NAME (default: its own)")
     what.add_argument(
@@ -43,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=30.0,
         metavar="S",
-        help="how long running requests may go on when the server is asked to stop (default: %(default)g)",
+        help="seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
     )
     how.add_argument("--tritonserver", metavar="PATH", help="the tritonserver to run (default: the first one found)")
     how.add_argument(
@@ -53,26 +59,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ARG",
         help="one more argument for tritonserver, as --triton-arg=--log-verbose=1 (repeatable)",
     )
-    how.add_argument("--log-file", type=Path, metavar="FILE", help="write all that tritonserver and its stubs print")
+    how.add_argument(
+        "--log-file", type=Path, metavar="FILE", help="write all that tritonserver and its stubs print to FILE"
+    )
     how.add_argument(
         "--record",
         type=Path,
         metavar="DIR",
-        help="record every scheduling decision of --model there, for tidewheel simulate; no text, no tokens",
+        help="record scheduling decisions of --model in DIR, for tidewheel simulate; no text, no tokens",
     )
     how.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
 def run(args: argparse.Namespace) -> int:
     options = _options(args)
-    from tidewheel.server.serve import serve
+    from tidewheel.server.run_server import serve
 
     return serve(options)
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:
-    from tidewheel.server.ports import Ports
-    from tidewheel.server.serve import ServeOptions
+    from tidewheel.server.endpoints import Endpoints
+    from tidewheel.server.run_server import ServeOptions
 
     model_repository = args.model_repository
     if args.model is not None and model_repository is not None:
@@ -93,8 +101,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         model=args.model,
         model_name=args.model_name,
         settings=_settings(args),
-        host=args.host,
-        ports=Ports(http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
+        endpoints=Endpoints(host=args.host, http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
         drain_s=args.drain_s,
         tritonserver=args.tritonserver,
         triton_arguments=tuple(args.triton_arg),
@@ -126,14 +133,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port <= 65535:
-        raise argparse.ArgumentTypeError(f"{port} is no port: 0 to 65535")
-    return port
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
     if not 0 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is no time in seconds: 0 to 86400")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds: 0 to 86400")
     return seconds

@@ -1,206 +1,156 @@
-"""Simulations from the options of `tidewheel simulate`, one per policy and load."""
+"""A scenario from the options of `tidewheel simulate`, and its results as text, JSON and charts."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from collections.abc import Iterator
+import json
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-
+from tidewheel.bench.text_tables import NOTHING, Table
 from tidewheel.cli.usage import UsageError
-from tidewheel.config import EngineConfig
-from tidewheel.engine.build import build_scheduler
-from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.recording import check_folder
-from tidewheel.errors import ConfigError
+from tidewheel.engine.build import check_record_folder
 from tidewheel.fleet.router import make_router
 from tidewheel.request import Priority
-from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.server.repository import parse_settings
 from tidewheel.simulate.cost_model import BUILT_IN, CostModel
-from tidewheel.simulate.lengths import Lengths
-from tidewheel.simulate.report import Report, summarise
-from tidewheel.simulate.simulated_engine import simulated_info
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.trace_files import read_trace
-from tidewheel.simulate.traces import (
-    FloatArray,
-    Prefixes,
-    Tenants,
-    Trace,
-    bursty_arrivals,
-    poisson_arrivals,
-    switching_arrivals,
-    synthesise,
-)
+from tidewheel.simulate.outcomes import Figures
+from tidewheel.simulate.scenario import ARRIVALS, Result, Scenario
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.trace_files import read_trace
+from tidewheel.workload.traces import Prefixes, Tenants, Trace
 
-ARRIVALS = {"poisson": poisson_arrivals, "bursty": bursty_arrivals, "switching": switching_arrivals}
 DEFAULT_LOAD = 0.8
 MAX_LOAD = 10.0
-CAPACITY_BATCHES = 8  # full batches to measure the capacity
-UNBOUNDED = 1 << 30
-MODEL = "simulated"
+# Heading, key of the figure, factor, format.
+_COLUMNS = (
+    ("finished", "finished", 1, ".0f"), ("refused", "refused", 1, ".0f"), ("req/s", "requests_per_s", 1, ".1f"),
+    ("output tok/s", "output_tokens_per_s", 1, ".0f"), ("TTFT p50 ms", "ttft_s.p50", 1e3, ".0f"),
+    ("p99", "ttft_s.p99", 1e3, ".0f"), ("TPOT p50 ms", "tpot_s.p50", 1e3, ".1f"), ("p99", "tpot_s.p99", 1e3, ".1f"),
+    ("mean latency s", "latency_s.mean", 1, ".2f"), ("waiting", "mean_waiting", 1, ".1f"),
+    ("preempted", "preemptions", 1, ".0f"), ("Jain", "fairness", 1, ".3f"),
+)  # fmt: skip
+_PART_COLUMNS = (
+    ("requests", "num_requests", 1, ".0f"), ("refused", "refused", 1, ".0f"),
+    ("TTFT p50 ms", "ttft_s.p50", 1e3, ".0f"), ("p99", "ttft_s.p99", 1e3, ".0f"),
+    ("latency p50 s", "latency_s.p50", 1, ".2f"), ("p99", "latency_s.p99", 1, ".2f"),
+)  # fmt: skip
 
 
-class Result(NamedTuple):
-    policy: str
-    load: float | None  # share of capacity; None: rate of option or file
-    report: Report
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    trace_kind: str  # key of `ARRIVALS`, or a file's path
-    recorded_trace: Trace | None
-    num_requests: int
-    rate: float | None
-    loads: tuple[float, ...]
-    prompt: Lengths
-    output: Lengths
-    max_tokens: int | None
-    tenants: Tenants
-    prefixes: Prefixes | None
-    seed: int
-    policies: tuple[str, ...]
-    num_replicas: int
-    router: str
-    cost: CostModel
-    settings: dict[str, str]
-    record: str
-
-    @classmethod
-    def from_options(cls, args: argparse.Namespace) -> Plan:
-        """Raise `UsageError` or `ConfigError` naming option and value."""
-        from tidewheel.server.repository import parse_settings
-
-        recorded_trace = None if args.trace in ARRIVALS else _read(args.trace)
-        loads = args.load or ("" if recorded_trace is not None or args.rate is not None else str(DEFAULT_LOAD))
-        plan = cls(
-            trace_kind=args.trace,
-            recorded_trace=recorded_trace,
-            num_requests=_at_least_one("--requests", args.requests),
-            rate=None if args.rate is None else _positive("--rate", args.rate),
-            loads=tuple(_load(text) for text in loads.split(",") if text),
-            prompt=Lengths.parse(args.prompt, name="--prompt"),
-            output=Lengths.parse(args.output, name="--output"),
-            max_tokens=None if args.max_tokens is None else _at_least_one("--max-tokens", args.max_tokens),
-            tenants=_tenants(args.tenants),
-            prefixes=_prefixes(args.prefixes),
-            seed=_seed(args.seed),
-            policies=tuple(dict.fromkeys(args.policy.split(","))),
-            num_replicas=_at_least_one("--replicas", args.replicas),
-            router=args.router,
-            cost=_cost(args.cost),
-            settings=parse_settings(args.set),
-            record="" if args.record is None else str(args.record),
-        )
-        make_router(plan.router, plan.num_replicas)
-        for policy in plan.policies:
-            check_folder(plan.config(policy))
-        return plan
-
-    def config(self, policy: str) -> EngineConfig:
-        if "scheduling_policy" in self.settings:
-            raise UsageError("--set scheduling_policy: use --policy")
-        values = {"model": MODEL, **self.settings, "scheduling_policy": policy, "record": self.record}
-        return EngineConfig.from_settings(values)
-
-    def trace(self, rate: float | None) -> Trace:
-        """Return the trace at `rate`; None: the file's own rate."""
-        if self.recorded_trace is not None:
-            trace = self.recorded_trace
-            if rate is None:
-                return trace
-            if not trace.rate:
-                raise UsageError("the trace has one moment only: --rate and --load need a trace that has a rate")
-            return trace.scaled(rate / trace.rate)
-        assert rate is not None
-        rng = np.random.default_rng(self.seed)
-        return self._synthesise(self.num_requests, ARRIVALS[self.trace_kind](self.num_requests, rate, rng), rng)
-
-    def _synthesise(self, count: int, arrivals: FloatArray, rng: np.random.Generator) -> Trace:
-        return synthesise(
-            count, arrivals, self.prompt, self.output, rng, tenants=self.tenants, prefixes=self.prefixes
-        )
-
-    def saturating(self, count: int) -> Trace:
-        """Return `count` requests that arrive at once."""
-        if self.recorded_trace is None:
-            return self._synthesise(count, np.zeros(count), np.random.default_rng(self.seed))
-        trace = self.recorded_trace
-        index = np.arange(count) % len(trace)
-        columns = {
-            name: value[index]
-            for name in trace.__dataclass_fields__
-            if isinstance(value := getattr(trace, name), np.ndarray)
-        }
-        immediately = {"arrivals": np.zeros(count), "deadlines": np.full(count, np.inf)}
-        return dataclasses.replace(trace, **(columns | immediately))
-
-
-def simulate_all(plan: Plan) -> Iterator[Result]:
-    for policy in plan.policies:
-        if not plan.loads:
-            yield Result(policy, None, simulate(plan, policy, plan.trace(plan.rate)))
-            continue
-        capacity = find_capacity(plan, policy) * plan.num_replicas
-        for load in plan.loads:
-            yield Result(policy, load, simulate(plan, policy, plan.trace(load * capacity)))
-
-
-def simulate(plan: Plan, policy: str, trace: Trace) -> Report:
-    simulator = build_simulator(plan, policy, trace)
-    return summarise(simulator.run(), simulator.replicas)
-
-
-def build_simulator(plan: Plan, policy: str, trace: Trace) -> Simulator:
-    return _simulator(plan, plan.config(policy), trace, plan.num_replicas)
-
-
-def find_capacity(plan: Plan, policy: str) -> float:
-    """Return requests per second of one replica while its batch stays full."""
-    config = plan.config(policy)
-    unbounded = dataclasses.replace(
-        config, record="", max_waiting_requests=UNBOUNDED, max_waiting_tokens=UNBOUNDED, scheduling_policy="fifo"
+def scenario_of(args: argparse.Namespace) -> Scenario:
+    """Raise `UsageError` or `ConfigError` naming option and value."""
+    trace = None if args.trace in ARRIVALS else _trace(args.trace)
+    loads = args.load or ("" if trace is not None or args.rate is not None else str(DEFAULT_LOAD))
+    settings = parse_settings(args.set)
+    if "scheduling_policy" in settings:
+        raise UsageError("--set scheduling_policy: use --policy")
+    scenario = Scenario(
+        arrivals=args.trace,
+        recorded_trace=trace,
+        num_requests=_at_least("--requests", args.requests, 1),
+        rate=None if args.rate is None else _positive("--rate", args.rate),
+        loads=tuple(_load(text) for text in loads.split(",") if text),
+        prompt=Lengths.parse(args.prompt, name="--prompt"),
+        output=Lengths.parse(args.output, name="--output"),
+        max_tokens=None if args.max_tokens is None else _at_least("--max-tokens", args.max_tokens, 1),
+        tenants=_tenants(args.tenants),
+        prefixes=_prefixes(args.prefixes),
+        seed=_at_least("--seed", args.seed, 0),
+        policies=tuple(dict.fromkeys(args.policy.split(","))),
+        num_replicas=_at_least("--replicas", args.replicas, 1),
+        router=args.router,
+        cost=_cost(args.cost),
+        settings=settings,
+        record="" if args.record is None else str(args.record),
     )
-    count = CAPACITY_BATCHES * config.max_num_seqs
-    outcomes = _simulator(plan, unbounded, plan.saturating(count), 1).run()
-    ends = np.sort(outcomes.last_token[outcomes.finished])
-    first, last = len(ends) // 5, len(ends) * 7 // 10
-    if len(ends) < 10 or ends[last] <= ends[first]:
-        raise ConfigError(f"only {len(ends)} of {count} requests can run: see max_model_len and num_blocks")
-    return float((last - first) / (ends[last] - ends[first]))
+    make_router(scenario.router, scenario.num_replicas)
+    for policy in scenario.policies:
+        check_record_folder(scenario.config(policy))
+    return scenario
 
 
-def _simulator(plan: Plan, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
-    info = simulated_info(config, plan.cost, max_model_len=max(trace.max_num_tokens, 2))
-
-    def make_scheduler(_number: int) -> Scheduler:
-        return build_scheduler(config, info)
-
-    return Simulator(
-        trace,
-        make_scheduler,
-        plan.cost,
-        _replica_settings(config, info),
-        num_replicas=num_replicas,
-        router=make_router(plan.router, num_replicas),
-        max_tokens=plan.max_tokens,
-    )
+def with_progress(scenario: Scenario) -> Iterator[Result]:
+    total = len(scenario.policies) * max(len(scenario.loads), 1)
+    for index, result in enumerate(scenario.results(), 1):
+        if sys.stderr.isatty():
+            print(f"\r{index} of {total} done", end="\n" if index == total else "", file=sys.stderr)
+        yield result
 
 
-def _replica_settings(config: EngineConfig, info: EngineInfo) -> ReplicaSettings:
-    return ReplicaSettings(
-        num_rows=info.max_num_seqs,
-        max_model_len=info.max_model_len,
-        enable_prefix_caching=config.enable_prefix_caching,
-        session_ttl_s=config.session_ttl_s,
-    )
+def print_results(scenario: Scenario, results: Sequence[Result]) -> None:
+    cost, count = scenario.cost, scenario.num_replicas
+    print(f"{count} x {cost.name}: {cost.device}\nrouter {scenario.router}, trace {scenario.arrivals}\n")
+    rows = [[_name(result), *_cells(result.figures, _COLUMNS)] for result in results]
+    print(Table(["policy", *(heading for heading, *_ in _COLUMNS)], rows, num_labels=1).as_text())
+    parts = [
+        [_name(result), name, *_cells(figures, _PART_COLUMNS)]
+        for result in results
+        for name, figures in _parts(result.figures)
+    ]
+    if parts:
+        header = ["policy", "part", *(heading for heading, *_ in _PART_COLUMNS)]
+        print("\n" + Table(header, parts).as_text())
 
 
-def _read(text: str) -> Trace:
+def _name(result: Result) -> str:
+    return result.policy if result.load is None else f"{result.policy} {result.load:.0%}"
+
+
+def _parts(figures: Figures) -> Iterator[tuple[str, Figures]]:
+    """Yield classes and tenants where there are several."""
+    for kind, parts in (("class", figures["classes"]), ("tenant", figures["tenants"])):
+        if len(parts) > 1:
+            yield from ((f"{kind} {name or 'none'}", part) for name, part in parts.items())
+
+
+def _cells(figures: Figures, columns: Sequence[tuple[str, str, float, str]]) -> Iterator[str]:
+    for _, path, factor, form in columns:
+        value: Any = figures
+        for key in path.split("."):
+            value = value[key]
+        yield NOTHING if value is None else format(value * factor, form)
+
+
+def write_json(scenario: Scenario, results: Sequence[Result], target: str) -> None:
+    record = {
+        "trace": scenario.arrivals,
+        "seed": scenario.seed,
+        "replicas": scenario.num_replicas,
+        "router": scenario.router,
+        "cost": scenario.cost.name,
+        "settings": scenario.settings,
+        "results": [{"policy": r.policy, "load": r.load, **r.figures} for r in results],
+    }
+    text = json.dumps(record, indent=1) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise UsageError(f"--json: {error}") from None
+
+
+def write_charts(results: Sequence[Result], folder: Path) -> list[Path]:
+    """Write the charts that have something to show; return their paths."""
+    try:
+        from tidewheel.simulate.simulation_charts import charts
+    except ImportError:
+        raise UsageError("--plots needs matplotlib: pip install 'tidewheel[load]'") from None
+    paths = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for picture in charts(results):
+            paths.append(folder / f"{picture.name}.png")
+            paths[-1].write_bytes(picture.png())
+    except OSError as error:
+        raise UsageError(f"--plots: {error}") from None
+    return paths
+
+
+def _trace(text: str) -> Trace:
     path = Path(text)
     if path.suffix not in (".jsonl", ".csv"):
         raise UsageError(f"--trace is {text!r}: choose one of {', '.join(ARRIVALS)}, or a .jsonl or .csv file")
@@ -241,7 +191,7 @@ def _prefixes(text: str | None) -> Prefixes | None:
         groups, tokens = (int(part) for part in text.split(":"))
     except ValueError:
         raise UsageError(f"--prefixes is {text!r}: write N:TOKENS, say 8:512") from None
-    return Prefixes(_at_least_one("--prefixes", groups), _at_least_one("--prefixes", tokens))
+    return Prefixes(_at_least("--prefixes", groups, 1), _at_least("--prefixes", tokens, 1))
 
 
 def _load(text: str) -> float:
@@ -254,19 +204,13 @@ def _load(text: str) -> float:
     return load
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise UsageError(f"{name} is {value}: it must be at least 1")
+def _at_least(name: str, value: int, least: int) -> int:
+    if value < least:
+        raise UsageError(f"{name} is {value}: it must be at least {least}")
     return value
 
 
 def _positive(name: str, value: float) -> float:
     if not 0 < value < float("inf"):
         raise UsageError(f"{name} is {value:g}: it must be above 0")
-    return value
-
-
-def _seed(value: int) -> int:
-    if value < 0:
-        raise UsageError(f"--seed is {value}: it must be at least 0")
     return value

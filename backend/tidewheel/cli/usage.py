@@ -1,17 +1,21 @@
-"""Options and errors that commands share."""
+"""Options, errors and printed answers that commands share."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+import sys
+import time
+import unicodedata
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from tidewheel_client import Client
+    from tidewheel_client import Client, Stream
 
 DEFAULT_URL = "127.0.0.1:8001"
 
-# Option → (type, help). Only given ones are sent, so the model's defaults hold.
+# Option → (type, help).
 _SAMPLING: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "longest answer in tokens (default: what fits the context)"),
     "temperature": (float, "0 is greedy"),
@@ -23,10 +27,11 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "presence_penalty": (float, "above 0 discourages tokens that are in the answer already"),
     "frequency_penalty": (float, "the same, by how often"),
 }
+_KEPT_CONTROLS = "\n\t"
 
 
 class UsageError(Exception):
-    """Command line without a meaning, or beyond what the server offers."""
+    """Command line that makes no sense here."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -62,14 +67,17 @@ def sampling_params(args: argparse.Namespace) -> dict[str, object]:
 
 
 def connect(args: argparse.Namespace) -> Client:
-    """Return a client with the model chosen; raise `UsageError` or `RequestError`."""
-    from tidewheel_client import Client
+    """Return a client of a server that answers, with the model chosen."""
+    from tidewheel_client import Client, ServerUnavailable
 
     client = Client(args.url, args.model or "", timeout_s=args.timeout_s)
     try:
         client.model = args.model or _only_model(client)
-    except BaseException:
+        client.metadata()
+    except BaseException as error:
         client.close()
+        if isinstance(error, ServerUnavailable):
+            raise UsageError(f"{error}: start one with 'tidewheel serve', or name another with --url") from None
         raise
     return client
 
@@ -92,3 +100,57 @@ def _json_or_text(value: str) -> object:
         return json.loads(value)
     except ValueError:
         return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    text: str
+    finish_reason: str | None  # None: cancelled here
+    num_input_tokens: int
+    num_output_tokens: int
+    first_s: float  # until the first text
+    total_s: float
+
+    @property
+    def stats(self) -> str:
+        after_first = self.total_s - self.first_s
+        speed = (self.num_output_tokens - 1) / after_first if self.num_output_tokens > 1 and after_first > 0 else 0.0
+        return (
+            f"{self.num_input_tokens} tokens in, {self.num_output_tokens} out; "
+            f"first after {self.first_s * 1e3:.0f} ms, then {speed:.0f} tokens/s; "
+            f"ended by {self.finish_reason or 'you'}"
+        )
+
+
+def show(stream: Stream, out: TextIO | None = None) -> Answer:
+    """Print a stream's chunks. Ctrl-C cancels it."""
+    out = out or sys.stdout
+    start = time.monotonic()
+    first_s, texts, num_input, num_output = 0.0, [], 0, 0
+    try:
+        for chunk in stream:
+            first_s = first_s or time.monotonic() - start
+            texts.append(chunk.text)
+            num_input = chunk.num_input_tokens or num_input
+            num_output += chunk.num_output_tokens or 0
+            out.write(printable(chunk.text) if out.isatty() else chunk.text)
+            out.flush()
+    except KeyboardInterrupt:
+        stream.cancel()
+    finally:
+        if texts:
+            out.write("\n")
+            out.flush()
+    return Answer(
+        text="".join(texts),
+        finish_reason=stream.finish_reason,
+        num_input_tokens=num_input,
+        num_output_tokens=num_output,
+        first_s=first_s,
+        total_s=time.monotonic() - start,
+    )
+
+
+def printable(text: str) -> str:
+    """Drop control characters: a terminal would obey a model's escape sequences."""
+    return "".join(c for c in text if c in _KEPT_CONTROLS or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))

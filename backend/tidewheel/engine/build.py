@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import itertools
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from tidewheel.config import EngineConfig
+import msgspec
+
+from tidewheel.config import EngineConfig, SchedulingSettings
+from tidewheel.engine.core import Runner
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.recording import open_recorder
-from tidewheel.engine.runner import Runner
 from tidewheel.errors import ConfigError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.kvcache.sessions import SessionLimits
+from tidewheel.record.recorder import Recorder
 from tidewheel.record.recording_scheduler import RecordingScheduler
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.scheduler.config import SchedulerConfig
@@ -19,7 +26,11 @@ from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.strategy import StrategyConfig
 from tidewheel.tenants import TenantLimits, parse_tenants
 
-Progress = Callable[[str, float], None]  # stage and its completed fraction
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]  # stage, completed fraction
+
+_recordings = itertools.count()
 
 
 class LoadedRunner(Runner, Protocol):
@@ -31,66 +42,36 @@ LoadRunner = Callable[[EngineConfig, Progress], LoadedRunner]
 
 
 def load_model_runner(config: EngineConfig, progress: Progress | None = None) -> LoadedRunner:
-    """Load the real runner. Import torch only here, because that takes seconds."""
+    """Import torch only here, because that takes seconds."""
     from tidewheel.runner.model_runner import ModelRunner
 
     return ModelRunner.load(config, progress)
 
 
 def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
-    return EngineInfo(
+    """Return and log what the engine resolved."""
+    info = EngineInfo(
         pid=os.getpid(),
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=is_async(config, runner.device),
         tenants=parse_tenants(config.tenants),
-        **dataclasses.asdict(runner),
+        **msgspec.structs.asdict(runner),
     )
+    for line in info.describe():
+        log.info("%s", line)
+    return info
 
 
 def is_async(config: EngineConfig, device: str) -> bool:
-    """Return whether to launch steps ahead. On a CPU nothing overlaps, because a launch returns when its work is
-    done, and a request that stops would waste a row.
-    """
+    """Return whether to launch steps ahead. A CPU has finished when a launch returns, so nothing would overlap."""
     return not device.startswith("cpu") if config.async_scheduling is None else config.async_scheduling
 
 
 def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
-    """Build the scheduler. Raise `ConfigError` if settings do not fit the model or cache, or `record` cannot be
-    written.
-    """
+    """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written."""
     tenants = parse_tenants(config.tenants)
     _check_quotas(config, tenants, info.num_blocks)
-    settings = SchedulerConfig(
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        max_waiting_requests=config.max_waiting_requests,
-        max_waiting_tokens=config.max_waiting_tokens,
-        max_inflight_steps=2 if info.async_scheduling else 1,
-        policy=config.scheduling_policy,
-        ageing_s=config.ageing_s,
-        cache_aware_order=config.cache_aware_order,
-        admit_by_growth=config.admit_by_growth,
-        tenants=tenants,
-        predictor_prior_tokens=config.predictor_prior_tokens,
-        breaker_error_rate=config.breaker_error_rate,
-        breaker_queue_time_s=config.breaker_queue_time_s,
-        preemption_mode=config.preemption_mode,
-        max_preemptions=config.max_preemptions,
-        swap_seconds_per_block=info.swap_seconds_per_block,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        strategy=StrategyConfig(
-            name=config.scheduling_strategy,
-            batch_size=config.batch_size or info.max_num_seqs,
-            batch_timeout_s=1e-3 * config.batch_timeout_ms,
-            target_latency_s=1e-3 * config.batch_target_latency_ms,
-            hybrid_threshold=config.hybrid_threshold,
-            hybrid_backlog=config.hybrid_backlog,
-        ),
-        target_tpot_s=_seconds(config.target_tpot_ms),
-        enable_seqs_governor=config.enable_seqs_governor,
-        governor_target_latency_s=_seconds(config.governor_target_latency_ms),
-    )
+    settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,
         info.block_size,
@@ -101,6 +82,59 @@ def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
     if config.record:
         return RecordingScheduler(settings, kv, open_recorder(config, info))
     return Scheduler(settings, kv)
+
+
+def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
+    shared: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(SchedulingSettings)}
+    shared.update(max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens)
+    return SchedulerConfig(
+        **shared,
+        max_model_len=info.max_model_len,
+        max_inflight_steps=2 if info.async_scheduling else 1,
+        policy=config.scheduling_policy,
+        tenants=parse_tenants(config.tenants),
+        swap_seconds_per_block=info.swap_seconds_per_block,
+        strategy=StrategyConfig(
+            name=config.scheduling_strategy,
+            batch_size=config.batch_size or info.max_num_seqs,
+            batch_timeout_s=1e-3 * config.batch_timeout_ms,
+            target_latency_s=1e-3 * config.batch_target_latency_ms,
+            hybrid_threshold=config.hybrid_threshold,
+            hybrid_backlog=config.hybrid_backlog,
+        ),
+        target_tpot_s=_seconds(config.target_tpot_ms),
+        governor_target_latency_s=_seconds(config.governor_target_latency_ms),
+    )
+
+
+def check_record_folder(config: EngineConfig) -> None:
+    """Raise `ConfigError` if the `record` folder is missing or cannot be written."""
+    folder = Path(config.record)
+    if not config.record:
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"record is {config.record!r}: there is no folder {folder.resolve()}; make it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"record is {config.record!r}: the folder cannot be written")
+
+
+def open_recorder(config: EngineConfig, info: EngineInfo) -> Recorder:
+    check_record_folder(config)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = Path(config.record) / f"{stamp}-{os.getpid()}-{next(_recordings)}.jsonl"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise ConfigError(f"record is {config.record!r}: {error}") from None
+    recorder = Recorder(
+        os.fdopen(descriptor, "wb", buffering=0),
+        settings=config.to_settings(),
+        info=msgspec.to_builtins(info),
+        with_contents=config.enable_prefix_caching,
+        named_tenants=tuple(parse_tenants(config.tenants)),
+    )
+    atexit.register(recorder.flush)
+    return recorder
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -1,28 +1,182 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
-from tidewheel.engine.messages import FromEngine, from_engine_decoder
+from tidewheel.engine.folder import Status, read_status, socket_address
+from tidewheel.engine.messages import (
+    QUEUE_LIMIT,
+    RETRY_AFTER_MS,
+    WHOLE_REQUEST,
+    Cancel,
+    Delta,
+    Drain,
+    FromEngine,
+    Message,
+    Stats,
+    encoder,
+    from_engine_decoder,
+)
 from tidewheel.engine.process_handle import ProcessHandle
-from tidewheel.engine.run_dir import socket_address
-from tidewheel.engine.status import Status
+from tidewheel.errors import Busy, TidewheelError, from_wire
+from tidewheel.stats import EngineStats
 
 log = logging.getLogger(__name__)
 
-QUEUE_LIMIT = 1 << 16  # messages per direction
+MAX_HELD = 4096
 MAX_MESSAGES = 1024  # per `receive`
-LAST_WORDS_MS = 100  # a dead engine's messages may still be in ZeroMQ's thread
+LAST_WORDS_MS = 100  # of a dead engine, still in ZeroMQ's thread
 DUMP_GRACE_S = 0.5
 
 
+class _Add(NamedTuple):
+    key: int
+    payload: bytes
+    num_sequences: int
+    deadline: float  # of the wait for an engine
+
+
+class _Cancel(NamedTuple):
+    keys: list[int]
+    sequences: list[tuple[int, int]]  # key and index
+
+
+class Outbox:
+    """Requests until their end: queued, held without an engine, or in flight.
+
+    Any thread may call `put`, `put_cancel` and `wake`; one io thread, which `wake_fd` wakes, the rest.
+    """
+
+    def __init__(self, *, hold_s: float, max_held: int = MAX_HELD) -> None:
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._max_held = max_held
+        self._hold_s = hold_s
+        self._lock = threading.Lock()
+        self._queue: deque[_Add | _Cancel] = deque()
+        self._refusal: TidewheelError | None = None
+        self._is_closed = False
+        self._held: dict[int, _Add] = {}
+        self._in_flight: dict[int, int] = {}  # unfinished sequences by key
+        self._cancelled = _Cancel([], [])  # in flight, not yet sent
+
+    # --- any thread -------------------------------------------------------------------------------------------
+
+    def put(self, key: int, payload: bytes, num_sequences: int = 1) -> None:
+        """Queue a request. Raise `Busy` if too many are held, or the error given to `refuse`."""
+        with self._lock:
+            if self._refusal is not None:
+                refusal = self._refusal  # each raising thread needs its own instance
+                raise from_wire(refusal.tag, refusal.message, refusal.retry_after_ms)
+            num_waiting = len(self._queue) + len(self._held)
+            if num_waiting >= self._max_held:
+                full = f"{num_waiting} of {self._max_held} requests wait for the engine"
+                raise Busy(full, retry_after_ms=RETRY_AFTER_MS)
+            self._push(_Add(key, payload, num_sequences, time.monotonic() + self._hold_s))
+
+    def put_cancel(self, keys: list[int], sequences: list[tuple[int, int]] | None = None) -> None:
+        with self._lock:
+            if self._refusal is None:
+                self._push(_Cancel(keys, sequences or []))
+
+    def wake(self) -> None:
+        with self._lock:
+            self._wake()
+
+    def _push(self, entry: _Add | _Cancel) -> None:
+        if not self._queue:
+            self._wake()
+        self._queue.append(entry)
+
+    def _wake(self) -> None:
+        if not self._is_closed:  # a closed descriptor's number may be reused
+            os.eventfd_write(self.wake_fd, 1)
+
+    # --- the io thread ----------------------------------------------------------------------------------------
+
+    def take(self) -> list[int]:
+        """Process the queue. Return keys cancelled before they were sent, which are over."""
+        try:
+            os.eventfd_read(self.wake_fd)
+        except BlockingIOError:
+            return []
+        with self._lock:
+            entries, self._queue = self._queue, deque()
+        unsent: list[int] = []
+        for entry in entries:
+            if isinstance(entry, _Add):
+                self._held[entry.key] = entry
+                continue
+            unsent += [key for key in entry.keys if self._held.pop(key, None) is not None]
+            self._cancelled.keys.extend(key for key in entry.keys if key in self._in_flight)
+            self._cancelled.sequences.extend(pair for pair in entry.sequences if pair[0] in self._in_flight)
+        return unsent
+
+    def flush(self, send: Callable[[bytes], bool]) -> None:
+        """Send until `send` returns False."""
+        for key, held in list(self._held.items()):
+            if not send(held.payload):
+                return
+            del self._held[key]
+            self._in_flight[key] = held.num_sequences
+        if any(self._cancelled) and send(encoder.encode(Cancel(*self._cancelled))):
+            self._cancelled = _Cancel([], [])
+
+    def ended(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if not delta.finish_reason or delta.key not in self._in_flight:
+                continue
+            self._in_flight[delta.key] -= 1
+            if delta.index == WHOLE_REQUEST or not self._in_flight[delta.key]:
+                del self._in_flight[delta.key]
+
+    def lose_in_flight(self) -> list[int]:
+        """Forget and return the keys that get no answer any more."""
+        lost = list(self._in_flight)
+        self._in_flight.clear()
+        self._cancelled = _Cancel([], [])
+        return lost
+
+    def lose_expired(self) -> list[int]:
+        """Forget and return keys held too long; `_held` is in order of age."""
+        now = time.monotonic()
+        expired = []
+        for key, held in self._held.items():
+            if held.deadline > now:
+                break
+            expired.append(key)
+        for key in expired:
+            del self._held[key]
+        return expired
+
+    def refuse(self, error: TidewheelError) -> list[int]:
+        """Make `put` raise the error. Return all unfinished keys."""
+        with self._lock:
+            self._refusal = error
+            self._wake()
+        cancelled = self.take()
+        lost = [*cancelled, *self._held, *self.lose_in_flight()]
+        self._held.clear()
+        return lost
+
+    def close(self) -> None:
+        """Close `wake_fd`, after `refuse`."""
+        with self._lock:
+            self._is_closed = True
+            os.close(self.wake_fd)
+
+
 class Connection:
-    """DEALER socket and process handle of one engine. A lost connection is never reused."""
+    """DEALER socket and process handle of one engine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
         self.process = ProcessHandle(status.pid, status.start_ticks)
@@ -38,7 +192,10 @@ class Connection:
         if self.process.fileno is not None:
             poller.register(self.process.fileno, zmq.POLLIN)
 
-    def send(self, payload: bytes) -> bool:
+    def send(self, message: Message) -> bool:
+        return self.send_encoded(encoder.encode(message))
+
+    def send_encoded(self, payload: bytes) -> bool:
         """Return False if the engine is too far behind to take it."""
         try:
             self._socket.send(payload, zmq.NOBLOCK)
@@ -66,9 +223,25 @@ class Connection:
         return messages
 
     def kill_hung_engine(self) -> None:
-        """Kill the engine. First its log gets the stacks of its threads."""
+        """Log the stacks of its threads, and kill it."""
         self.process.end(signal.SIGUSR1, DUMP_GRACE_S)
 
     def close(self) -> None:
         self.process.close()
         self._socket.close()
+
+
+def drain(engine_dir: Path, timeout_s: float = 5.0) -> EngineStats | None:
+    """Make the engine refuse new requests. Return its figures, or None without an answer in time."""
+    status = read_status(engine_dir)
+    if status is None or status.state != "ready" or not status.is_alive:
+        return None
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    connection = Connection(context, engine_dir, status)
+    try:
+        connection.send(Drain())
+        answers = connection.receive(int(timeout_s * 1000))
+        return next((answer.stats for answer in answers if isinstance(answer, Stats)), None)
+    finally:
+        connection.close()
+        context.term()

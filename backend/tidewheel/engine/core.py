@@ -1,25 +1,32 @@
-"""The step: schedule, run, apply, deliver. The engine process and `LLM` share it."""
-
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.engine.recovery import is_out_of_memory, no_tokens, recover
-from tidewheel.engine.runner import Computed, PendingTokens, Runner
+from tidewheel.engine.recovery import OutOfMemory, attempt, no_tokens, recover
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.stats import EngineStats, WaitingRoom
 
 
+class PendingTokens(Protocol):
+    def wait(self) -> SampledTokens: ...
+
+
+class Runner(Protocol):
+    """Interface of `tidewheel.runner.model_runner.ModelRunner`."""
+
+    def launch(self, batch: ScheduledBatch) -> PendingTokens: ...
+
+
 class _InFlight(NamedTuple):
     batch: ScheduledBatch
     pending: PendingTokens
-    began: float  # when it was scheduled
+    scheduled_at: float
 
 
 Deliver = Callable[[StepOutputs], None]
@@ -28,12 +35,9 @@ Deliver = Callable[[StepOutputs], None]
 class EngineCore:
     """Loop over scheduler and runner, on one thread.
 
-    With two steps in flight, a step is launched before the tokens of the last one are awaited. The device computes it
-    while they are applied, delivered and sent.
-
-    `receive` runs before a step is planned, and again before its tokens are applied, so that requests cancelled
-    meanwhile get no further token. It calls `add` and `cancel`. `deliver` gets every new token and each added
-    request's one end; it may call `cancel`. Deadlines are checked before every step.
+    With two steps in flight, the device computes one while the tokens of the other are applied and sent. `receive`
+    calls `add` and `cancel`: before a step is planned, and before its tokens are applied, so that cancelled requests
+    get none. `deliver` gets every new token and each added request's one end; it may call `cancel`.
     """
 
     def __init__(
@@ -53,16 +57,15 @@ class EngineCore:
         self._in_flight: deque[_InFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row of the newest batch
         self._step_seconds = 0.0
-        self._last_end = clock()  # of a step
+        self._last_end = clock()
         self._last_stats = (clock(), 0.0)
 
     @property
     def has_unfinished(self) -> bool:
-        """Return whether a request or a step is unfinished."""
         return bool(self._in_flight) or self._scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
-        """Add a request. If the scheduler refuses, raise its error and deliver nothing."""
+        """Raise an error if the scheduler refuses. Then nothing is delivered."""
         self._deliver_ended(self._scheduler.add(request, self._clock()))
 
     def add_group(self, requests: Sequence[Request]) -> None:
@@ -80,65 +83,55 @@ class EngineCore:
             self._deliver_ended([request])
 
     def fail_all(self, error: TidewheelError) -> None:
-        """End every request with the error. Forget steps in flight."""
+        """End every request with the error."""
         self._in_flight.clear()
         self._deliver_ended(self._scheduler.fail_all(error))
 
     def step(self) -> bool:
-        """Run one turn. Return False if there was nothing to do."""
+        """Return False if there was nothing to do."""
         self._receive()
-        started = self._clock()
-        self._deliver_ended(self._scheduler.expire(started))
-        batch = self._scheduler.schedule(started)
+        now = self._clock()
+        self._deliver_ended(self._scheduler.expire(now))
+        batch = self._scheduler.schedule(now)
         if batch is not None:
-            self._in_flight.append(_InFlight(batch, self._launch(batch), started))
+            self._in_flight.append(_InFlight(batch, self._launch(batch), now))
         if not self._in_flight:
             return False
-        if batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps:
+        for _ in range(self._num_to_complete(batch)):
             self._complete()
         return True
 
-    def _complete(self, later: ScheduledBatch | None = None) -> None:
-        """Complete the oldest step in flight. `later` was launched after it and failed."""
-        batch, pending, began = self._in_flight.popleft()
-        if later is None and self._in_flight:
-            later = self._in_flight[0].batch
-        try:
-            tokens = pending.wait()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error.with_traceback(None)  # its frames hold tensors, and the retry needs their room
-            del pending
-            tokens = self._recover(batch, failure) if later is None else self._lose(batch, later)
+    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
+        for new in batch.new_rows:
+            self._request_ids[new.row] = new.request_id
+        return attempt(lambda: self._runner.launch(batch))
+
+    def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
+        """Return the steps to wait for: after a failed launch all, because a later one would read its tokens."""
+        if isinstance(self._in_flight[-1].pending, OutOfMemory):
+            return len(self._in_flight)
+        return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
+
+    def _complete(self) -> None:
+        batch, pending, scheduled_at = self._in_flight.popleft()
+        result = attempt(pending.wait)
+        del pending  # a retry needs its room
+        tokens = self._survive(batch, result) if isinstance(result, OutOfMemory) else result
         self._receive()
         self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
         end = self._clock()
-        self._step_seconds += end - max(began, self._last_end)  # the second of two in flight begins at the last end
+        # Of two steps in flight, the second begins when the first ends.
+        self._step_seconds += end - max(scheduled_at, self._last_end)
         self._last_end = end
 
-    def _launch(self, batch: ScheduledBatch) -> PendingTokens:
-        try:
-            return self._runner.launch(batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = error.with_traceback(None)
-        finally:
-            for new in batch.new_rows:
-                self._request_ids[new.row] = new.request_id
-        while self._in_flight:  # frees what the device holds for them
-            self._complete(later=batch)
-        return Computed(self._recover(batch, failure))
+    def _survive(self, batch: ScheduledBatch, failure: OutOfMemory) -> SampledTokens:
+        """Run the step again with fewer rows. If a later one has read its missing tokens, end its requests instead.
 
-    def _recover(self, batch: ScheduledBatch, failure: Exception) -> SampledTokens:
-        return recover(self._runner, batch, failure, self._give_up)
-
-    def _lose(self, batch: ScheduledBatch, later: ScheduledBatch) -> SampledTokens:
-        """End the requests of a failed step, because a later step has read its missing tokens. Requests that left
-        their rows in between are computed again. They and all others continue.
+        Requests that have left their rows since are computed again.
         """
-        left = set(later.freed_rows.tolist())
+        if not self._in_flight:
+            return recover(lambda rest: self._runner.launch(rest).wait(), batch, failure, self._give_up)
+        left = set(self._in_flight[0].batch.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:
                 self._give_up(row)
@@ -158,7 +151,7 @@ class EngineCore:
             self._deliver(StepOutputs([], [], None, requests))
 
     def room(self) -> WaitingRoom:
-        return self._scheduler.room(self._clock())
+        return self._scheduler.waiting_room(self._clock())
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
         self._scheduler.observe_refused(refused)
@@ -167,7 +160,7 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot. `busy_fraction` covers the time since the last one."""
+        """Return a snapshot. `busy_fraction` is since the last one."""
         now = self._clock()
         then, busy = self._last_stats
         self._last_stats = (now, self._step_seconds)

@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from tidewheel.batch import StepOutputs, TopLogprobs
-from tidewheel.engine.deltas import final_delta, refusal
-from tidewheel.engine.messages import WHOLE_REQUEST, Delta, Deltas, FromEngine, Room, encoder
+from tidewheel.engine.messages import Delta, Deltas, FromEngine, Room, encoder
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.stats import WaitingRoom
@@ -19,22 +18,18 @@ log = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
 _NO_LOGPROBS: dict[int, TopLogprobs] = {}
-MAX_UNSENT_DELTAS = 1 << 18  # per front end; above this it counts as gone
+MAX_UNSENT_DELTAS = 1 << 18  # per front end, which then counts as gone
 
 
+@dataclass(slots=True, eq=False)
 class FrontEnd:
-    """One connection. `identity` is ZeroMQ's name."""
-
-    __slots__ = ("identity", "last_seen", "name", "received", "request_ids", "room", "unsent")
-
-    def __init__(self, identity: bytes, name: str, now: float) -> None:
-        self.identity = identity
-        self.name = name
-        self.last_seen = now
-        self.request_ids: dict[int, dict[int, str]] = {}  # unfinished, by key and index
-        self.unsent: list[Delta] = []
-        self.received: list[int] = []  # keys since the room was sent
-        self.room: WaitingRoom | None = None  # as sent
+    identity: bytes  # ZeroMQ's name
+    name: str
+    last_seen: float
+    request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # unfinished, by key and index
+    unsent: list[Delta] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)  # keys since `room`
+    room: WaitingRoom | None = None  # as sent
 
 
 class _Route(NamedTuple):
@@ -44,7 +39,7 @@ class _Route(NamedTuple):
 
 
 class FrontEnds:
-    """Front ends, their requests and unsent deltas. ROUTER_MANDATORY turns a gone peer into an error."""
+    """Front ends, their requests and unsent deltas. The socket has ROUTER_MANDATORY: a gone peer is an error."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -60,13 +55,13 @@ class FrontEnds:
         return self._by_identity.get(identity)
 
     def admit(self, identity: bytes, name: str, now: float) -> FrontEnd:
-        """Add a front end. After a second `Hello` it keeps its requests."""
+        """Add a front end, or keep the one of this identity."""
         front_end = self._by_identity.setdefault(identity, FrontEnd(identity, name, now))
         front_end.last_seen = now
         return front_end
 
     def remove(self, front_end: FrontEnd) -> list[str]:
-        """Forget a front end. Return the ids of its unfinished requests."""
+        """Return the ids of its unfinished requests."""
         self._by_identity.pop(front_end.identity, None)
         orphans = [request_id for ids in front_end.request_ids.values() for request_id in ids.values()]
         for request_id in orphans:
@@ -75,22 +70,20 @@ class FrontEnds:
         return orphans
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
-        """Return unreachable, silent and non-reading front ends, with the reason."""
+        """Return front ends to remove, with the reason."""
         gone = [(front_end, "its connection is closed") for front_end in self._unreachable]
         self._unreachable = []
         for front_end in self._by_identity.values():
             if now - front_end.last_seen > SILENCE_LIMIT_S:
-                gone.append((front_end, f"silent for {now - front_end.last_seen:.1f} s"))
+                gone.append((front_end, f"it was silent for {now - front_end.last_seen:.1f} s"))
             elif len(front_end.unsent) > MAX_UNSENT_DELTAS:
-                gone.append((front_end, f"did not read {len(front_end.unsent)} deltas"))
+                gone.append((front_end, f"it did not read {len(front_end.unsent)} deltas"))
         return gone
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def open(self, front_end: FrontEnd, key: int, n: int) -> list[str]:
-        """Return ids for a new request's sequences. One final delta closes each. Raise `InvalidRequest` if the key is
-        in use.
-        """
+        """Return an id per sequence. Raise `InvalidRequest` if the key is in use."""
         if key in front_end.request_ids:
             raise InvalidRequest(f"key {key} is in use: keys of unfinished requests are unique")
         ids = {index: str(self._num_opened + 1 + index) for index in range(n)}
@@ -102,11 +95,11 @@ class FrontEnds:
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """Answer a request that is not open."""
-        front_end.unsent.append(refusal(key, error))
+        front_end.unsent.append(Delta.whole(key, FinishReason.ERROR, error))
 
     def confirm(self, front_end: FrontEnd, key: int) -> None:
         """Answer a message that asks for no tokens."""
-        front_end.unsent.append(Delta(key, [], FinishReason.STOP.value, index=WHOLE_REQUEST))
+        front_end.unsent.append(Delta.whole(key, FinishReason.STOP))
 
     def close(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
         """End an open request that the scheduler does not know."""
@@ -127,7 +120,6 @@ class FrontEnds:
             self._finish(request, [])
 
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
-        """Queue a sequence's end, unless it has ended or its front end is gone."""
         route = self._routes.pop(request.request_id, None)
         if route is None:
             return
@@ -135,36 +127,30 @@ class FrontEnds:
         del siblings[route.sequence]
         if not siblings:
             del route.front_end.request_ids[route.key]
-        route.front_end.unsent.append(final_delta(route.key, route.sequence, request, token_ids, logprobs))
+        route.front_end.unsent.append(Delta.last(route.key, route.sequence, request, token_ids, logprobs))
 
     # --- sending ----------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Send each front end one message with its deltas. A full queue delays them to the next flush."""
+        """Send each front end one message. A full queue delays it to the next flush."""
         for front_end in self._by_identity.values():
-            if front_end.unsent and self._send(front_end.identity, Deltas(front_end.unsent)):
+            if front_end.unsent and self.send(front_end.identity, Deltas(front_end.unsent)):
                 front_end.unsent = []
 
     def tell_room(self, room: WaitingRoom) -> None:
-        """Send the room to front ends that know another one or have sent requests since."""
+        """Send the room if it has changed or requests came."""
         for front_end in self._by_identity.values():
             if not front_end.received and front_end.room == room:
                 continue
-            if self._send(front_end.identity, Room(**msgspec.structs.asdict(room), received=front_end.received)):
+            if self.send(front_end.identity, Room(**msgspec.structs.asdict(room), received=front_end.received)):
                 front_end.received, front_end.room = [], room
 
     def broadcast(self, message: FromEngine) -> None:
-        self._send_all(self._by_identity, message)
+        for identity in self._by_identity:
+            self.send(identity, message)
 
-    def send_to(self, identity: bytes, message: FromEngine) -> None:
-        """Send to any peer. Drop the message if it is gone or does not read."""
-        self._send_all([identity], message)
-
-    def _send_all(self, identities: Iterable[bytes], message: FromEngine) -> None:
-        for identity in identities:
-            self._send(identity, message)
-
-    def _send(self, identity: bytes, message: FromEngine) -> bool:
+    def send(self, identity: bytes, message: FromEngine) -> bool:
+        """Send to any peer. Return False if it is gone or does not read."""
         try:
             self._socket.send_multipart([identity, encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:

@@ -3,33 +3,69 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+import tidewheel
 from tidewheel.config import EngineConfig
-from tidewheel.engine.backoff import RestartPolicy, record_death
-from tidewheel.engine.process_handle import ProcessHandle
-from tidewheel.engine.run_dir import LOCK
-from tidewheel.engine.spawn import spawn_engine
-from tidewheel.engine.status import Status, last_log_line, read_status, write_status
-from tidewheel.errors import ConfigError
+from tidewheel.engine.folder import (
+    DEATHS,
+    LOCK,
+    LOG,
+    Status,
+    last_log_line,
+    read_status,
+    replace_file,
+    write_status,
+)
+from tidewheel.engine.process_handle import ProcessHandle, process_start_ticks
+from tidewheel.errors import ConfigError, Draining
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 3.0
+MISMATCH_GRACE_S = 8.0  # in which an owner may replace an engine with other settings
+MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """Delays of restarts, doubled per death. `max_deaths` within `window_s` are a crash loop."""
+
+    first_delay_s: float = 0.25
+    window_s: float = 60.0
+    max_deaths: int = 5
+
+    def delay_s(self, num_deaths: int) -> float:
+        return 0.0 if num_deaths == 0 else self.first_delay_s * 2.0 ** (num_deaths - 1)
+
+
+class Death(msgspec.Struct, frozen=True):
+    pid: int
+    start_ticks: int
+    at: float  # monotonic seconds
+
+
+_deaths_decoder = msgspec.json.Decoder(list[Death])
 
 
 class EngineLauncher:
-    """Keeper of an engine, for the front end that holds its folder's lock. Use it from one thread."""
+    """Engine of a folder, started by the front end that holds the folder's lock. Not thread safe."""
 
     def __init__(
         self, engine_dir: Path, config: EngineConfig, *, command: Sequence[str], policy: RestartPolicy
     ) -> None:
         self._engine_dir = engine_dir
-        self._config = config
+        self._start_timeout_s = config.engine_start_timeout_s
         self._settings = config.to_settings()
         self._command = command
         self._policy = policy
@@ -42,7 +78,7 @@ class EngineLauncher:
         return self._lock is not None
 
     def try_lock(self) -> bool:
-        """Return whether this is the owner now. May be retried; the kernel frees a dead owner's lock."""
+        """Return whether this is the owner now. The kernel frees a dead owner's lock."""
         if self._lock is None:
             descriptor = os.open(self._engine_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -53,40 +89,63 @@ class EngineLauncher:
                 self._lock = descriptor
         return self.is_owner
 
-    def tend(self, *, was_ready: bool) -> None:
-        """Start an engine if there is none and its delay is over. The owner calls this repeatedly.
+    def seek(self, *, was_ready: bool, since_ns: int) -> Status | None:
+        """Return the status of a ready engine. Call repeatedly from `since_ns` on, so that the owner starts one.
 
-        `was_ready`: the engine served this front end, so its absence is a death. Raise `ConfigError` if another start
-        would not help.
+        `was_ready`: an engine served this front end, so its absence is a death. Raise `ConfigError` if another start
+        would not help, and `Draining` if the server shuts down.
         """
         status = read_status(self._engine_dir)
+        if was_ready and status is not None and status.is_draining and not status.is_alive:
+            raise Draining("the server is shutting down")
+        if self.try_lock():
+            self._tend(status, was_ready)
+        elif status is not None:
+            self._check_owner(status, since_ns)
+        status = read_status(self._engine_dir)
+        if status is None or status.state != "ready" or not status.is_alive or status.settings != self._settings:
+            return None
+        return status
+
+    def release(self, *, end_engine_that_loads: bool) -> None:
+        """Release the lock. The engine lives as long as a front end."""
+        status = read_status(self._engine_dir)
+        if end_engine_that_loads and self._process is not None and status is not None and status.state != "ready":
+            _end(status, STOP_GRACE_S)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _tend(self, status: Status | None, was_ready: bool) -> None:
         if status is not None and status.is_alive:
             if self._may_stay(status, was_ready):
                 return
             log.warning("replacing engine %d, which is %s", status.pid, self._why_not(status))
-            end_engine(status, STOP_GRACE_S)
+            _end(status, STOP_GRACE_S)
             status = None
         if time.monotonic() >= self._earliest_start(status, was_ready):
             self._process = spawn_engine(self._command, self._engine_dir, self._settings)
             self._spawned_at = time.monotonic()
             log.info("started engine %d", self._process.pid)
 
-    def release(self, *, end_engine_that_loads: bool) -> None:
-        """Release the lock. The engine stays until no front end is left."""
-        status = read_status(self._engine_dir)
-        if end_engine_that_loads and self._process is not None and status is not None and status.state != "ready":
-            end_engine(status, STOP_GRACE_S)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def _check_owner(self, status: Status, since_ns: int) -> None:
+        """Raise `ConfigError` if another owner's engine failed or keeps other settings."""
+        if status.state == "failed" and status.written_ns >= since_ns:
+            raise ConfigError(status.message)
+        waited_s = (time.monotonic_ns() - since_ns) * 1e-9
+        mine, theirs = self._settings, status.settings
+        if status.is_alive and theirs != mine and waited_s > MISMATCH_GRACE_S:
+            keys = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+            raise ConfigError(
+                f"the engine of this model runs with other settings ({', '.join(keys)}): "
+                "entries that share an engine need equal ones"
+            )
 
     def _may_stay(self, status: Status, was_ready: bool) -> bool:
         if status.settings != self._settings or (status.is_draining and not was_ready):
             return False
-        return status.state == "ready" or not self._loads_too_long()
-
-    def _loads_too_long(self) -> bool:
-        return self._process is not None and time.monotonic() - self._spawned_at > self._config.engine_start_timeout_s
+        loads_too_long = self._process is not None and time.monotonic() - self._spawned_at > self._start_timeout_s
+        return status.state == "ready" or not loads_too_long
 
     def _why_not(self, status: Status) -> str:
         if status.settings != self._settings:
@@ -112,16 +171,8 @@ class EngineLauncher:
             f"the engine died {num_deaths} times within {self._policy.window_s:g} s and is not started again; "
             f"its log ends with: {last_log_line(self._engine_dir)}"
         )
-        write_status(
-            self._engine_dir,
-            Status(
-                state="failed",
-                pid=status.pid,
-                start_ticks=status.start_ticks,
-                settings=self._settings,
-                message=message,
-            ),
-        )
+        failed = msgspec.structs.replace(status, state="failed", settings=self._settings, message=message)
+        write_status(self._engine_dir, failed)
         raise ConfigError(message)
 
     def _exit(self) -> str:
@@ -133,10 +184,75 @@ class EngineLauncher:
         return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
-def end_engine(status: Status, grace_s: float) -> None:
-    """End the engine, by force after the grace, and wait for it."""
+def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
+    """Return whether an engine ran. Kill it after `timeout_s`, in which it answers its requests."""
+    status = read_status(engine_dir)
+    if status is None or not status.is_alive:
+        return False
+    _end(status, timeout_s)
+    return True
+
+
+def _end(status: Status, grace_s: float) -> None:
     handle = ProcessHandle(status.pid, status.start_ticks)
     try:
         handle.end(signal.SIGTERM, grace_s)
     finally:
         handle.close()
+
+
+def recent_deaths(engine_dir: Path, window_s: float) -> list[Death]:
+    """Return deaths, oldest first. Ignore future times, which are from before the last boot."""
+    try:
+        deaths = _deaths_decoder.decode((engine_dir / DEATHS).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return []
+    now = time.monotonic()
+    return [death for death in deaths if now - window_s <= death.at <= now]
+
+
+def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) -> list[Death]:
+    """Add a death, unless it is known, and return the recent ones."""
+    deaths = recent_deaths(engine_dir, window_s)
+    if not any((death.pid, death.start_ticks) == (pid, start_ticks) for death in deaths):
+        deaths.append(Death(pid, start_ticks, time.monotonic()))
+        replace_file(engine_dir / DEATHS, msgspec.json.encode(deaths))
+    return deaths
+
+
+def engine_command() -> list[str]:
+    return [python_executable(), "-P", "-m", "tidewheel.engine.process"]
+
+
+def python_executable() -> str:
+    """Return the running interpreter, or one like it if a host program embeds it. Raise `ConfigError`."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    candidates = (
+        os.environ.get("TIDEWHEEL_PYTHON"),
+        sys.executable if Path(sys.executable or "").name.startswith("python") else None,
+        str(Path(sys.prefix) / "bin" / version),
+        shutil.which(version),
+    )
+    for candidate in candidates:
+        if candidate and os.access(candidate, os.X_OK):
+            return candidate
+    raise ConfigError(f"no {version} found to run the engine with: set TIDEWHEEL_PYTHON to one")
+
+
+def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
+    """Start an engine that outlives its front end, and write its first status."""
+    arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
+    package = Path(tidewheel.__file__).parent
+    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    log_path = engine_dir / LOG
+    if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
+        log_path.replace(log_path.with_suffix(".log.1"))
+    with log_path.open("ab") as output:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
+        )
+    threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
+    ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended
+    write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))
+    return process

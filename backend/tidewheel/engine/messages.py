@@ -1,11 +1,7 @@
-"""Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket, never pickle.
+"""Messages of front ends and engine: msgspec structs over a ZeroMQ ipc socket.
 
-To the engine: `Hello` first, then `AddRequest`, `Cancel`, `CloseSession`, `Ping`, `Drain`, `Goodbye`. From it:
-`Ready` or `Failed` after `Hello`; `Deltas` after a step; `Stats` twice a second; `Room` when it changes; `Dropped` to
-an unknown front end. `Drain` needs no `Hello`; `Stats` answers it.
-
-A request's `key` counts up in its front end; the client's id never travels. Deltas answer every `AddRequest`, the
-last with `finish_reason`, or `Dropped` ends all requests of a front end.
+`Ready` or `Failed` answers `Hello`. Deltas answer a request, by its `key`, until each sequence has a finish reason or
+`Dropped` ends all requests of the front end. `Stats` answers `Drain`, which needs no `Hello`.
 """
 
 from __future__ import annotations
@@ -13,12 +9,19 @@ from __future__ import annotations
 import msgspec
 
 from tidewheel.batch import TopLogprobs
+from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
+from tidewheel.request import FinishReason, Request
+from tidewheel.runner.info import RunnerInfo
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
 PROTOCOL = 3
-WHOLE_REQUEST = -1  # index of a delta for a request without sequences
+QUEUE_LIMIT = 1 << 16  # messages per socket and direction
+RETRY_AFTER_MS = 1000  # without an engine
+WHOLE_REQUEST = -1  # index of a delta that ends all sequences
+
+_MIB = 1 << 20
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -31,35 +34,35 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 class Hello(Message, frozen=True):
     protocol: int
     client: str  # unique name
-    settings_digest: str  # of expected settings; a twin sends "" and takes any
+    settings_digest: str  # empty: any
 
 
 class AddRequest(Message, frozen=True):
     key: int
     prompt: bytes  # int32 little endian token ids
-    sampling: SamplingParams  # `stop` and `bad_words` stay in the front end; `logit_bias` is packed below
-    stop_token_ids: tuple[int, ...] = ()  # its own, and end-of-sequence ids unless ignored
+    sampling: SamplingParams  # without `stop`, `bad_words` and `logit_bias`
+    stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 3
     cache_salt: str = ""
-    arrival_ns: int = 0  # monotonic clock, shared by a host's processes
-    n: int = 1  # sequences of a prompt, by `index` in deltas
+    arrival_ns: int = 0  # monotonic clock
+    n: int = 1  # sequences
     tenant: str = ""
-    deadline_ns: int = 0  # monotonic clock; 0: none
+    deadline_ns: int = 0  # 0: none
     soft_deadline_ns: int = 0
     session_id: str = ""
     session_ttl_s: float | None = None  # None: the engine's default
-    bias_token_ids: bytes = b""  # int32 little endian, ascending; from `pack_biases`
-    bias_amounts: bytes = b""  # float32 little endian
+    bias_token_ids: bytes = b""  # from `pack_biases`
+    bias_amounts: bytes = b""
 
 
 class Cancel(Message, frozen=True):
     keys: list[int]
-    sequences: list[tuple[int, int]] = []  # (key, index) of single sequences; siblings continue
+    sequences: list[tuple[int, int]] = []  # (key, index): siblings continue
 
 
 class CloseSession(Message, frozen=True):
-    """Answered by one delta: finish_reason "stop", or an error such as `NotFound`."""
+    """Answered by one delta, with finish_reason "stop" or an error."""
 
     key: int
     tenant: str
@@ -67,9 +70,9 @@ class CloseSession(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sent every second. After 5 s of silence a front end's requests end."""
+    """Sent every second. After 5 s of silence, requests end."""
 
-    refused: dict[str, int] = {}  # by tenant, since the last ping; the waiting set was full
+    refused: dict[str, int] = {}  # at the door since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):
@@ -86,31 +89,11 @@ ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 # --- engine → front end ---------------------------------------------------------------------------------------
 
 
-class EngineInfo(msgspec.Struct, frozen=True):
-    """Values that the engine resolved at its load. Memory is in bytes."""
-
+class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
     pid: int
-    model: str
-    architecture: str
-    device: str  # "cpu (2 threads)", "NVIDIA H200"
-    dtype: str
-    vocab_size: int  # output width
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    num_blocks: int
-    weights_bytes: int
-    activation_bytes: int
-    kv_cache_bytes: int
     enable_prefix_caching: bool
-    load_seconds: float
-    num_host_blocks: int = 0
-    swap_seconds_per_block: float | None = None  # per copy in one direction; None: no host tier
-    graph_bytes: int = 0  # of CUDA graphs
-    stage_seconds: dict[str, float] = {}  # of the load, in order
-    async_scheduling: bool = False  # a step is launched before the last one's tokens are read
-    tenants: dict[str, TenantLimits] = {}
+    async_scheduling: bool = False  # launch a step before the last one's tokens are read
+    tenants: dict[str, TenantLimits] = msgspec.field(default_factory=dict)
 
     @property
     def num_cache_tokens(self) -> int:
@@ -118,12 +101,30 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Longest prompt and output. The last token is never cached."""
+        """Longest prompt with output. The last token is never cached."""
         return min(self.max_model_len, self.num_cache_tokens + 1)
 
     @property
     def max_concurrency(self) -> float:
         return self.num_cache_tokens / self.max_model_len
+
+    def describe(self) -> list[str]:
+        """Return log lines of memory, cache and time to load."""
+        stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in self.stage_seconds.items())
+        lines = [
+            f"model: {self.architecture} in {self.dtype} on {self.device}, loaded in {self.load_seconds:.1f} s"
+            + (f" ({stages})" if stages else ""),
+            f"memory: weights {_mib(self.weights_bytes)}, activations {_mib(self.activation_bytes)}, "
+            f"graphs {_mib(self.graph_bytes)}, KV cache {_mib(self.kv_cache_bytes)} "
+            f"({self.num_blocks:,} blocks of {self.block_size} tokens)",
+            f"{'CPU' if self.device.startswith('cpu') else 'GPU'} KV cache size: {self.num_cache_tokens:,} tokens",
+            f"Maximum concurrency for {self.max_model_len:,} tokens per request: {self.max_concurrency:.2f}x",
+            f"async scheduling: {'on' if self.async_scheduling else 'off'}",
+        ]
+        if self.swap_seconds_per_block is not None:
+            milliseconds = 1e3 * self.swap_seconds_per_block
+            lines.append(f"host tier: {self.num_host_blocks:,} blocks, {milliseconds:.3f} ms to copy one")
+        return lines
 
 
 class Ready(Message, frozen=True):
@@ -131,30 +132,29 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Final refusal of this front end."""
-
     message: str
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A `TidewheelError` on the wire, for `errors.from_wire`."""
-
     tag: str
     message: str
     retry_after_ms: int | None = None
-    is_waiting_set_full: bool = False  # may be sent again as soon as another request starts
+    is_waiting_set_full: bool = False  # until another request starts
+
+    @classmethod
+    def of(cls, error: TidewheelError) -> ErrorInfo:
+        return cls(error.tag, error.message, error.retry_after_ms, isinstance(error, WaitingSetFull))
+
+    def to_error(self) -> TidewheelError:
+        return from_wire(self.tag, self.message, self.retry_after_ms)
 
 
 class Dropped(Message, frozen=True):
-    """End of all requests of a front end that the engine no longer knows. The last message of an engine, or the
-    answer to a front end that counts as gone. `Hello` starts anew.
-    """
-
     error: ErrorInfo
 
 
 class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Figures of one ended sequence. Times are ns of the monotonic clock; 0 means never."""
+    """Figures of one ended sequence. Times are of the monotonic clock; 0: never."""
 
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
@@ -166,15 +166,51 @@ class RequestStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     priority: int = 0  # granted class, 1 to 4
     arrival_ns: int = 0  # set by the front end
 
+    @classmethod
+    def of(cls, request: Request) -> RequestStats:
+        return cls(
+            first_scheduled_ns=_ns(request.first_scheduled_time),
+            first_token_ns=_ns(request.first_token_time),
+            last_token_ns=_ns(request.last_token_time),
+            num_cached_tokens=request.num_cached_tokens,
+            num_reused_blocks=request.num_reused_blocks,
+            num_new_blocks=request.num_new_blocks,
+            num_preemptions=request.num_preemptions,
+            priority=int(request.priority),
+        )
+
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     key: int
     token_ids: list[int]
-    finish_reason: str = ""  # a `FinishReason`; empty before the end
-    error: ErrorInfo | None = None  # with finish_reason "error"
+    finish_reason: str = ""  # empty before the end
+    error: ErrorInfo | None = None
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
     stats: RequestStats | None = None
-    index: int = 0  # of the sequence; each has a last delta, or `WHOLE_REQUEST` ends all
+    index: int = 0  # of the sequence, or `WHOLE_REQUEST`
+
+    @classmethod
+    def last(
+        cls, key: int, index: int, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None
+    ) -> Delta:
+        """Return the end of a sequence, with its last tokens."""
+        error = request.error
+        if error is None and request.finish_reason is FinishReason.ERROR:
+            error = InternalError("the request ended with an error that left no message")
+        return cls(
+            key,
+            token_ids,
+            finish_reason=str(request.finish_reason),
+            error=None if error is None else ErrorInfo.of(error),
+            logprobs=None if logprobs is None else [logprobs],
+            stats=RequestStats.of(request),
+            index=index,
+        )
+
+    @classmethod
+    def whole(cls, key: int, reason: FinishReason, error: TidewheelError | None = None) -> Delta:
+        """Return the end of a request without tokens."""
+        return cls(key, [], reason.value, None if error is None else ErrorInfo.of(error), index=WHOLE_REQUEST)
 
 
 class Deltas(Message, frozen=True):
@@ -186,11 +222,9 @@ class Stats(Message, frozen=True):
 
 
 class Room(Message, WaitingRoom, frozen=True):
-    """Room in the waiting set, sent when it changes. It lets front ends refuse at once what the engine would refuse
-    after its step.
-    """
+    """Sent when it changes, so that front ends refuse before the engine's step ends."""
 
-    received: list[int]  # keys of the front end's requests since the last `Room`
+    received: list[int]  # keys of requests since the last `Room`
 
 
 FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room
@@ -198,3 +232,11 @@ FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.1f} MiB"
+
+
+def _ns(seconds: float | None) -> int:
+    return 0 if seconds is None else int(seconds * 1e9)

@@ -1,7 +1,5 @@
-"""The engine process: ``python -m tidewheel.engine.process --engine-dir DIR --settings JSON``.
-
-It loads the model and serves its folder's socket. It ends after `--linger-s` without a front end, on SIGTERM, or when
-its folder vanishes. It logs to standard error.
+"""The engine process: load the model and serve a folder's socket, until SIGTERM, `--linger-s` without a front end, or
+the folder vanishes. The log is standard error.
 """
 
 from __future__ import annotations
@@ -25,18 +23,22 @@ import zmq
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
-from tidewheel.engine.describe import describe
-from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.requests import SessionTtl
-from tidewheel.engine.run_dir import ENGINE_LOCK, check_socket_path, socket_address
-from tidewheel.engine.server import RETRY_AFTER_MS, EngineServer
-from tidewheel.engine.status import State, Status, process_start_ticks, settings_digest, write_status
+from tidewheel.engine.folder import (
+    ENGINE_LOCK,
+    State,
+    Status,
+    check_socket_path,
+    socket_address,
+    write_status,
+)
+from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
+from tidewheel.engine.process_handle import process_start_ticks
+from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 10.0
-QUEUE_LIMIT = 1 << 16  # messages per direction and front end
 PROGRESS_INTERVAL_S = 0.1
 PREDECESSOR_LIMIT_S = 5.0
 
@@ -58,12 +60,11 @@ class StatusFile:
         write_status(self._engine_dir, self._status)
 
     def end(self, state: State, message: str) -> None:
-        """Write the last state. Call it before the last answers, so that no client returns to this engine."""
+        """Write the last state, before the last answers, so that no client returns."""
         with contextlib.suppress(OSError):  # the folder may be gone
             self.update(state=state, message=message)
 
     def progress(self, stage: str, fraction: float) -> None:
-        """Write progress as often as a person can read."""
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
             self.update(stage=stage, fraction=fraction)
 
@@ -74,8 +75,6 @@ class StopSignal:
     def __init__(self, engine_dir: Path) -> None:
         self._engine_dir = engine_dir
         self._was_asked = False
-
-    def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
@@ -89,10 +88,7 @@ class StopSignal:
 
 
 def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s: float = LINGER_S) -> int:
-    """Run the engine to its end and return the exit code. All requests have an answer by then.
-
-    Raise BlockingIOError if the folder has another engine.
-    """
+    """Return the exit code, after all requests are answered. Raise BlockingIOError if another engine runs."""
     with _only_engine(engine_dir):
         status = StatusFile(engine_dir, config)
         status.update()
@@ -100,7 +96,7 @@ def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s:
             runner = load(config, status.progress)
             return _serve_loaded(config, engine_dir, runner, status, linger_s)
         except ConfigError as error:
-            log.error("cannot load: %s", error)
+            log.error("the engine cannot start: %s", error)
             status.update(state="failed", message=str(error))
             return EXIT_LOAD_FAILED
 
@@ -111,21 +107,20 @@ def _serve_loaded(
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info)
     stop = StopSignal(engine_dir)
-    stop.install()
     with _bound_socket(engine_dir) as socket:
         server = EngineServer(
             socket,
             scheduler,
             runner,
             info,
-            settings_digest=settings_digest(config.to_settings()),
-            seed=config.seed,
-            session_ttl=SessionTtl(config.session_ttl_s, config.max_session_ttl_s),
+            config=config,
             linger_s=linger_s,
-            debug_invariants=config.debug_invariants,
             on_drain=lambda: status.update(is_draining=True),
         )
-        _announce(info, status)
+        gc.collect()
+        gc.freeze()  # collections between steps skip what loading made
+        status.update(state="ready", stage="", fraction=1.0, info=info)
+        log.info("ready")
         try:
             reason = server.serve(stop)
         except Exception as error:
@@ -140,18 +135,9 @@ def _serve_loaded(
     return 0
 
 
-def _announce(info: EngineInfo, status: StatusFile) -> None:
-    for line in describe(info):
-        log.info("%s", line)
-    gc.collect()
-    gc.freeze()  # collections between steps skip what loading made
-    status.update(state="ready", stage="", fraction=1.0, info=info)
-    log.info("ready")
-
-
 @contextlib.contextmanager
 def _only_engine(engine_dir: Path) -> Iterator[None]:
-    """Lock the folder, because engines would take each other's socket. Wait for one that is ending."""
+    """Lock the folder. Wait for an engine that is ending."""
     deadline = time.monotonic() + PREDECESSOR_LIMIT_S
     with (engine_dir / ENGINE_LOCK).open("w") as lock:
         while True:
@@ -211,7 +197,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
 
 
 def exit_now(code: int) -> None:
-    """Exit without the interpreter's clean-up, which can hang on a failed device."""
+    """Skip the interpreter's clean-up, which can hang on a failed device."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

@@ -5,19 +5,28 @@ import os
 import select
 import signal
 import time
-
-from tidewheel.engine.status import process_start_ticks
+from pathlib import Path
 
 _POLL_S = 0.02
 
 
+def process_start_ticks(pid: int) -> int | None:
+    """Return the start in ticks since boot (field 22 in proc_pid_stat(5)), or None if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
 class ProcessHandle:
-    """Handle on any process, safe against reuse of its pid. `fileno` is readable once it has ended."""
+    """Handle safe against reuse of the pid. `fileno` is readable once the process has ended."""
 
     def __init__(self, pid: int, start_ticks: int) -> None:
         self.pid = pid
         self._start_ticks = start_ticks
-        self.fileno: int | None = None  # None without pidfds, where only polling helps
+        self.fileno: int | None = None  # None without pidfds
         self._ending = select.poll()
         with contextlib.suppress(AttributeError, OSError):
             self.fileno = os.pidfd_open(pid)
@@ -27,7 +36,7 @@ class ProcessHandle:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has ended, for one system call."""
+        """Return `not is_alive`, in one system call."""
         return not self.is_alive if self.fileno is None else bool(self._ending.poll(0))
 
     @property

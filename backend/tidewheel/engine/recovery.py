@@ -1,39 +1,55 @@
 """Recovery from memory shortage: run the step again without its longest chunk. One request ends, the others continue.
 
-A step is not repeated after a later launch, which has read what it should have written.
+A repeated step writes the same keys and values into the same slots.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
-from tidewheel.engine.runner import Runner
 
-MAX_GIVEN_UP = 3  # requests; if memory is still short, they are not the cause
+MAX_GIVEN_UP = 3  # requests
+
+T = TypeVar("T")
+
+
+class OutOfMemory(NamedTuple):
+    """Failed attempt, which raises if it is waited for like a launch."""
+
+    error: Exception
+
+    def wait(self) -> NoReturn:
+        raise self.error
+
+
+def attempt(work: Callable[[], T]) -> T | OutOfMemory:
+    """Raise other errors than lack of memory."""
+    try:
+        return work()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return OutOfMemory(error.with_traceback(None))  # its frames hold tensors
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. Go by names, because this layer imports no torch: `OutOfMemoryError` on a GPU,
-    an allocator's plain `RuntimeError` on a CPU.
-    """
+    """Go by names, because this layer imports no torch. On a CPU its allocator raises a plain `RuntimeError`."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & {"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def recover(
-    runner: Runner,
+    run: Callable[[ScheduledBatch], SampledTokens],
     batch: ScheduledBatch,
-    error: Exception,
+    failure: OutOfMemory,
     give_up: Callable[[int], None],
 ) -> SampledTokens:
-    """Return the tokens of the batch without the rows given up. Raise the error if that does not help.
-
-    A step may be repeated: it writes the same keys and values into the same slots.
-    """
+    """Run the batch without the rows given up, and return its tokens. Raise the error if that does not help."""
     keep = np.ones(len(batch.rows), dtype=np.bool_)
     for _ in range(MAX_GIVEN_UP):
         largest = int(np.argmax(np.where(keep, batch.num_scheduled_tokens, 0)))
@@ -41,13 +57,11 @@ def recover(
         give_up(int(batch.rows[largest]))
         if not keep.any():
             return no_tokens(batch)
-        try:
-            return _spread(batch, keep, runner.launch(_only(batch, keep)).wait())
-        except Exception as next_error:
-            if not is_out_of_memory(next_error):
-                raise
-            error = next_error.with_traceback(None)
-    raise error
+        result = attempt(lambda: run(_only(batch, keep)))
+        if not isinstance(result, OutOfMemory):
+            return _spread(batch, keep, result)
+        failure = result
+    raise failure.error
 
 
 def no_tokens(batch: ScheduledBatch) -> SampledTokens:
@@ -55,9 +69,7 @@ def no_tokens(batch: ScheduledBatch) -> SampledTokens:
 
 
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
-    """Leave out all rows but `keep`. Unused new rows and block tables do no harm. Blocks are not copied again,
-    because they may hold other data by now.
-    """
+    """Keep some rows. Blocks are not copied again, because they may hold other data by now."""
     none = np.empty(0, dtype=np.int32)
     return dataclasses.replace(
         batch,
@@ -77,7 +89,7 @@ def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
 
 
 def _spread(batch: ScheduledBatch, keep: BoolArray, tokens: SampledTokens) -> SampledTokens:
-    """Align tokens with the whole batch. Rows given up have no valid token."""
+    """Align tokens with the whole batch."""
     token_ids = np.full(len(keep), SampledTokens.NOT_FINITE, dtype=np.int32)
     token_ids[keep] = tokens.token_ids
     indices = np.flatnonzero(keep).tolist()

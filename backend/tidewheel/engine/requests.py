@@ -1,23 +1,22 @@
-"""Conversion of an `AddRequest` to scheduler requests.
-
-Front ends and `LLM` call `check_request` before they send, and the engine again, because it trusts no message.
-"""
+"""Check of an `AddRequest`, in the front end and again in the engine, and its conversion to scheduler requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from tidewheel.batch import Int32Array
+from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import AddRequest, EngineInfo
 from tidewheel.errors import InvalidRequest, PromptTooLarge
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import MAX_BAD_WORDS, MAX_SEED, MAX_STOP_TOKEN_IDS, LogitBias, SamplingParams
+from tidewheel.scheduler.admission import check_lengths
 from tidewheel.tenants import MAX_TENANT_CHARS
 
-# A front end adds end-of-sequence ids, and a spelling of each word after a space.
+# A front end adds ids to both.
 MAX_STOP_IDS = 2 * MAX_STOP_TOKEN_IDS
 MAX_BAD_SEQUENCES = 4 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_TOKENS = 256
@@ -27,35 +26,23 @@ MAX_SESSION_ID_BYTES = 256
 MAX_SEQUENCES = 16
 
 
-class SessionTtl(NamedTuple):
-    default_s: float
-    max_s: float
-
-
 class CheckedRequest(NamedTuple):
     prompt: Int32Array  # [num_prompt_tokens]
     logit_bias: LogitBias | None
-    max_tokens: int  # requested, or what fits the context
+    max_tokens: int
     priority: Priority
 
 
 def to_requests(
-    message: AddRequest,
-    info: EngineInfo,
-    session_ttl: SessionTtl,
-    *,
-    request_ids: Sequence[str],
-    seed: int,
-    now: float,
+    message: AddRequest, info: EngineInfo, config: EngineConfig, *, request_ids: Sequence[str], seed: int, now: float
 ) -> list[Request]:
-    """Return one request per id. The first leads the others, which share its prompt.
+    """Return one request per id, with its index added to the seed modulo 2**64. The first leads the others.
 
-    Each sequence samples with the seed plus its index, modulo 2**64; `seed` is for messages without one. Raise
-    `InvalidRequest` like `check_request`, and for a `session_ttl_s` out of range.
+    `seed` is for messages without one. Raise `InvalidRequest`.
     """
     checked = check_request(message, info)
     first_seed = seed if message.sampling.seed is None else message.sampling.seed
-    ttl = _session_ttl(message, session_ttl)
+    ttl = _session_ttl(message, config)
     requests: list[Request] = []
     for index, request_id in enumerate(request_ids):
         request = Request(
@@ -82,7 +69,7 @@ def to_requests(
 
 
 def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "input_ids") -> CheckedRequest:
-    """Raise `InvalidRequest` naming the field, value and limit. `prompt_name` is the prompt's field."""
+    """Raise `InvalidRequest`. `prompt_name` is the prompt's field, for messages."""
     prompt = _prompt(prompt_name, message.prompt, info)
     max_tokens = _max_tokens(message.sampling, len(prompt), info)
     for ids in (message.stop_token_ids, message.sampling.stop_token_ids):
@@ -120,15 +107,15 @@ def _seconds(moment_ns: int) -> float | None:
     return moment_ns * 1e-9 if moment_ns else None
 
 
-def _session_ttl(message: AddRequest, limits: SessionTtl) -> float:
-    if message.session_ttl_s is None:
-        return limits.default_s
-    if not 0.0 < message.session_ttl_s <= limits.max_s:
+def _session_ttl(message: AddRequest, config: EngineConfig) -> float:
+    ttl, limit = message.session_ttl_s, config.max_session_ttl_s
+    if ttl is None:
+        return config.session_ttl_s
+    if not 0.0 < ttl <= limit:
         raise InvalidRequest(
-            f"session_ttl_s is {message.session_ttl_s:g}: it must be above 0 and at most {limits.max_s:g} "
-            "(max_session_ttl_s)"
+            f"session_ttl_s is {ttl:g}: it must be above 0 and at most {limit:g} (max_session_ttl_s)"
         )
-    return message.session_ttl_s
+    return ttl
 
 
 def _check_bytes(name: str, text: str, limit: int) -> None:
@@ -155,14 +142,9 @@ def _prompt(name: str, raw: bytes, info: EngineInfo) -> Int32Array:
 
 
 def _max_tokens(sampling: SamplingParams, num_prompt_tokens: int, info: EngineInfo) -> int:
-    room = info.max_num_tokens - num_prompt_tokens
-    for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
-        if value is not None and value > room:
-            raise InvalidRequest(
-                f"{name} is {value}: the prompt has {num_prompt_tokens} tokens, so the context of "
-                f"{info.max_num_tokens} leaves room for {room}"
-            )
-    return room if sampling.max_tokens is None else sampling.max_tokens
+    max_tokens = info.max_num_tokens - num_prompt_tokens if sampling.max_tokens is None else sampling.max_tokens
+    check_lengths(num_prompt_tokens, max_tokens, sampling.min_tokens, info.max_num_tokens)
+    return max_tokens
 
 
 def _logit_bias(message: AddRequest, info: EngineInfo) -> LogitBias | None:
@@ -185,8 +167,7 @@ def _priority(value: int) -> Priority:
         raise InvalidRequest(f"priority is {value}: it must be 0 (default) or 1 (first) to 4 (last)") from None
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int, limit: int) -> None:
-    ids = tuple(ids)
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int, limit: int) -> None:
     if len(ids) > limit:
         raise InvalidRequest(f"{name} has {len(ids)} entries: at most {limit} are allowed")
     if not ids or (min(ids) >= 0 and max(ids) < vocab_size):

@@ -8,17 +8,20 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from tidewheel.engine.core import EngineCore
-from tidewheel.engine.deltas import error_info
+from tidewheel.config import EngineConfig
+from tidewheel.engine.core import EngineCore, Runner
+from tidewheel.engine.folder import settings_digest
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.messages import (
     PROTOCOL,
+    RETRY_AFTER_MS,
     AddRequest,
     Cancel,
     CloseSession,
     Drain,
     Dropped,
     EngineInfo,
+    ErrorInfo,
     Failed,
     Goodbye,
     Hello,
@@ -28,23 +31,19 @@ from tidewheel.engine.messages import (
     ToEngine,
     to_engine_decoder,
 )
-from tidewheel.engine.requests import SessionTtl, check_num_sequences, to_requests
-from tidewheel.engine.runner import Runner
+from tidewheel.engine.requests import check_num_sequences, to_requests
 from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
-RETRY_AFTER_MS = 1000
 IDLE_POLL_MS = 250
-RECEIVE_S = 0.002  # for messages between steps; the last one may overrun
+RECEIVE_S = 0.002  # between steps
 
 
 class EngineServer:
-    """The engine's end of a bound ROUTER socket: commands in, deltas out, on one thread. A bad message affects only
-    its sender.
-    """
+    """Loop of steps over a bound ROUTER socket. A bad message affects only its sender."""
 
     def __init__(
         self,
@@ -53,21 +52,17 @@ class EngineServer:
         runner: Runner,
         info: EngineInfo,
         *,
-        settings_digest: str,
-        seed: int,
-        session_ttl: SessionTtl,
+        config: EngineConfig,
         linger_s: float,
-        debug_invariants: bool = False,
         on_drain: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._info = info
-        self._settings_digest = settings_digest
-        self._session_ttl = session_ttl
-        self._seeds = random.Random(seed)  # noqa: S311 - samples tokens, guards nothing
+        self._config = config
+        self._settings_digest = settings_digest(config.to_settings())
+        self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
-        self._debug_invariants = debug_invariants
         self._on_drain = on_drain
         self._clock = clock
         self._front_ends = FrontEnds(socket)
@@ -79,7 +74,7 @@ class EngineServer:
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def serve(self, must_stop: Callable[[], str]) -> str:
-        """Serve until `must_stop` returns a reason, or `linger_s` without a front end. Return the reason."""
+        """Return the reason to stop: that of `must_stop`, or `linger_s` without a front end."""
         while True:
             worked = self._core.step()
             self._front_ends.tell_room(self._core.room())
@@ -91,16 +86,17 @@ class EngineServer:
                 self._wait()
 
     def end_all(self, error: TidewheelError) -> None:
-        """Send the last answers. Ask neither scheduler nor runner, which may be broken."""
+        """Send the last answers without scheduler and runner, which may be broken."""
         self._front_ends.flush()
-        self._front_ends.broadcast(Dropped(error_info(error)))
+        self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
 
     def _wait(self) -> None:
-        if self._debug_invariants:
+        if self._config.debug_invariants:
             self._core.check_invariants()
         self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
+        """Send figures and drop dead front ends. Return a reason to stop, if any."""
         now = self._clock()
         if now < self._next_stats:
             return ""
@@ -122,12 +118,12 @@ class EngineServer:
             self._core.cancel(request_id)
 
     def _tell_dropped(self, identity: bytes, reason: str) -> None:
-        self._front_ends.send_to(identity, Dropped(error_info(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))))
+        self._front_ends.send(identity, Dropped(ErrorInfo.of(EngineDead(reason, retry_after_ms=RETRY_AFTER_MS))))
 
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle messages for `RECEIVE_S`. The others wait for the next step."""
+        """Handle messages for `RECEIVE_S`."""
         until = self._clock() + RECEIVE_S
         is_first = True
         while is_first or self._clock() < until:
@@ -177,21 +173,21 @@ class EngineServer:
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = f"the engine speaks protocol {PROTOCOL}, the front end {hello.protocol}: restart the server"
-            self._front_ends.send_to(identity, Failed(text))
+            self._front_ends.send(identity, Failed(text))
         elif hello.settings_digest not in ("", self._settings_digest):
             text = "the engine of this model runs with other settings: entries that share an engine need equal ones"
-            self._front_ends.send_to(identity, Failed(text))
+            self._front_ends.send(identity, Failed(text))
         else:
             self._front_ends.admit(identity, hello.client, self._clock())
             log.info("front end %s joins", hello.client)
-            self._front_ends.send_to(identity, Ready(self._info))
+            self._front_ends.send(identity, Ready(self._info))
 
     def _drain(self, identity: bytes) -> None:
         if not self._is_draining:
             log.info("draining: new requests are refused")
             self._is_draining = True
             self._on_drain()
-        self._front_ends.send_to(identity, Stats(self._core.stats()))
+        self._front_ends.send(identity, Stats(self._core.stats()))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
         front_end.received.append(message.key)
@@ -203,24 +199,15 @@ class EngineServer:
             self._front_ends.refuse(front_end, message.key, error)
             return
         try:
-            self._schedule(message, request_ids)
+            seed, now = self._seeds.getrandbits(64), self._clock()
+            requests = to_requests(message, self._info, self._config, request_ids=request_ids, seed=seed, now=now)
+            self._core.add_group(requests)
         except TidewheelError as error:
             self._front_ends.close(front_end, message.key, error)
         except Exception as error:
             log.exception("a request could not be added")
             failure = InternalError(f"the request could not be added: {type(error).__name__}")
             self._front_ends.close(front_end, message.key, failure)
-
-    def _schedule(self, message: AddRequest, request_ids: list[str]) -> None:
-        requests = to_requests(
-            message,
-            self._info,
-            self._session_ttl,
-            request_ids=request_ids,
-            seed=self._seeds.getrandbits(64),
-            now=self._clock(),
-        )
-        self._core.add_group(requests)
 
     def _cancel(self, front_end: FrontEnd, message: Cancel) -> None:
         ids = front_end.request_ids
@@ -243,7 +230,7 @@ class EngineServer:
             raise Draining("the server is shutting down")
 
     def _handle_malformed(self, front_end: FrontEnd | None, payload: bytes, error: Exception) -> None:
-        """Log the message. Refuse a request whose key can be read."""
+        """Refuse a request whose key can be read."""
         log.warning("malformed message of %d bytes: %s", len(payload), error)
         key = _readable_key(payload)
         if front_end is not None and key is not None and key not in front_end.request_ids:

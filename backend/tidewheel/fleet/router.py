@@ -1,4 +1,4 @@
-"""Choice of a replica from a request's keys and the replicas' unanswered requests."""
+"""Choice of a replica, from keys of the request and loads of the replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOAD_FACTOR = 1.25  # largest load of a replica, relative to the mean
 
 
 class RouteKey(NamedTuple):
-    """Keys of a request; empty: none."""
+    """Names; empty: none."""
 
     session: str = ""
     prefix: str = ""  # of the shared part of the prompt
@@ -77,7 +77,7 @@ class HashRing:
 
 
 class SessionAffinity:
-    """One replica for a session, whatever its load; the least loaded for other requests."""
+    """One replica for a session; the least loaded for other requests."""
 
     def __init__(self, num_replicas: int) -> None:
         self._ring = HashRing(num_replicas)
@@ -88,11 +88,9 @@ class SessionAffinity:
 
 
 class PrefixAware:
-    """One replica for prompts that share a prefix, while its load is bounded.
+    """One replica for prompts that share a prefix, and the next on the ring once that has `load_bound` requests.
 
-    The overflow goes to the next on the ring, so a popular prefix spreads only as far as needed. "Consistent Hashing
-    with Bounded Loads", Mirrokni, Thorup, Zadimoghaddam, SODA 2018: with n replicas and m requests, the new one
-    included, none gets more than ceil(c · m / n), here with c = 1.25.
+    So a popular prefix spreads only as far as needed.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -109,7 +107,10 @@ class PrefixAware:
 
 
 def load_bound(loads: list[int]) -> int:
-    """Return the bound on a replica's requests, the new one included."""
+    """Return the most requests of a replica, the new one included.
+
+    Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
+    """
     return math.ceil(LOAD_FACTOR * (sum(loads) + 1) / len(loads))
 
 

@@ -1,7 +1,6 @@
-"""JSON of clients, and coercion to parameter types, because clients send numbers as strings.
+"""Values of JSON or tensors to parameter types. Clients send numbers as strings.
 
-Functions take a parameter name and a value from JSON or a tensor, and raise `InvalidRequest` for a wrong type.
-`SamplingParams` checks ranges later.
+A wrong type raises `InvalidRequest` with the parameter's name. Ranges are checked later.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from tidewheel.errors import InvalidRequest
+from tidewheel.errors import InvalidRequest, PromptTooLarge
 
 Coercion = Callable[[str, object], object]
 
@@ -27,17 +26,14 @@ _shortened.maxlist = _shortened.maxtuple = _shortened.maxdict = 8
 
 
 def show(value: object) -> str:
-    """Shorten a value for an error message."""
+    """Shorten a value for a message."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= _INTEGER_LIMIT:
         return f"an integer of {value.bit_length()} bits"
     return _shortened.repr(value)
 
 
 def parse_json(text: str | bytes, name: str) -> object:
-    """Parse JSON. Raise `InvalidRequest` naming its field, also for duplicate keys.
-
-    NaN and Infinity become floats, so that the check of their own field names them.
-    """
+    """Raise `InvalidRequest` naming the field, also for duplicate keys. NaN and Infinity become floats."""
     try:
         return json.loads(to_text(name, text), object_pairs_hook=lambda pairs: _unique(pairs, name))
     except json.JSONDecodeError as error:
@@ -54,6 +50,13 @@ def _unique(pairs: list[tuple[str, object]], name: str) -> dict[str, object]:
         return values
     ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
     raise InvalidRequest(f"{name} has the key {show(key)} twice")
+
+
+def check_size(name: str, num_bytes: int, limit: int, setting: str = "") -> None:
+    """Raise `PromptTooLarge` naming the setting of the limit."""
+    if num_bytes > limit:
+        suffix = f" ({setting})" if setting else ""
+        raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {limit} are allowed{suffix}")
 
 
 def to_int(name: str, value: object) -> int:
@@ -91,7 +94,7 @@ def to_text(name: str, value: object) -> str:
 
 
 def to_texts(name: str, value: object) -> tuple[str, ...]:
-    """Read a text or a list. Drop empty texts: clients send `[""]` for none."""
+    """Drop empty texts: clients send `[""]` for none."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(text for item in items if (text := to_text(name, item)))
 
@@ -102,7 +105,6 @@ def to_ints(name: str, value: object) -> tuple[int, ...]:
 
 
 def to_bias(name: str, value: object) -> dict[int, float]:
-    """Read an object of token id to bias. JSON keys are text."""
     if not isinstance(value, Mapping):
         raise InvalidRequest(f"{name} is {show(value)}: it must be an object of token id to bias")
     bias: dict[int, float] = {}

@@ -1,8 +1,6 @@
-"""Front-end copy of the bound on the engine's waiting set.
+"""Front-end copy of the bound on the engine's waiting set: the last `Room` and the requests sent since.
 
-The engine reports in `Room` how full its waiting set is and which requests it received. A door adds requests sent
-since, so that it sees a full set before the engine's step ends. Front ends do not see each other's newest requests,
-so the engine decides.
+The engine decides, because front ends do not see each other's newest requests.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from tidewheel.request import Priority
 
 
 class _Claim(NamedTuple):
-    """Waiting places of a request."""
-
     num_requests: int
     num_tokens: int
     priority: int = 0  # 0: unknown
@@ -33,7 +29,7 @@ _NOTHING = _Claim(0, 0)
 
 
 class Door:
-    """Counter of claims, thread-safe, O(1) per request."""
+    """Counter of claims. Thread-safe, O(1) per request."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -41,11 +37,11 @@ class Door:
         self._unheard: dict[int, _Claim] = {}  # claims not in that report, by key
         self._num_requests = 0  # sums over `_unheard`
         self._num_tokens = 0
-        self._num_by_class = [0] * (max(Priority) + 1)  # index 0: class unknown
+        self._num_by_class = [0] * (max(Priority) + 1)  # index 0: unknown
         self._held: dict[int, _Claim] = {}  # refused by the engine, in order
 
     def enter(self, key: int) -> None:
-        """Note a submitted request of unknown size."""
+        """Note a submitted request."""
 
     def claim(self, message: AddRequest) -> None:
         """Count a request to be sent, or raise `WaitingSetFull`."""
@@ -56,11 +52,11 @@ class Door:
             self._count(message.key, claim)
 
     def hold(self, message: AddRequest) -> bool:
-        """Return whether a refused request waits until `offer` returns it."""
+        """Return whether a refused request waits for `offer`."""
         return message.key in self._held
 
     def offer(self) -> list[int]:
-        """Return held requests that now have room, counted as sent."""
+        """Return held requests that now have room, and count them as sent."""
         keys = []
         with self._changed:
             while self._held and self._fits(claim := next(iter(self._held.values()))):
@@ -70,10 +66,10 @@ class Door:
         return keys
 
     def wait(self) -> None:
-        """Block until one more request may be submitted."""
+        """Block until a request may be submitted."""
 
     def hear(self, room: Room | None) -> None:
-        """Take a report. None: the engine is gone, and the next has an empty waiting set."""
+        """Take a report. None: the next engine has an empty waiting set."""
         with self._changed:
             if room is not None:
                 self._room = room
@@ -84,7 +80,6 @@ class Door:
             self._changed.notify_all()
 
     def forget(self, key: int) -> None:
-        """Drop a finished or unsent request."""
         with self._changed:
             self._held.pop(key, None)
             self._count(key, None)
@@ -94,10 +89,10 @@ class Door:
         """Let `wait` return from now on."""
 
     def _check(self, room: Room, claim: _Claim) -> None:
-        """Raise `WaitingSetFull` if there is no room."""
+        """Raise `WaitingSetFull` without room."""
 
     def _count(self, key: int, claim: _Claim | None) -> None:
-        """Replace a claim. None: the engine has heard of the request, or never will."""
+        """Replace the claim of a key."""
         before, after = self._unheard.pop(key, _NOTHING), claim or _NOTHING
         if claim is not None:
             self._unheard[key] = claim
@@ -115,12 +110,10 @@ class Door:
 
 
 class RefusingDoor(Door):
-    """Door that refuses early what the engine would refuse after its step."""
-
     def _check(self, room: Room, claim: _Claim) -> None:
         lowest = max(room.lowest_class, *(priority for priority, num in enumerate(self._num_by_class) if num), 0)
         if claim.priority < lowest or self._fits(claim):
-            return  # fits, or may displace a lower class
+            return  # may displace a lower class
         num_waiting = room.num_requests + self._num_requests
         full = f"{num_waiting} of {room.max_requests} requests"
         if num_waiting + claim.num_requests <= room.max_requests:
@@ -132,7 +125,7 @@ class RefusingDoor(Door):
 class HoldingDoor(Door):
     """Door that refuses nothing and holds back the server's queue while the waiting set is full.
 
-    Requests count from submission. If the engine refuses one, because another front end was faster, it is held and no
+    Requests count from submission. One that the engine refuses, because another front end was faster, is held, and no
     more enter until it fits.
     """
 

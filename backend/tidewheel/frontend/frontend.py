@@ -5,7 +5,7 @@
                                     └── no room for it ──┤
              watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
 
-Every submitted request ends its sink exactly once. All waiting is bounded.
+Every submitted request ends its sink exactly once.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
-from tidewheel.engine.client import EngineClient
+from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.door import Door
-from tidewheel.frontend.live import Ending, LiveRequest
-from tidewheel.frontend.parameters import read_urgency
-from tidewheel.frontend.preparation import RequestReader
-from tidewheel.frontend.prompt_queue import PromptQueue
-from tidewheel.frontend.stats import FrontendStats, StatsRecorder, TokenTiming
-from tidewheel.frontend.threads import Watcher, Workers
-from tidewheel.frontend.values import Chunk, GenerateRequest, Response, Sink, is_last
+from tidewheel.frontend.interface import Chunk, GenerateRequest, Response, Sink, is_last
+from tidewheel.frontend.live_request import Ending, LiveRequest
+from tidewheel.frontend.preparation import RequestReader, read_urgency
+from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
 from tidewheel.request import FinishReason
+from tidewheel.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +39,7 @@ _NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """Server of requests until `close`.
-
-    One thread calls `on_deltas`, `on_lost` and `on_room`, which never block. Requests queue for turns with senders,
-    at most one turn each, so responses keep their order. A turn sends everything new as one response. A blocking sink
-    holds up one sender; if all are blocked, all requests wait.
-    """
+    """One thread calls `on_deltas`, `on_lost` and `on_room`, which never block."""
 
     def __init__(
         self,
@@ -58,7 +52,7 @@ class Frontend:
         num_senders: int = 4,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Raise `ConfigError` in one line if `model_dir` has no usable tokenizer."""
+        """Raise `ConfigError` without a usable tokenizer."""
         self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
         self._tenants = info.tenants
         self._engine = engine
@@ -69,9 +63,7 @@ class Frontend:
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
         self._prompts = PromptQueue(max_prompt_bytes, _NUM_TOKENIZERS)
-        self._turns: SimpleQueue[LiveRequest | None] = SimpleQueue()
-        self._num_senders = num_senders
-        self._senders = Workers("sender", num_senders, self._turns.get, self._turn)
+        self._turns = Turns(num_senders, engine, self._recorder, self._forget)
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
         self._tokenizers = Workers("tokenizer", _NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
@@ -79,7 +71,7 @@ class Frontend:
         return self._recorder.snapshot()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request and return at once. Errors go to the sink."""
+        """Return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, arrival_ns, self._tenants)
         live = LiveRequest(next(self._keys), request, sink, arrival_ns, urgency)
@@ -93,14 +85,13 @@ class Frontend:
                     self._watcher.set_deadline(live, live.urgency.deadline_ns)
                 self._prompts.put(live)
         if refusal is not None:
-            self._fail(live, refusal)
+            self._turns.fail(live, refusal)
 
     def wait_for_room(self) -> None:
-        """Block until the door admits a request."""
         self._door.wait()
 
     def close(self, error: TidewheelError | None = None) -> None:
-        """End live requests with the error, and refuse later ones with it."""
+        """End live and later requests with the error."""
         with self._lock:
             if self._closed_by is not None:
                 return
@@ -112,15 +103,15 @@ class Frontend:
         for request in live:
             self._end(request, Ending(error=error))
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
-        for _ in range(self._num_senders):
-            self._turns.put(None)
-        if not self._senders.join(_CLOSE_TIMEOUT_S):
-            logger.warning("%d requests could not be answered: their sinks block", len(self._live))
+        if not self._turns.close(_CLOSE_TIMEOUT_S):
+            logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))
+
+    # --- to the engine ----------------------------------------------------------------------------------------
 
     def _prepare(self, request: LiveRequest) -> None:
         try:
             if not request.is_over:
-                request.begin(self._reader.read(request.key, request.asked, request.arrival_ns))
+                request.attach(self._reader.read(request.key, request.asked, request.arrival_ns))
                 self._send_to_engine(request)
         except TidewheelError as error:
             self._end(request, Ending(error=error))
@@ -141,10 +132,10 @@ class Frontend:
         except TidewheelError as error:
             self._end(request, Ending(error=error))
         else:
-            if request.begun():
+            if request.mark_sent():
                 return
             self._engine.cancel([request.key])
-        self._door.forget(request.key)  # the answer may have preceded the claim
+        self._door.forget(request.key)
 
     def _claim(self, message: AddRequest) -> None:
         try:
@@ -157,6 +148,8 @@ class Frontend:
         for request in self._known(self._door.offer()):
             self._send_to_engine(request)
 
+    # --- from the engine --------------------------------------------------------------------------------------
+
     def on_deltas(self, deltas: list[Delta]) -> None:
         now_ns = time.monotonic_ns()
         timings = []
@@ -166,7 +159,7 @@ class Frontend:
                 continue  # answered, or to be sent again
             if delta.token_ids:
                 timings.append(_timing(request, delta, now_ns))
-            if request.post(delta):
+            if request.receive(delta):
                 self._turns.put(request)
         self._recorder.tokens(timings)
 
@@ -178,7 +171,7 @@ class Frontend:
 
     def on_room(self, room: Room) -> None:
         for request in self._known(room.received):
-            request.is_heard = True
+            request.is_known_to_engine = True
         self._door.hear(room)
         self._send_held()
 
@@ -186,26 +179,27 @@ class Frontend:
         return (request for key in keys if (request := self._live.get(key)) is not None)
 
     def _is_held(self, request: LiveRequest, delta: Delta) -> bool:
-        """Return whether the request waits at the door because the engine had no room."""
         message = request.message
         if delta.error is None or not delta.error.is_waiting_set_full or not isinstance(message, AddRequest):
             return False
         if not self._door.hold(message):
             return False
-        if not request.hold():
+        if not request.mark_held():
             self._door.forget(request.key)
         self._send_held()  # room may have appeared since
         return True
+
+    # --- ends -------------------------------------------------------------------------------------------------
 
     def _cancel(self, request: LiveRequest) -> None:
         self._end(request, Ending(FinishReason.CANCELLED))
 
     def _expire(self, request: LiveRequest) -> None:
-        """End the request, or give the engine a short time if it knows it."""
-        if request.is_heard:
-            request.is_heard = False
+        """End the request, after a short time for the engine if it knows it."""
+        if request.is_known_to_engine:
+            request.is_known_to_engine = False
             self._watcher.set_deadline(request, request.urgency.deadline_ns + _DEADLINE_GRACE_NS)
-        elif request.has_begun:
+        elif request.has_output:
             self._end(request, Ending(FinishReason.DEADLINE))
         else:
             self._end(request, Ending(error=DeadlineExceeded("the deadline passed before the request could start")))
@@ -216,6 +210,46 @@ class Frontend:
         if request.claim_turn():
             self._turns.put(request)
 
+    def _forget(self, request: LiveRequest) -> None:
+        with self._lock:
+            self._live.pop(request.key, None)
+        self._door.forget(request.key)
+        self._send_held()
+
+
+class Turns:
+    """Sender threads. A turn sends all news of a request as one response.
+
+    A request has at most one turn at once, so its responses keep their order. A blocking sink holds up one sender.
+    """
+
+    def __init__(
+        self, num_senders: int, engine: EngineClient, recorder: StatsRecorder, forget: Callable[[LiveRequest], None]
+    ) -> None:
+        """Call `forget` before the last response of a request."""
+        self._engine = engine
+        self._recorder = recorder
+        self._forget = forget
+        self._num_senders = num_senders
+        self._queue: SimpleQueue[LiveRequest | None] = SimpleQueue()
+        self._senders = Workers("sender", num_senders, self._queue.get, self._turn)
+
+    def put(self, request: LiveRequest) -> None:
+        self._queue.put(request)
+
+    def fail(self, request: LiveRequest, error: TidewheelError) -> None:
+        self._close(request)
+        seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
+        self._recorder.failed(error, had_output=request.has_output, refused_after=seconds)
+        with contextlib.suppress(Exception):  # no client is left to tell
+            request.sink.fail(error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Return whether all turns ended in time."""
+        for _ in range(self._num_senders):
+            self._queue.put(None)
+        return self._senders.join(timeout_s)
+
     def _turn(self, request: LiveRequest) -> None:
         try:
             answer = self._answer(request)
@@ -223,14 +257,14 @@ class Frontend:
             logger.exception("the output of a request could not be made into text")
             answer = InternalError("the output could not be made into text")
         if isinstance(answer, TidewheelError):
-            self._fail(request, answer)
+            self.fail(request, answer)
         elif answer is not None:
             self._send(request, answer)
         if request.end_turn():
-            self._turns.put(request)
+            self._queue.put(request)
 
     def _answer(self, request: LiveRequest) -> Response | TidewheelError | None:
-        deltas, ending = request.take()
+        deltas, ending = request.take_news()
         outputs = request.outputs
         if outputs is not None:
             stopped = outputs.push(deltas)
@@ -259,28 +293,45 @@ class Frontend:
         except Exception:
             logger.exception("a response could not be sent")
             if not is_over:
-                self._fail(request, Cancelled("the response could not be sent"))
-
-    def _fail(self, request: LiveRequest, error: TidewheelError) -> None:
-        self._close(request)
-        seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
-        self._recorder.ended_by(error, began=request.has_begun, refused_after=seconds)
-        with contextlib.suppress(Exception):  # no client is left to tell
-            request.sink.fail(error)
+                self.fail(request, Cancelled("the response could not be sent"))
 
     def _close(self, request: LiveRequest) -> None:
-        """Forget a request before its last response; cancel it at the engine if needed."""
-        if request.close():
+        if request.mark_answered():
             self._engine.cancel([request.key])
-        with self._lock:
-            self._live.pop(request.key, None)
-        self._door.forget(request.key)
-        self._send_held()
+        self._forget(request)
+
+
+class EngineRelay:
+    """Listener that passes messages on to the front end, which is made after the engine is ready."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self.frontend: Frontend | None = None
+        self.stats: EngineStats | None = None
+
+    def on_deltas(self, deltas: list[Delta]) -> None:
+        if self.frontend is not None:
+            self.frontend.on_deltas(deltas)
+
+    def on_lost(self, keys: list[int], error: TidewheelError) -> None:
+        if self.frontend is not None:
+            self.frontend.on_lost(keys, error)
+        else:
+            self._door.hear(None)
+
+    def on_room(self, room: Room) -> None:
+        if self.frontend is not None:
+            self.frontend.on_room(room)
+        else:
+            self._door.hear(room)
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self.stats = stats
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:
-    """Measure from the sequence's last delta, or from arrival to the first token."""
-    is_first = not request.has_begun
+    """Measure from the sequence's last delta, or from the arrival."""
+    is_first = not request.has_output
     since_ns = request.arrival_ns if is_first else request.last_token_ns.get(delta.index, 0)
     request.last_token_ns[delta.index] = now_ns
     num_prompt_tokens = request.outputs.num_input_tokens if is_first and request.outputs is not None else 0

@@ -1,5 +1,3 @@
-"""JSON files of a model's folder, which may be malformed."""
-
 from __future__ import annotations
 
 import json
@@ -16,10 +14,10 @@ _KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_text(path: Path) -> str | None:
-    """Return None if the file is missing. Raise `ConfigError` if it is no UTF-8 text."""
+    """Return None if the file is missing. Raise `ConfigError`."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+            raise ConfigError(f"{path} has {path.stat().st_size} bytes: at most {MAX_FILE_BYTES} are read")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
@@ -28,7 +26,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Return a JSON object, empty if the file is missing. Raise `ConfigError`."""
+    """Return an empty object if the file is missing. Raise `ConfigError`."""
     text = read_text(path)
     if text is None:
         return {}
@@ -60,7 +58,6 @@ class GenerationDefaults(NamedTuple):
 
 
 def _eos_token_ids(path: Path) -> list[int]:
-    """Read one token id or a list; empty if absent."""
     value = read_object(path).get("eos_token_id")
     ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:

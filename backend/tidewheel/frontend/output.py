@@ -6,17 +6,16 @@ import msgspec
 
 from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import WHOLE_REQUEST, AddRequest, Delta, RequestStats
+from tidewheel.frontend.interface import Chunk, Generation, Response
 from tidewheel.frontend.text import Detokenizer, StopChecker, StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import Chunk, Generation, Response
 from tidewheel.request import FinishReason
 
 
 class OutputStream:
     """Output of one sequence, collected until `take`. Not thread safe.
 
-    The joined text does not depend on how deltas split tokens, nor on when chunks are taken. Without a tokenizer
-    there is no text.
+    The joined text does not depend on deltas and chunks. Without a tokenizer there is none.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, given: Generation, stop: StopStrings) -> None:
@@ -41,10 +40,8 @@ class OutputStream:
         return bool(self._token_ids)
 
     def push(self, delta: Delta) -> None:
-        """Add new tokens. Emits nothing after a stop string or the last token."""
         if self.finish_reason is not None:
             return
-        # The stop token is no text unless requested.
         ends = delta.finish_reason == FinishReason.STOP and not self._sampling.include_stop_str_in_output
         num_taken = self._push_text(delta.token_ids[:-1] if ends else delta.token_ids)
         if not self._stop.is_hit:
@@ -54,14 +51,13 @@ class OutputStream:
             self.finish_reason = FinishReason.STOP.value
 
     def end(self, finish_reason: str) -> None:
-        """Emit held text. The first end counts."""
+        """Emit held text. The first reason counts."""
         if self.finish_reason is None:
             self.finish_reason = finish_reason
             held = "" if self._detokenizer is None else self._detokenizer.flush()
             self._text.append(self._stop.push(held, may_stop=False) + self._stop.flush())
 
     def take(self, stats: RequestStats | None = None) -> Chunk:
-        """Return what is new since the last call."""
         chunk = Chunk(
             text="".join(self._text),
             token_ids=self._token_ids,
@@ -76,7 +72,7 @@ class OutputStream:
         return chunk
 
     def _push_text(self, token_ids: list[int]) -> int:
-        """Add text; return how many tokens were used up to a stop string."""
+        """Return how many tokens are used, up to a stop string."""
         if self._detokenizer is None:
             return len(token_ids)
         if not self._sampling.stop:
@@ -92,7 +88,7 @@ class OutputStream:
     def _record(self, token_ids: list[int], logprobs: list[TopLogprobs]) -> None:
         self._token_ids += token_ids
         self._num_tokens += len(token_ids)
-        for entry in logprobs[: len(token_ids)]:  # a stop string cuts the rest
+        for entry in logprobs[: len(token_ids)]:
             self._cumulative_logprob += entry.logprob
             self._logprobs.append(entry)
 
@@ -110,7 +106,7 @@ class OutputStream:
 
 
 class Outputs:
-    """Outputs of the `n` sequences of a request. Not thread safe.
+    """Outputs of a request's sequences. Not thread safe.
 
     `open_streams` is called at the first output, so that refused requests cost nothing.
     """
@@ -131,7 +127,7 @@ class Outputs:
         return any(stream.has_news for stream in self._streams)
 
     def push(self, deltas: Iterable[Delta]) -> list[int]:
-        """Return sequences ended by a stop string, which the engine must be told."""
+        """Return sequences that a stop string ended."""
         return [delta.index for delta in deltas if delta.index != WHOLE_REQUEST and self._push(delta)]
 
     def end(self, finish_reason: str) -> None:

@@ -1,23 +1,49 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request
-from tidewheel.errors import InvalidRequest, PromptTooLarge
-from tidewheel.frontend.chat import ChatTemplate, parse_messages
-from tidewheel.frontend.coercion import to_text
+from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.frontend.chat_template import ChatTemplate, parse_messages
+from tidewheel.frontend.coercion import check_size, show, to_text
+from tidewheel.frontend.interface import GenerateRequest, Generation, ParameterSource
+from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, KNOWN, OPTIONS
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.options import RequestOptions
 from tidewheel.frontend.output import Outputs, OutputStream
-from tidewheel.frontend.parameters import parse_parameters
+from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import GenerateRequest, Generation
+from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams, pack_biases
+from tidewheel.tenants import TenantLimits, limits_of
+
+_MAX_KEY_CHARS = 64  # longer keys get no suggestion
+_URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
+_CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
+
+
+class ParsedParameters(NamedTuple):
+    sampling: SamplingParams
+    options: RequestOptions
+
+
+class Urgency(NamedTuple):
+    """Place in queues. Deadline 0: none."""
+
+    priority: int = Priority.NORMAL
+    deadline_ns: int = 0
+    soft_deadline_ns: int = 0
+
+
+class _Given(NamedTuple):
+    value: object
+    label: str  # key and carrier, for errors
 
 
 class Prepared(NamedTuple):
@@ -27,21 +53,18 @@ class Prepared(NamedTuple):
 
 
 class Preparer:
-    """Maker of messages and outputs, thread-safe. Raises `ConfigError` for a broken folder.
-
-    Without a tokenizer, prompts are token ids and outputs have no text.
-    """
+    """Maker of messages and outputs, thread-safe. Without a tokenizer, outputs have no text."""
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self.defaults = GenerationDefaults.load(Path(info.model))
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
-        # Model folders may name ids that the model cannot output.
+        # Folders may name ids that the model cannot output.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
 
     def prepare(self, key: int, given: Generation, arrival_ns: int, timeout_us: int = 0) -> Prepared:
-        """Return a checked message with outputs. Raise `InvalidRequest`."""
+        """Raise `InvalidRequest`."""
         sampling = given.sampling
         bias_token_ids, bias_amounts = pack_biases(sampling.logit_bias)
         message = AddRequest(
@@ -72,10 +95,10 @@ class Preparer:
 
 
 class RequestReader:
-    """Reader of client requests, thread-safe. Checks sizes before work that depends on them."""
+    """Reader of client requests, thread-safe."""
 
     def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
-        """Raise `ConfigError` in one line without a usable tokenizer."""
+        """Raise `ConfigError` without a usable tokenizer."""
         self._info = info
         self._tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
         self._preparer = Preparer(info, self._tokenizer)
@@ -83,7 +106,7 @@ class RequestReader:
         self._max_prompt_bytes = max_prompt_bytes
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
-        """Raise `InvalidRequest` or `Unsupported` with field, value and limit."""
+        """Raise `InvalidRequest` or `Unsupported`."""
         sampling, options = parse_parameters(request.parameters, self._preparer.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
@@ -93,7 +116,7 @@ class RequestReader:
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
 
     def _read_prompt(self, request: GenerateRequest) -> tuple[str, str | None, Int32Array]:
-        """Return field, text (if any) and token ids of the prompt."""
+        """Return field, any text, and token ids."""
         forms = {"text_input": request.text, "input_ids": request.input_ids, "messages": request.messages}
         given = [name for name, value in forms.items() if value is not None]
         if len(given) != 1:
@@ -101,7 +124,7 @@ class RequestReader:
                 f"give one of text_input, input_ids and messages, not {' and '.join(given) or 'none'}"
             )
         name = given[0]
-        self._check_bytes(name, request.prompt_bytes)
+        check_size(name, request.prompt_bytes, self._max_prompt_bytes, "max_prompt_bytes")
         if request.input_ids is not None:
             return name, None, request.input_ids
         text = to_text(name, request.text) if request.messages is None else self._render(request.messages)
@@ -111,24 +134,100 @@ class RequestReader:
         if self._template is None:
             raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
         text = to_text("messages", self._template.render(parse_messages(messages)))
-        self._check_bytes("messages, as the chat template writes them,", len(text.encode("utf-8")))
+        size = len(text.encode("utf-8"))
+        check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
         return text
 
     def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
         if not text:
             raise InvalidRequest(f"{name} is empty: give at least one character")
         if self._tokenizer.max_token_bytes is not None:
-            # Tokenisation takes seconds: first refuse prompts that are too long in any case.
+            # Tokenisation can take seconds.
             least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    def _check_bytes(self, name: str, num_bytes: int) -> None:
-        if num_bytes > self._max_prompt_bytes:
-            raise PromptTooLarge(f"{name} has {num_bytes} bytes: at most {self._max_prompt_bytes} are allowed")
 
 
 def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:
     if request.text or request.messages is not None or request.input_ids is not None:
         raise InvalidRequest("close_session is true, and there is a prompt: it takes none, or an empty text_input")
     return Prepared(CloseSession(key, options.tenant, options.session_id), None, False)
+
+
+def parse_parameters(
+    sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
+) -> ParsedParameters:
+    """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
+    given = _collect(sources)
+    options = _options(given)
+    given.pop("pad_id", None)
+    end_id = given.pop("end_id", None)
+    values: dict[str, Any] = {**(defaults or {}), **{key: entry.value for key, entry in given.items()}}
+    if end_id is not None:
+        values["stop_token_ids"] = tuple(dict.fromkeys((*values.get("stop_token_ids", ()), end_id.value)))
+    return ParsedParameters(SamplingParams(**values), options)
+
+
+def read_urgency(request: GenerateRequest, arrival_ns: int, tenants: Mapping[str, TenantLimits]) -> Urgency:
+    """Read what queues need. Ignore malformed values, which `parse_parameters` refuses later."""
+    sources = (
+        ParameterSource(origin=source.origin, values={key: source.values.get(key) for key in _URGENCY_KEYS})
+        for source in request.parameters
+    )
+    try:
+        options = _options(_collect(sources))
+    except InvalidRequest:
+        options = RequestOptions()
+    wire = options.to_wire(arrival_ns, request.timeout_us)
+    priority = limits_of(tenants, options.tenant).granted(options.priority)
+    return Urgency(priority, wire["deadline_ns"], wire["soft_deadline_ns"])
+
+
+def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
+    given: dict[str, _Given] = {}
+    for source in sources:
+        for key, raw in source.values.items():
+            if raw is None or _is_neutral(key, raw):
+                continue
+            name = ALIASES.get(key, key)
+            value = COERCIONS[name](key, raw)
+            if value == () or value == {}:
+                continue
+            entry = _Given(value, f"{key} in {source.origin}")
+            earlier = given.setdefault(name, entry)
+            if earlier is not entry and earlier.value != value:
+                raise InvalidRequest(
+                    f"{earlier.label} is {show(earlier.value)} and {entry.label} is {show(value)}: give one value"
+                )
+    return given
+
+
+def _is_neutral(key: str, raw: object) -> bool:
+    """Return whether nothing is requested. Raise if a feature is absent or unknown."""
+    if key in COERCIONS or key in ALIASES:
+        return False
+    feature = ABSENT.get(key)
+    if feature is None:
+        raise InvalidRequest(_unknown(key))
+    if not feature.is_neutral(raw):
+        raise Unsupported(f"{key} is {show(raw)}: {feature.reason}")
+    return True
+
+
+def _unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, KNOWN, n=1) if len(key) <= _MAX_KEY_CHARS else []
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(COERCIONS))}"
+    return f"unknown parameter {show(key)}: {hint}"
+
+
+def _options(given: dict[str, _Given]) -> RequestOptions:
+    """Take the options out of `given`."""
+    closing, others = given.get("close_session"), sorted(given.keys() - _CLOSING_KEYS)
+    if closing is not None and closing.value and others:
+        raise InvalidRequest(f"close_session is true: it goes with session_id and tenant, not with {others[0]}")
+    values = {key: given.pop(key).value for key in OPTIONS.keys() & given.keys()}
+    options = RequestOptions(**values)  # type: ignore[arg-type]
+    best_of = given.pop("best_of", None)
+    if best_of is not None and best_of.value != options.n:
+        raise Unsupported(f"best_of is {best_of.value} and n is {options.n}: all sequences are returned, none chosen")
+    return options

@@ -1,8 +1,4 @@
-"""Incremental text of token ids, up to a stop string. Returned text is never taken back.
-
-A sequence ends at the first character that completes a stop string, the longest of several. So the result does not
-depend on how text is split.
-"""
+"""Incremental text of token ids, up to the first character that completes a stop string. Nothing is taken back."""
 
 from __future__ import annotations
 
@@ -12,19 +8,18 @@ from collections.abc import Iterable, Sequence
 from tidewheel.batch import Int32Array
 from tidewheel.frontend.tokenizer import Tokenizer
 
-_REPLACEMENT = "�"  # of bytes that are no character, or not yet
+_REPLACEMENT = "�"  # of bytes that are no character
 _MAX_CHARACTER_BYTES = 4
 _PROMPT_CONTEXT = 6  # tokens
 _Ids = Sequence[int] | Int32Array
-_MAX_HELD = 32  # tokens without a whole character at the end
+_MAX_HELD = 32  # tokens
 
 
 class Detokenizer:
-    """Text of one sequence after its prompt.
+    """Text of one sequence after its prompt: the joined results of `push` and `flush`.
 
-    Each call decodes a short window: the last emitted and the new tokens, because the space before a token may depend
-    on its predecessor. Incomplete characters are held back. The results of `push` and `flush` join to the full text.
-    (With byte-fallback vocabularies, emitted text stays even if later bytes change how its run decodes.)
+    Each call decodes the last emitted and the new tokens, because the space before a token may depend on its
+    predecessor. Incomplete characters are held back.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: _Ids = (), *, skip_special_tokens: bool = True) -> None:
@@ -36,8 +31,6 @@ class Detokenizer:
         self._sent = len(self._decode(self._ids))  # emitted leading characters
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that the tokens complete."""
-        # Hidden tokens must not grow the window.
         new_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
         if not new_ids:
             return ""
@@ -51,11 +44,10 @@ class Detokenizer:
         return self._emit_garbage() if num_new > _MAX_HELD else ""
 
     def flush(self) -> str:
-        """Return held text at the end."""
         return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))
 
     def _emit(self, text: str, *, begin: int, end: int) -> str:
-        """Return the new text of the first `end` tokens. Tokens from `begin` on stay as context."""
+        """Return new text of the first `end` tokens. Those from `begin` on stay as context."""
         new_text = text[self._sent :]
         self._sent = len(self._decode(self._ids[begin:end]))
         self._num_context = end - begin
@@ -63,7 +55,7 @@ class Detokenizer:
         return new_text
 
     def _emit_garbage(self) -> str:
-        """Return the text of a long undecodable run, except a possible partial character."""
+        """Return the text of a long undecodable run, without a partial character."""
         text = self._decode(self._ids)
         num_held = min(len(text) - len(text.rstrip(_REPLACEMENT)), _MAX_CHARACTER_BYTES - 1)
         new_text = text[self._sent : len(text) - num_held]
@@ -86,11 +78,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Stop strings of one request.
-
-    They are sorted, a prefix before its extensions: one binary search finds whether a text begins any. Following a
-    text takes two searches per character on average.
-    """
+    """Stop strings of one request, sorted, so that one binary search finds whether a text begins any."""
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._sorted = sorted(set(strings))
@@ -105,7 +93,7 @@ class StopStrings:
         return text
 
     def match_length(self, held: str) -> int:
-        """Return the length of the longest stop string at the end of `held`, or 0."""
+        """Return the length of the longest stop string that ends `held`, or 0."""
         if not held.endswith(self._longest_first):
             return 0
         return next(len(string) for string in self._longest_first if held.endswith(string))
@@ -116,8 +104,6 @@ class StopStrings:
 
 
 class StopChecker:
-    """Search for stop strings in the text of one sequence."""
-
     def __init__(self, strings: StopStrings, *, include_in_output: bool = False) -> None:
         self._strings = strings
         self._include = include_in_output
@@ -125,10 +111,7 @@ class StopChecker:
         self.is_hit = False
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Return text that is certain to be output; nothing after a hit.
-
-        Without `may_stop`, stop strings that end in `text` do not count.
-        """
+        """Return text that is certain. Without `may_stop`, stop strings that end in `text` do not count."""
         if self.is_hit:
             return ""
         if not self._held and self._strings.first_chars.isdisjoint(text):
@@ -143,6 +126,5 @@ class StopChecker:
         return buffer[: len(buffer) - len(self._held)]
 
     def flush(self) -> str:
-        """Return held text at the end."""
         text, self._held = self._held, ""
         return text

@@ -7,19 +7,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from tidewheel.frontend.live import LiveRequest
+from tidewheel.errors import Busy
+from tidewheel.frontend.live_request import LiveRequest
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARE = 0.2  # of a thread's time: at 100 µs a question and 20 ms a round, 40 requests
+_MAX_SHARE = 0.2  # of a thread's time
 _MIN_STALE = 64  # before the heap is rebuilt
+
+_AGEING_NS = 10_000_000_000
+_LONG_PROMPT_BYTES = 16 << 10
+_MAX_REQUESTS = 4096
+_MAX_PROMPTS = 64  # of maximum size
+_RETRY_AFTER_MS = 250
 
 T = TypeVar("T")
 _End = Callable[[LiveRequest], None]
+_Heap = list[tuple[int, int, LiveRequest]]  # due time, key (by arrival), request
 
 
 class Workers(Generic[T]):
-    """Threads that call `work` with results of `take` until None, and log its errors."""
+    """Threads that call `work` with results of `take` until None."""
 
     def __init__(self, name: str, count: int, take: Callable[[], T | None], work: Callable[[T], None]) -> None:
         self._take = take
@@ -42,14 +50,14 @@ class Workers(Generic[T]):
             try:
                 self._work(item)
             except Exception:
-                logger.exception("a thread's work failed")
+                logger.exception("a front-end thread failed at one request")
 
 
 class Watcher:
-    """Watcher that calls `cancel` when a client is gone and `expire` at deadlines.
+    """Thread that calls `cancel` when a client is gone and `expire` at deadlines.
 
-    Triton does not tell Python backends that a client is gone. Each question is a round trip of about 100 µs, so one
-    thread asks one by one, within a bounded share of its time.
+    Triton must be asked whether a client is gone, a round trip of about 100 µs. So one thread asks one by one, within
+    a bounded share of its time.
     """
 
     def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
@@ -81,7 +89,7 @@ class Watcher:
         self._thread.join(1.0)
 
     def poll(self, budget_s: float) -> None:
-        """Continue the sweep over live requests for `budget_s`, or start one."""
+        """Sweep over live requests for `budget_s`."""
         deadline = time.monotonic() + budget_s
         for request in self._sweep:
             self._ask(request)
@@ -93,7 +101,7 @@ class Watcher:
         try:
             is_cancelled = request.sink.is_cancelled()
         except Exception:
-            logger.exception("a sink could not say whether its client is still there")
+            logger.exception("could not ask whether a client is still there: its request is cancelled")
             is_cancelled = True
         if is_cancelled:
             self._cancel(request)
@@ -109,7 +117,7 @@ class Watcher:
                     self.poll(self._interval_s * _MAX_SHARE)
                     next_poll = time.monotonic() + self._interval_s
             except Exception:
-                logger.exception("a round of the watcher failed")
+                logger.exception("a round of deadlines and cancellations failed")
 
     def _sleep(self, until: float) -> None:
         with self._changed:
@@ -125,3 +133,75 @@ class Watcher:
                 if request is not None:
                     return request
         return None
+
+
+class PromptQueue:
+    """Requests that wait for tokenisation, counted from `put` to `done`. Thread-safe.
+
+    They go by class, then by the earlier of deadline and arrival + `_AGEING_NS`. Each `_AGEING_NS` lifts one class.
+    Long prompts leave one thread to short ones.
+    """
+
+    def __init__(self, max_prompt_bytes: int, num_threads: int, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._max_bytes = _MAX_PROMPTS * max_prompt_bytes
+        self._max_long = num_threads - 1  # in work at once
+        self._clock = clock
+        self._heaps: dict[tuple[bool, int], _Heap] = {}  # by (is long, class)
+        self._num_requests = 0
+        self._num_bytes = 0
+        self._num_long = 0  # in work
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def refusal(self, num_bytes: int) -> Busy | None:
+        full = ""
+        if self._num_requests >= _MAX_REQUESTS:
+            full = f"{self._num_requests} of {_MAX_REQUESTS} requests"
+        elif self._num_bytes + num_bytes > self._max_bytes:
+            full = f"{self._num_bytes} of {self._max_bytes} prompt bytes"
+        return Busy(f"the tokenizer's queue is full: {full}", retry_after_ms=_RETRY_AFTER_MS) if full else None
+
+    def put(self, request: LiveRequest) -> None:
+        urgency, latest_ns = request.urgency, request.arrival_ns + _AGEING_NS
+        due_ns = min(urgency.deadline_ns or urgency.soft_deadline_ns or latest_ns, latest_ns)
+        with self._changed:
+            heap = self._heaps.setdefault((_is_long(request), urgency.priority), [])
+            heapq.heappush(heap, (due_ns, request.key, request))
+            self._num_requests += 1
+            self._num_bytes += request.asked.prompt_bytes
+            self._changed.notify()
+
+    def take(self) -> LiveRequest | None:
+        """Wait for the next request; None once closed."""
+        with self._changed:
+            while not self._is_closed:
+                heap = self._next_heap(self._clock())
+                if heap is not None:
+                    *_, request = heapq.heappop(heap)
+                    self._num_long += _is_long(request)
+                    return request
+                self._changed.wait()
+        return None
+
+    def done(self, request: LiveRequest) -> None:
+        with self._changed:
+            self._num_requests -= 1
+            self._num_bytes -= request.asked.prompt_bytes
+            self._num_long -= _is_long(request)
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _next_heap(self, now_ns: int) -> _Heap | None:
+        ranked = [
+            (priority - (now_ns - heap[0][-1].arrival_ns) // _AGEING_NS, heap[0], heap)
+            for (is_long, priority), heap in self._heaps.items()
+            if heap and not (is_long and self._num_long >= self._max_long)
+        ]
+        return min(ranked)[-1] if ranked else None
+
+
+def _is_long(request: LiveRequest) -> bool:
+    return request.asked.prompt_bytes > _LONG_PROMPT_BYTES

@@ -14,15 +14,12 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token"
 
 
 class Tokenizer:
-    """Thread-safe tokenizer from a model folder's `tokenizer.json`, whose post-processor adds special tokens.
-
-    `vocab_size` is the output width of the model, above all its ids.
-    """
+    """Thread-safe tokenizer of `tokenizer.json`. `vocab_size` is the output width of the model."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, vocab_size: int, named_tokens: dict[str, str] | None = None
     ) -> None:
-        # Settings left by training scripts would cut or pad prompts.
+        # Training scripts leave both on.
         backend.no_truncation()
         backend.no_padding()
         self.vocab_size = vocab_size
@@ -37,7 +34,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, *, vocab_size: int) -> Tokenizer:
-        """Raise `ConfigError` without a usable tokenizer, or for that of another model."""
+        """Raise `ConfigError` for none, or that of another model."""
         path = folder / "tokenizer.json"
         content = read_text(path)
         if content is None:
@@ -54,8 +51,8 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, named_tokens=_named_tokens(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
-        """Return token ids [num_tokens]. `text` must be valid Unicode."""
-        # Skips offsets and releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
+        """Return [num_tokens]. `text` must be valid Unicode."""
+        # Releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         return np.array(encoding.ids, dtype=np.int32)
 
@@ -63,7 +60,7 @@ class Tokenizer:
         return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that a token adds, with the space that decoders drop from a first token."""
+        """Return its text, with the space that decoders drop from a first token."""
         text = self._token_texts.get(token_id)
         if text is None:
             alone = self.decode((token_id,), skip_special_tokens=False)
@@ -72,7 +69,7 @@ class Tokenizer:
         return text
 
     def phrase_ids(self, phrase: str) -> tuple[tuple[int, ...], ...]:
-        """Return token sequences of a phrase at the start of a text and after a space."""
+        """Return its tokens at the start of a text and after a space."""
         bare = phrase.lstrip() or phrase
         spellings = (self.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}"))
         distinct = dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < self.vocab_size)
@@ -80,7 +77,6 @@ class Tokenizer:
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:
-    """Return special tokens by role; `tokenizer_config.json` precedes."""
     named: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         values = read_object(folder / file)
@@ -93,11 +89,7 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the most bytes of text per token; None if unbounded.
-
-    Only byte-level vocabularies are bounded: characters of tokens are bytes, no normalizer removes text, and no added
-    token absorbs whitespace.
-    """
+    """Return the most bytes of text per token; None if a normalizer or an added token may remove text."""
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
     is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
     if not is_byte_level or backend.normalizer is not None or any(token.lstrip or token.rstrip for token in added):

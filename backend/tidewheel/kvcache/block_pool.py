@@ -3,27 +3,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
-from tidewheel.errors import InternalError
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import InternalError, require
 
 
 class BlockPool:
-    """Blocks ``0 … num_blocks - 1``. Free blocks keep their content until evicted.
+    """Blocks ``0 … num_blocks - 1``, each in one of four states:
 
-    Each block is in one of four states:
-
-    * *in use*: ``ref_count > 0``. A full, computed block gets a hash; then it is never written and may be shared.
-    * *kept*: ``ref_count == 0`` with a keeper (`keep`). It is not evicted.
+    * *in use*: ``ref_count > 0``. A full, computed block gets a hash. It is never written again and may be shared.
+    * *kept*: ``ref_count == 0`` with a keeper. It is not evicted.
     * *cached*: ``ref_count == 0`` with a hash, in the free list. `lookup` finds it, `allocate` may evict it.
     * *empty*: ``ref_count == 0`` without a hash, in the free list.
 
-    `allocate` takes empty and cached blocks and drops their hashes. `touch` takes cached and kept blocks with their
-    content. `free` removes a holder, and the last one ends the use. `keep` protects a block, also one in use, until
-    its last `release`.
-
-    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. It is a doubly
-    linked list in two columns, so that all moves are O(1), also `touch` in the middle. Elements of Python lists are
-    several times cheaper to read than of numpy arrays.
+    The free list is the order of eviction: empty blocks, then cached ones, least recently used first. All
+    moves are O(1). Lists are several times cheaper to read singly than numpy arrays.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -42,7 +34,7 @@ class BlockPool:
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks with one holder each; return None without effect if fewer are free."""
+        """Take and evict free blocks; return None without effect if there are too few."""
         if count > self.num_free:
             return None
         sentinel, links, hashes, ref_count = self.num_blocks, self._next, self._hashes, self.ref_count
@@ -78,6 +70,7 @@ class BlockPool:
                 self._append(block_id)
 
     def touch(self, block_ids: Sequence[int]) -> None:
+        """Add a holder to each block, with its content."""
         for block_id in block_ids:
             self.ref_count[block_id] += 1
             if self.ref_count[block_id] > 1:
@@ -88,7 +81,7 @@ class BlockPool:
                 self._unlink(block_id)
 
     def keep(self, block_ids: Sequence[int]) -> None:
-        """Add one keeper to each block, so that its content outlives its last holder."""
+        """Add one keeper to each block."""
         for block_id in block_ids:
             if self.ref_count[block_id] == 0 and block_id not in self._keepers:
                 self._unlink(block_id)
@@ -126,7 +119,7 @@ class BlockPool:
         return self._hashes[block_id]
 
     def register_hashes(self, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Register the content of full blocks in use. Of equal contents, the first block gets the hash."""
+        """Register full blocks in use. Of equal contents, the first block gets the hash."""
         blocks, hashes, ref_count = self._blocks, self._hashes, self.ref_count
         for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
             if ref_count[block_id] == 0 or hashes[block_id] is not None:
@@ -145,7 +138,6 @@ class BlockPool:
             self._hashes[block_id] = None
 
     def free_blocks(self) -> Iterator[int]:
-        """Yield free blocks in order of eviction."""
         block_id = self._next[self.num_blocks]
         while block_id != self.num_blocks:
             yield block_id

@@ -4,20 +4,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from tidewheel.errors import InternalError
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import InternalError, require
 
 
 class HostTier:
-    """Slots ``0 … num_slots - 1`` in host memory, found by content digest (`prefix`).
-
-    Each slot is in one of three states:
+    """Slots ``0 … num_slots - 1`` in host memory, found by content digest, each in one of three states:
 
     * *empty*: it has no content.
     * *idle*: `lookup` finds its content, `insert` may evict it, least recently used first.
-    * *pinned*: a copy to or from it is queued or in flight. It is not reused before `unpin`.
-
-    A content is written once, by the copy for which `insert` gave the slot.
+    * *pinned*: a copy to or from it is queued or in flight.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -38,14 +33,14 @@ class HostTier:
         return self._slots.get(key)
 
     def lookup_prefix(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Return the present leading keys."""
+        """Return the leading keys that are present."""
         return tuple(takewhile(self._slots.__contains__, keys))
 
     def key_of(self, slot: int) -> bytes | None:
         return self._keys[slot]
 
     def insert(self, key: bytes) -> int | None:
-        """Give a new content a slot, pinned once; return None without effect if all slots are pinned."""
+        """Give a new content a slot, pinned once; return None if all slots are pinned."""
         if key in self._slots:
             raise InternalError("a content would be in two slots of the host tier")
         if self._empty:
@@ -69,7 +64,7 @@ class HostTier:
             self._pins[slot] += 1
 
     def unpin(self, slots: Sequence[int]) -> None:
-        """Remove one pin of each slot. Unpinned slots count as just used; the first is evicted first."""
+        """Remove one pin of each slot. The first unpinned is evicted first."""
         for slot in slots:
             if self._pins[slot] == 0:
                 raise InternalError(f"host slot {slot} is unpinned more often than it was pinned")
@@ -82,7 +77,7 @@ class HostTier:
                 self._idle[slot] = None
 
     def drop(self, key: bytes | None) -> None:
-        """Forget a content, if present. A pinned slot becomes empty after its copy."""
+        """Forget a content. A pinned slot becomes empty after its copy."""
         slot = None if key is None else self._slots.get(key)
         if slot is None:
             return

@@ -1,29 +1,48 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 
-from tidewheel.errors import InternalError
+from tidewheel.errors import InternalError, require
 from tidewheel.kvcache.block_pool import BlockPool
-from tidewheel.kvcache.departures import Departures
-from tidewheel.kvcache.hits import NO_HIT, PrefixFinder, PrefixHit
 from tidewheel.kvcache.host_tier import HostTier
-from tidewheel.kvcache.invariants import require
-from tidewheel.kvcache.prefix import extend_block_hashes
+from tidewheel.kvcache.prefix import NO_HIT, PrefixCache, PrefixHit, extend_block_hashes
 from tidewheel.kvcache.session_store import SessionStore
-from tidewheel.kvcache.sessions import SessionLimits, SessionTable
+from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.kvcache.transfers import Arrival, TransferQueue, Transfers
 from tidewheel.request import Request
 from tidewheel.stats import EngineStats
 
 
-class KVCacheManager:
-    """KV cache of the scheduler: block tables of rows, on a `BlockPool` with a `HostTier` and sessions.
+class Departures:
+    """Counter of unkept blocks that only departing rows hold. O(blocks of the row)."""
 
-    Each block has one writer: shared blocks are full and computed, new tokens go to the row's own blocks. If a row
-    ends while a batch in flight may use its blocks, they are held until that step is done. Each batch performs the
-    copies queued before it (`take_transfers`).
+    def __init__(self, ref_count: Sequence[int], tables: Mapping[int, Sequence[int]], kept: Collection[int]) -> None:
+        self._ref_count = ref_count
+        self._tables = tables
+        self._kept = frozenset(kept)
+        self._holders: Counter[int] = Counter()  # departing rows per block
+
+    def add(self, row: int) -> int:
+        """Add a departing row; return how many more blocks it frees."""
+        self._holders.update(self._tables[row])
+        return self.num_freed(row)
+
+    def take_back(self, row: int) -> None:
+        self._holders.subtract(self._tables[row])
+
+    def num_freed(self, row: int) -> int:
+        """Return how many blocks of the row all added rows free."""
+        holders, ref_count, kept = self._holders, self._ref_count, self._kept
+        return sum([holders[b] == ref_count[b] and b not in kept for b in self._tables[row]])
+
+
+class KVCacheManager:
+    """Block tables of rows, with cached prefixes, sessions and a host tier.
+
+    Each block has one writer: shared blocks are full and computed, new tokens go to the row's own blocks. Blocks that
+    a batch in flight may use are held until its step is done.
     """
 
     def __init__(
@@ -40,43 +59,36 @@ class KVCacheManager:
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
         self.stats = EngineStats(num_blocks=num_blocks, num_host_blocks=num_host_blocks)
         self._pool = BlockPool(num_blocks)
         self._host = HostTier(num_host_blocks)
         self._transfers = TransferQueue(self._pool, self._host, self.stats)
-        self._sessions = SessionTable(session_limits or SessionLimits())
-        self._store = SessionStore(self._pool, self._host, self._transfers, self._sessions, block_size)
-        self._finder = PrefixFinder(self._pool, self._host, self._sessions, block_size)
+        limits = session_limits or SessionLimits()
+        self.sessions = SessionStore(self._pool, self._host, self._transfers, limits, block_size)
+        self.prefixes = PrefixCache(
+            self._pool, self._host, self.sessions.table, block_size, is_enabled=enable_prefix_caching
+        )
         self._tables: dict[int, list[int]] = {}  # row → blocks in logical order
         self._num_sealed: dict[int, int] = {}  # row → leading blocks that are full, computed and final
-        self._held: dict[int, list[list[int]]] = {}  # step → reversed tables to free when it is done
 
     @property
     def num_free_blocks(self) -> int:
-        """Empty or evictable blocks, and blocks of sessions alone."""
+        """Empty and evictable blocks, and blocks of sessions alone."""
         return self._pool.num_free + self._pool.num_kept
 
     @property
     def num_held_blocks(self) -> int:
-        """Blocks that batches in flight will free. O(held blocks)."""
-        held = Counter(block_id for tables in self._held.values() for table in tables for block_id in table)
-        held.update(self._transfers.carried_sources())
-        return sum(self._pool.ref_count[block_id] == count for block_id, count in held.items())
+        """Blocks that steps in flight will free."""
+        return self._transfers.num_returning_blocks()
 
     def update_stats(self) -> EngineStats:
-        """Update and return the cache's figures."""
         stats = self.stats
         stats.num_free_blocks = self.num_free_blocks
         stats.num_cached_blocks = self._pool.num_cached
         stats.num_free_host_blocks = self._host.num_free_slots
-        stats.num_sessions = len(self._sessions)
+        stats.num_sessions = len(self.sessions.table)
         stats.num_session_blocks = self._pool.num_kept
         return stats
-
-    def session_blocks(self, tenant: str) -> int:
-        """Return the pool blocks that the tenant's sessions keep, shared or not."""
-        return self._sessions.num_blocks(tenant)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -84,27 +96,12 @@ class KVCacheManager:
     def block_table(self, row: int) -> Sequence[int]:
         return tuple(self._tables[row])
 
-    def find_prefix(self, request: Request) -> PrefixHit:
-        """Return the longest cached prefix that leaves one token to compute. Valid until the manager changes.
-
-        Extends `request.block_hashes`. O(blocks of the hit) once the digests are known.
-        """
-        return self._finder.find(request) if self.enable_prefix_caching else NO_HIT
-
-    def num_cached_tokens(self, request: Request) -> int:
-        """Estimate the cached prefix. O(log blocks) once the digests are known."""
-        return self._finder.estimate(request) if self.enable_prefix_caching else 0
-
-    def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
-        """Return (blocks after the hit that a row is computing, row), or (0, -1)."""
-        return self._finder.find_computing(request, hit)
-
     def fork_hit(self, leader_row: int, request: Request) -> PrefixHit:
-        """Return the prompt but its last token as a hit in the row of a request with equal prompt, tenant and salt.
+        """Return the prompt but its last token as a hit in the leader's row, which must have computed it.
 
-        The row must have computed these tokens. While it waits for transfers there is no hit.
+        There is none while the row waits for transfers.
         """
-        if self._transfers.is_arriving(leader_row):
+        if leader_row in self._transfers.arrivals:
             return NO_HIT
         num_tokens, table = request.num_prompt_tokens - 1, self._tables[leader_row]
         num_full = num_tokens // self.block_size
@@ -113,26 +110,21 @@ class KVCacheManager:
         return PrefixHit(tuple(table[:num_full]), num_tokens, tail_block=tail_block)
 
     def num_missing_blocks(self, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> int:
-        """Return how many free blocks are lacking; at most 0 if the row can be allocated.
-
-        `keep_free` blocks must stay free, besides one that the next batch copies from. Free blocks of the hit count
-        as taken.
-        """
+        """Return how many free blocks are lacking if `keep_free` stay free, beside one that the batch copies from."""
         ref_count = self._pool.ref_count
         num_shared = len(hit.block_ids) - list(map(ref_count.__getitem__, hit.block_ids)).count(0)
         num_pinned = int(keep_free > 0 and hit.tail_block >= 0 and ref_count[hit.tail_block] == 0)
         return self.num_blocks_for(num_tokens) - num_shared + num_pinned + keep_free - self.num_free_blocks
 
     def allocate(self, row: int, num_tokens: int, hit: PrefixHit = NO_HIT, *, keep_free: int = 0) -> bool:
-        """Give a new row the blocks of `hit`, and more up to `num_tokens` tokens.
+        """Give a new row the hit and further blocks; return False without effect if these or a host content lack.
 
-        Return False without effect if blocks are lacking or the host tier lost a content. A session loses its tail if
-        no block is left for the copy.
+        A session loses its tail if no block is left for the copy.
         """
         if row in self._tables:
             raise InternalError(f"row {row} has a block table already")
         num_missing = self.num_missing_blocks(num_tokens, hit, keep_free=keep_free)
-        slots = self._finder.slots_of(hit)
+        slots = self.prefixes.slots_of(hit)
         if num_missing > 0 or slots is None:
             return False
         num_new = self.num_blocks_for(num_tokens) - len(hit.block_ids)
@@ -142,16 +134,11 @@ class KVCacheManager:
         self._count_hits(num_tokens, hit)
         return True
 
-    def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
-        """Let `find_computing` find the blocks that the new row computes."""
-        self._finder.announce(row, request, hit)
-
     def _take_and_fill(self, row: int, num_new: int, hit: PrefixHit, slots: list[int], *, num_left: int) -> list[int]:
-        """Take the row's own blocks and queue the transfers into them."""
         sources = [hit.tail_block] if hit.tail_block >= 0 else []
         takes_over = bool(sources) and num_left < 1 and self._pool.ref_count[hit.tail_block] == 0
         if takes_over and hit.session is not None:
-            self._store.surrender_tail(hit.session)
+            self.sessions.surrender_tail(hit.session)
         self._pool.touch(hit.block_ids)
         if not slots and not sources:
             return self._take(num_new)
@@ -160,12 +147,12 @@ class KVCacheManager:
         if takes_over:
             own.insert(first, sources.pop())  # the pin becomes the row's hold
         targets = own[first : first + len(sources)]
-        self._transfers.arrive(row, Arrival(hit.host_keys, slots, own[: len(slots)], sources, targets))
+        self._transfers.arrivals[row] = Arrival(hit.host_keys, slots, own[: len(slots)], sources, targets)
         return own
 
     def _take(self, count: int) -> list[int]:
         if self._pool.num_free < count:
-            self._store.reclaim(count)
+            self.sessions.reclaim(count)
         blocks = self._pool.allocate(count)
         if blocks is None:
             raise InternalError("the block pool has fewer blocks than it counted")
@@ -183,7 +170,7 @@ class KVCacheManager:
             stats.num_session_hits += hit.num_session_tokens
 
     def grow(self, rows: Sequence[int]) -> list[int] | None:
-        """Add one block to each row; return the blocks, or None without effect if too few are free."""
+        """Add a block to each row; return the blocks, or None without effect if too few are free."""
         if len(rows) > self.num_free_blocks:
             return None
         new_blocks = self._take(len(rows))
@@ -192,66 +179,57 @@ class KVCacheManager:
         return new_blocks
 
     def commit(self, row: int, request: Request, num_computed_tokens: int) -> None:
-        """Publish the full blocks of the first `num_computed_tokens` tokens."""
-        if self.enable_prefix_caching and not self._transfers.is_arriving(row):
+        """Publish the full blocks of the computed tokens."""
+        if self.prefixes.is_enabled and row not in self._transfers.arrivals:
             self._seal(row, request, num_computed_tokens // self.block_size)
 
     def _seal(self, row: int, request: Request, num_full: int) -> None:
-        """Mark the first `num_full` blocks as full and computed."""
         first = self._num_sealed[row]
         if first >= num_full:
             return
-        if self.enable_prefix_caching:
+        if self.prefixes.is_enabled:
             extend_block_hashes(request, num_full, self.block_size)
             hashes = request.block_hashes[first:num_full]
             self._pool.register_hashes(self._tables[row][first:num_full], hashes)
-            if self._finder.computing:
-                self._finder.drop_announced(row, hashes)
+            if self.prefixes.computing:
+                self.prefixes.drop_announced(row, hashes)
         self._num_sealed[row] = num_full
 
     def offload(self, row: int, request: Request, num_computed_tokens: int) -> int:
-        """Queue copies of full blocks to the host tier, before `free`. Return how many will be there."""
+        """Queue copies of full blocks to the host tier, before `free`; return how many will be there."""
         self.commit(row, request, num_computed_tokens)
         sealed = self._num_sealed[row]
         return self._transfers.swap_out(self._tables[row], request.block_hashes[:sealed])
 
     def keep_session(self, row: int, request: Request, num_computed_tokens: int, now: float) -> None:
-        """Keep the computed tokens as the request's session. Call before `free`, and never for wrong content."""
-        if self.enable_prefix_caching and request.session_id and not self._transfers.is_arriving(row):
+        """Keep the computed tokens as the request's session, before `free`, never for wrong content."""
+        if self.prefixes.is_enabled and request.session_id and row not in self._transfers.arrivals:
             self.commit(row, request, num_computed_tokens)
-            self._store.keep(request, self._tables[row], num_computed_tokens, now)
-
-    def expire_sessions(self, now: float) -> None:
-        self._store.expire(now)
-
-    def close_session(self, tenant: str, session_id: str) -> None:
-        """End a session; raise `NotFound` if unknown. A request using it keeps it anew."""
-        self._store.close(tenant, session_id)
+            self.sessions.keep(request, self._tables[row], num_computed_tokens, now)
 
     def forget(self, row: int) -> None:
-        """Forget the row's blocks, whose content is wrong."""
+        """Forget the content of the row's blocks, which is wrong."""
         for block_id in self._tables[row]:
             self._host.drop(self._pool.hash_of(block_id))
             self._pool.drop_hash(block_id)
 
     def departures(self, kept: Collection[int] = ()) -> Departures:
-        """Return a counter of blocks that leaving rows free, without `kept` ones."""
-        return Departures(self._pool.ref_count, self._tables, set(kept))
+        return Departures(self._pool.ref_count, self._tables, kept)
 
     def free(self, row: int, *, after_step: int | None = None) -> None:
-        """End the row's table, but hold its blocks until `after_step` is done."""
+        """End the row's table; hold its blocks until `after_step` is done."""
         # Evict the last block first: a prefix is useful without its tail.
         table = self._tables.pop(row)[::-1]
         del self._num_sealed[row]
-        self._finder.drop_announced(row)
+        self.prefixes.drop_announced(row)
         self._transfers.cancel(row)
         if after_step is None:
             self._pool.free(table)
         else:
-            self._held.setdefault(after_step, []).append(table)
+            self._transfers.hold(table, after_step)
 
     def take_transfers(self, step_id: int) -> Transfers:
-        """Return the copies that this step must perform. Sources are held until `step_done`."""
+        """Return the queued copies, which this step must perform."""
         transfers, arrivals = self._transfers.take(step_id)
         for row, arrival in arrivals.items():  # Full blocks arrive before the batch computes, so rows may share them.
             first = self._num_sealed[row]
@@ -261,29 +239,20 @@ class KVCacheManager:
 
     def step_done(self, step_id: int) -> None:
         self._transfers.done(step_id)
-        for table in self._held.pop(step_id, ()):
-            self._pool.free(table)
 
     def all_steps_done(self) -> None:
-        """Free and forget what steps in flight hold, because their batches may never have run.
-
-        The caller must `forget` the remaining rows before freeing them.
-        """
+        """Free and forget what steps in flight hold. The caller must `forget` the rows."""
         self._transfers.abandon()
-        for block_id in self._held_blocks():
-            self._pool.drop_hash(block_id)
-        for step_id in list(self._held):
-            self.step_done(step_id)
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` naming what is broken. O(blocks)."""
+        """Raise `InternalError`. O(blocks)."""
         self._pool.check_invariants()
         self._host.check_invariants()
         self._transfers.check_invariants()
-        self._sessions.check_invariants()
+        self.sessions.table.check_invariants()
         require(self._tables.keys() == self._num_sealed.keys(), "tables and commits name different rows")
-        require(self._tables.keys() >= set(self._finder.computing.values()), "rows that left are computing blocks")
-        named = Counter(chain(self._held_blocks(), *self._tables.values()))
+        require(self._tables.keys() >= set(self.prefixes.computing.values()), "rows that left are computing blocks")
+        named = Counter(chain(self._transfers.held_blocks(), *self._tables.values()))
         references = named + Counter(self._transfers.held_sources())
         for block_id, count in enumerate(self._pool.ref_count):
             require(count == references[block_id], f"block {block_id}: {count} holders, {references[block_id]} named")
@@ -293,6 +262,3 @@ class KVCacheManager:
                 require(self._pool.hash_of(block_id) is None, f"block {block_id} has a hash before its commit")
                 require(named[block_id] == 1, f"writable block {block_id} is shared")
                 require(self._pool.num_keepers(block_id) == 0, f"writable block {block_id} is a session's")
-
-    def _held_blocks(self) -> list[int]:
-        return [block_id for tables in self._held.values() for table in tables for block_id in table]

@@ -1,17 +1,26 @@
-"""Digests of full blocks, chained by SHA-256.
+"""Cached prefixes, found by digests of full blocks, chained by SHA-256.
 
     root = H(domain, tenant, salt)        h_0 = H(root, tokens of block 0)        h_i = H(h_{i-1}, tokens of block i)
 
-A digest stands for tenant, salt and every token up to the end of its block. Hits need no comparison of tokens,
-because SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183). Different tenants or salts never share a block.
+SHA-256 is collision-safe, unlike `hash()` (CVE-2025-25183), so a hit compares no tokens. Different tenants or salts
+never share a block.
 """
 
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import sha256
+from itertools import groupby, islice
+from typing import NamedTuple
 
+import numpy as np
+
+from tidewheel.kvcache.block_pool import BlockPool
+from tidewheel.kvcache.host_tier import HostTier
+from tidewheel.kvcache.sessions import Session, SessionTable
 from tidewheel.request import Request
 
 _DOMAIN = b"tidewheel kv block v2\0"
@@ -28,8 +37,13 @@ def parent_hash(request: Request, num_blocks: int) -> bytes:
     return request.block_hashes[num_blocks - 1] if num_blocks else root_hash(request.tenant, request.cache_salt)
 
 
+def tail_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Return the digest of a partial block, which no full block has."""
+    return sha256(parent + tokens).digest()
+
+
 def max_hit_blocks(num_tokens: int, block_size: int) -> int:
-    """Return the most cached blocks for a request, which must compute one token."""
+    """Return the most cached blocks that leave one token to compute."""
     return (num_tokens - 1) // block_size
 
 
@@ -47,11 +61,6 @@ def extend_block_hashes(request: Request, num_full_blocks: int, block_size: int)
         hashes.append(parent)
 
 
-def tail_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Return the digest of a partial block, which no full block has."""
-    return sha256(parent + tokens).digest()
-
-
 def tokens_between(request: Request, start: int, stop: int) -> bytes:
     """Return tokens ``[start, stop)`` as little-endian int32."""
     num_prompt_tokens = request.num_prompt_tokens
@@ -66,5 +75,127 @@ def tokens_between(request: Request, start: int, stop: int) -> bytes:
 
 @lru_cache(maxsize=64)
 def _int32_struct(count: int) -> struct.Struct:
-    """Return a packer for short lists, several times faster than numpy."""
+    """Return a packer, for short lists several times faster than numpy."""
     return struct.Struct(f"<{count}i")
+
+
+class PrefixHit(NamedTuple):
+    """Whole blocks of the pool, then of the host tier, then part of a block, which is copied on write."""
+
+    block_ids: tuple[int, ...]  # shared, in the pool
+    num_tokens: int  # in all three
+    host_keys: tuple[bytes, ...] = ()  # next, in the host tier
+    tail_block: int = -1  # of the part, if in the pool
+    tail_key: bytes = b""  # of the part, if in the host tier
+    session: Session | None = None  # owner of the part; None: a fork's leader
+    num_session_tokens: int = 0  # of these, from the request's session
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids) + len(self.host_keys)
+
+
+NO_HIT = PrefixHit((), 0)
+
+
+class PrefixCache:
+    """Prefixes in pool, host tier and sessions, or under computation. Disabled, it finds nothing."""
+
+    def __init__(
+        self, pool: BlockPool, host: HostTier, sessions: SessionTable, block_size: int, *, is_enabled: bool
+    ) -> None:
+        self.is_enabled = is_enabled
+        self._pool = pool
+        self._host = host
+        self._sessions = sessions
+        self._block_size = block_size
+        self.computing: dict[bytes, int] = {}  # block digest → row that computes it
+        self._announced: dict[int, list[bytes]] = {}  # row → digests it may be computing
+
+    def find(self, request: Request) -> PrefixHit:
+        """Return the longest cached prefix that leaves one token to compute. Valid until the cache changes."""
+        if not self.is_enabled:
+            return NO_HIT
+        limit = self._extend(request)
+        hashes = request.block_hashes
+        block_ids = self._pool.lookup_prefix(islice(hashes, limit))
+        host_keys = self._host.lookup_prefix(islice(hashes, len(block_ids), limit))
+        hit = PrefixHit(block_ids, (len(block_ids) + len(host_keys)) * self._block_size, host_keys)
+        session = self._sessions.get(request.tenant, request.session_id) if request.session_id else None
+        return hit if session is None else self._with_session(hit, session, request)
+
+    def estimate(self, request: Request) -> int:
+        """Estimate the tokens of `find` by binary search: blocks rarely stay without their predecessors."""
+        if not self.is_enabled:
+            return 0
+        limit = self._extend(request)
+        return bisect_right(request.block_hashes, False, hi=limit, key=self._is_missing) * self._block_size
+
+    def slots_of(self, hit: PrefixHit) -> list[int] | None:
+        """Return the hit's host slots, or None if one was evicted."""
+        keys = (*hit.host_keys, hit.tail_key) if hit.tail_key else hit.host_keys
+        slots = [slot for key in keys if (slot := self._host.lookup(key)) is not None]
+        return slots if len(slots) == len(keys) else None
+
+    def find_computing(self, request: Request, hit: PrefixHit) -> tuple[int, int]:
+        """Return (blocks after the hit that a row is computing, row), or (0, -1)."""
+        if not self.computing:
+            return 0, -1
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        rows = map(self.computing.get, islice(request.block_hashes, hit.num_blocks, limit))
+        row, run = next(groupby(rows), (None, ()))  # runs in C
+        return (0, -1) if row is None else (len(list(run)), row)
+
+    def announce(self, row: int, request: Request, hit: PrefixHit) -> None:
+        """Add the blocks that a new row computes."""
+        num_full = request.num_tokens // self._block_size
+        self._announced[row] = announced = request.block_hashes[hit.num_blocks : num_full]
+        for block_hash in announced:
+            self.computing.setdefault(block_hash, row)
+
+    def drop_announced(self, row: int, block_hashes: Sequence[bytes] | None = None) -> None:
+        """Withdraw these blocks of the row, or all."""
+        for block_hash in self._announced.pop(row, ()) if block_hashes is None else block_hashes:
+            if self.computing.get(block_hash) == row:
+                del self.computing[block_hash]
+
+    def _extend(self, request: Request) -> int:
+        limit = max_hit_blocks(request.num_tokens, self._block_size)
+        extend_block_hashes(request, limit, self._block_size)
+        return limit
+
+    def _is_missing(self, key: bytes) -> bool:
+        return self._pool.lookup(key) is None and self._host.lookup(key) is None
+
+    def _with_session(self, hit: PrefixHit, session: Session, request: Request) -> PrefixHit:
+        """Add the session's tail to the hit and count the session's tokens."""
+        num_shared = min(hit.num_blocks, len(session.keys))
+        while num_shared and session.keys[num_shared - 1] != request.block_hashes[num_shared - 1]:
+            num_shared -= 1
+        hit = hit._replace(num_session_tokens=num_shared * self._block_size)
+        num_tokens = self._num_tail_tokens(hit, session, request)
+        is_in_pool = session.tail_block >= 0
+        if not num_tokens or not (is_in_pool or self._host.lookup(session.tail_key) is not None):
+            return hit
+        return hit._replace(
+            num_tokens=hit.num_tokens + num_tokens,
+            tail_block=session.tail_block,
+            tail_key=b"" if is_in_pool else session.tail_key,
+            session=session,
+            num_session_tokens=hit.num_session_tokens + num_tokens,
+        )
+
+    def _num_tail_tokens(self, hit: PrefixHit, session: Session, request: Request) -> int:
+        """Count shared tail tokens, leaving one to compute."""
+        if not session.tail_tokens or len(session.keys) != hit.num_blocks:
+            return 0
+        if session.parent != parent_hash(request, hit.num_blocks):
+            return 0
+        stop = min(hit.num_tokens + self._block_size, request.num_tokens - 1)
+        return _num_common(session.tail_tokens, tokens_between(request, hit.num_tokens, stop))
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    size = min(len(one), len(other)) // 4
+    differs = np.frombuffer(one, "<i4", size) != np.frombuffer(other, "<i4", size)
+    return int(differs.argmax()) if differs.any() else size

@@ -4,40 +4,35 @@ from tidewheel.errors import NotFound
 from tidewheel.kvcache.block_pool import BlockPool
 from tidewheel.kvcache.host_tier import HostTier
 from tidewheel.kvcache.prefix import extend_block_hashes, parent_hash, tail_hash, tokens_between
-from tidewheel.kvcache.sessions import Session, SessionTable
+from tidewheel.kvcache.sessions import Session, SessionLimits, SessionTable
 from tidewheel.kvcache.transfers import TransferQueue
 from tidewheel.request import Request
 
 
 class SessionStore:
-    """Content of sessions: in the pool while there is room, then in the host tier.
+    """Content of sessions. Their blocks are *kept* in the pool, but count as free.
 
-    Session blocks are *kept* in the pool: they count as free and are given up when nothing else is free, least
-    recently used session first. With a host tier they are copied there, else the session ends. Sessions are never
-    written: requests share full blocks and copy the tail. So two requests may use one session; it keeps the content
-    of the last to end.
+    When nothing else is free, the least recently used session gives its blocks up: to the host tier if there is one,
+    else the session ends. Requests share full blocks and copy the tail, so two may use one session.
     """
 
     def __init__(
-        self, pool: BlockPool, host: HostTier, transfers: TransferQueue, table: SessionTable, block_size: int
+        self, pool: BlockPool, host: HostTier, transfers: TransferQueue, limits: SessionLimits, block_size: int
     ) -> None:
+        self.table = SessionTable(limits)
         self._pool = pool
         self._host = host
         self._transfers = transfers
         self._block_size = block_size
-        self._table = table
 
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
-        """Keep the request's first `num_computed_tokens` tokens as its session, within quotas.
-
-        Full blocks must have hashes. Without time to live the session ends.
-        """
+        """Keep the computed tokens, within quotas. Without time to live the session ends. Full blocks have hashes."""
         if request.session_ttl <= 0.0:
             self._remove(request.tenant, request.session_id)
             return
         session = self._make(request, table, num_computed_tokens, now)
         self._pool.keep(session.blocks)
-        for gone in self._table.put(session):
+        for gone in self.table.put(session):
             self._release(gone)
 
     def _make(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> Session:
@@ -45,7 +40,7 @@ class SessionStore:
         num_full = num_computed_tokens // size
         extend_block_hashes(request, num_full, size)
         hashes = request.block_hashes
-        # Of equal contents, a lookup finds the block to keep. It stops at content forgotten as wrong.
+        # The lookup finds one block of equal contents. It stops at content forgotten as wrong.
         blocks = self._pool.lookup_prefix(hashes[: self._limited(request.tenant, num_full)])
         keys = tuple(hashes[: len(blocks)])
         parent = parent_hash(request, len(keys))
@@ -59,27 +54,26 @@ class SessionStore:
         return Session(request.tenant, request.session_id, parent, keys, tail, tail_key, blocks, expires_at)
 
     def _limited(self, tenant: str, num_blocks: int) -> int:
-        max_blocks = self._table.max_blocks(tenant)
+        max_blocks = self.table.max_blocks(tenant)
         return num_blocks if max_blocks is None else min(num_blocks, max_blocks)
 
     def reclaim(self, num_free_blocks: int) -> None:
-        """Give up sessions until enough pool blocks are free or no session has any."""
         while self._pool.num_free < num_free_blocks:
-            session = self._table.oldest_resident()
+            session = self.table.oldest_resident()
             if session is None:
                 return
             if self._write_out(session):
-                self._pool.release(self._table.give_up_blocks(session)[::-1])
+                self._pool.release(self.table.give_up_blocks(session)[::-1])
             else:
                 self._remove(*session.name)
 
     def surrender_tail(self, session: Session) -> None:
         """Free the block of the session's tail."""
-        self._pool.release(self._table.give_up_blocks(session, len(session.blocks) - 1))
+        self._pool.release(self.table.give_up_blocks(session, len(session.blocks) - 1))
         session.tail_tokens = session.tail_key = b""
 
     def expire(self, now: float) -> None:
-        for session in self._table.expire(now):
+        for session in self.table.expire(now):
             self._release(session)
 
     def close(self, tenant: str, session_id: str) -> None:
@@ -88,13 +82,13 @@ class SessionStore:
             raise NotFound(f"session {session_id!r} is not known: it was never kept, expired, was closed or evicted")
 
     def _remove(self, tenant: str, session_id: str) -> bool:
-        session = self._table.remove(tenant, session_id)
+        session = self.table.remove(tenant, session_id)
         if session is not None:
             self._release(session)
         return session is not None
 
     def _write_out(self, session: Session) -> bool:
-        """Queue copies to the host tier, head first. Return False if none will be there."""
+        """Queue copies to the host tier, head first; return whether any will be there."""
         blocks = self._pool.lookup_prefix(session.keys)  # stops at content forgotten as wrong
         keys = session.keys[: len(blocks)]
         if session.tail_tokens and keys == session.keys:

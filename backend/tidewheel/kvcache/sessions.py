@@ -1,21 +1,19 @@
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import require
+from tidewheel.event_heap import EventHeap
 from tidewheel.tenants import TenantLimits, account_of, limits_of
 
 SessionName = tuple[str, str]  # tenant, session_id
 
 
 class SessionLimits(NamedTuple):
-    """Limits; None: no limit. Blocks are those of the pool."""
-
     max_sessions: int = 4096  # of all tenants together
     max_session_blocks: int | None = None
     tenants: Mapping[str, TenantLimits] = MappingProxyType({})
@@ -23,7 +21,7 @@ class SessionLimits(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """Content of a session: digests of full blocks, then tokens of the partial last block."""
+    """Digests of full blocks, then tokens of the partial last block."""
 
     tenant: str
     session_id: str
@@ -70,7 +68,7 @@ class Tally:
             self._highest = new
 
     def leader(self) -> str:
-        """Return the name with the highest count, of equals the longest unchanged."""
+        """Return the name with the highest count, longest unchanged."""
         return next(iter(self._names[self._highest]))
 
 
@@ -86,9 +84,8 @@ class _TenantSessions:
 class SessionTable:
     """Sessions by name, and by tenant in order of use. Calls are O(1) amortised.
 
-    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most.
-    Tenants without an entry share an account unless `*` says `each`. The caller releases the blocks of removed
-    sessions.
+    Above `max_sessions`, the account with most sessions loses the least recently used of its tenant with most. The
+    caller releases the blocks of removed sessions.
     """
 
     def __init__(self, limits: SessionLimits) -> None:
@@ -98,8 +95,7 @@ class SessionTable:
         self._tenants: dict[str, _TenantSessions] = {}
         self._accounts = Tally()  # sessions per account
         self._members: dict[str, Tally] = {}  # sessions per tenant, by account
-        self._expiries: list[tuple[float, int, Session]] = []  # heap, may contain removed sessions
-        self._num_put = 0
+        self._expiries = EventHeap[Session](lambda event: self.get(*event.subject.name) is event.subject)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -108,25 +104,18 @@ class SessionTable:
         return self._sessions.get((tenant, session_id))
 
     def num_blocks(self, tenant: str) -> int:
-        """Return how many pool blocks the tenant's sessions keep, shared ones counted twice."""
+        """Return the blocks that the tenant's sessions keep, shared ones counted twice."""
         return self._tenants[tenant].num_blocks if tenant in self._tenants else 0
 
     def max_blocks(self, tenant: str) -> int | None:
-        """Return the most blocks of one session; None: no limit."""
         limits = [self.limits.max_session_blocks, limits_of(self.limits.tenants, tenant).max_blocks]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def put(self, session: Session) -> list[Session]:
-        """Add a session as just used and return the evicted ones.
-
-        First an older session of the same name, then sessions of the tenant over its block quota, of its account over
-        its limit, and of the largest account over `max_sessions`.
-        """
+        """Add a session and return the evicted ones, first the older session of that name."""
         former = self.remove(*session.name)
         self._count_in(session)
-        self._num_put += 1
-        heapq.heappush(self._expiries, (session.expires_at, self._num_put, session))
-        self._compact_expiries()
+        self._expiries.push(session.expires_at, session, len(self._sessions))
         gone = [] if former is None else [former]
         limits = limits_of(self.limits.tenants, session.tenant)
         while limits.max_blocks is not None and self.num_blocks(session.tenant) > limits.max_blocks:
@@ -143,20 +132,14 @@ class SessionTable:
         return None if session is None else self._drop(session)
 
     def expire(self, now: float) -> list[Session]:
-        """Remove and return expired sessions."""
-        gone = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, _, session = heapq.heappop(self._expiries)
-            if self._sessions.get(session.name) is session:
-                gone.append(self._drop(session))
-        return gone
+        return [self._drop(event.subject) for event in self._expiries.pop_due(now)]
 
     def oldest_resident(self) -> Session | None:
-        """Return the least recently used session with blocks in the pool."""
+        """Return the least recently used session with blocks."""
         return next(iter(self._resident.values()), None)
 
     def give_up_blocks(self, session: Session, num_kept: int = 0) -> tuple[int, ...]:
-        """Take all but the first `num_kept` blocks from the session."""
+        """Take all but the first `num_kept` blocks."""
         given = session.blocks[num_kept:]
         self._take_blocks(session, len(given))
         session.blocks = session.blocks[:num_kept]
@@ -178,7 +161,7 @@ class SessionTable:
         require(accounts.keys() == self._members.keys(), "accounts are listed wrongly")
         for account, count in accounts.items():
             require(self._accounts.count(account) == count, f"sessions of account {account!r} are miscounted")
-        waiting = {id(session) for _, _, session in self._expiries}
+        waiting = set(map(id, self._expiries))
         require(all(id(session) in waiting for session in self._sessions.values()), "a session never expires")
         require(len(self._sessions) <= self.limits.max_sessions, "there are too many sessions")
 
@@ -220,10 +203,3 @@ class SessionTable:
         if num_blocks == len(session.blocks):
             self._resident.pop(session.name, None)
             of_tenant.resident.pop(session.name, None)
-
-    def _compact_expiries(self) -> None:
-        """Drop stale entries, of which each use of a session leaves one."""
-        if len(self._expiries) > 2 * len(self._sessions) + 64:
-            live = [entry for entry in self._expiries if self._sessions.get(entry[2].name) is entry[2]]
-            heapq.heapify(live)
-            self._expiries = live

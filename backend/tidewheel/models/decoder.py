@@ -1,29 +1,144 @@
-"""Native decoder: Llama, Mistral, Qwen2 and Qwen3 are one program with different flags."""
+"""Native decoder: Llama, Mistral, Qwen2 and Qwen3 are one program with different flags.
+
+Its layers are plain classes, without a module tree on the hot path.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear, pad
 
-from tidewheel.models.attention import Attention, Step
-from tidewheel.models.base import KVLayer, ModelShape
-from tidewheel.models.config import ModelConfig
-from tidewheel.models.layers import GatedMLP, Linear
-from tidewheel.models.rope import cos_sin_table
-from tidewheel_kernels import AttentionMetadata, rms_norm
+from tidewheel.models.causal_lm import KVLayer, ModelShape
+from tidewheel.models.decoder_config import ModelConfig
+from tidewheel.models.rope_table import cos_sin_table
+from tidewheel_kernels import AttentionMetadata, paged_attention, rms_norm, rope_and_cache, silu_and_mul
+
+# Rows that oneDNN optimises its layout for: the layout for 16 and more is also better for fewer.
+PACKED_ROWS = 64
+FINELY_PADDED_ROWS = 64
+
+
+class Linear:
+    """``x @ weight.T + bias``. On a CPU, oneDNN's blocked layout is up to three times as fast for few rows."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        if self.weight.device.type == "cpu" and can_pack(self.weight.dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACKED_ROWS)
+            self.weight = torch.empty(0, dtype=self.weight.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._packed is None:
+            return linear(x, self.weight, self.bias)
+        num_rows = x.shape[0]
+        extra = padded_rows(num_rows) - num_rows
+        if extra:
+            x = pad(x, (0, 0, 0, extra))
+        packed: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return packed[:num_rows]
+
+
+def padded_rows(num_rows: int) -> int:
+    """Round up: by at most one row for a decode step, by a quarter for more.
+
+    oneDNN keeps half a megabyte for each of up to a thousand row counts. Time grows with the rows.
+    """
+    steps = 32 if num_rows <= FINELY_PADDED_ROWS else 8
+    step = max(1, (1 << max(num_rows - 1, 0).bit_length()) // steps)
+    return -(-num_rows // step) * step
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Weights:
+    """Uninitialised tensors by their names in a Hugging Face checkpoint; parts of a fused matrix are views."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self.by_name: dict[str, torch.Tensor] = {}
+        self.linears: list[Linear] = []
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        self.by_name[f"{name}.weight"] = tensor = self._empty(*shape)
+        return tensor
+
+    def linear(self, prefix: str, in_features: int, parts: Mapping[str, int], *, bias: bool = False) -> Linear:
+        """Return one layer of all `parts`: name after the prefix → output features."""
+        weights = self._empty(sum(parts.values()), in_features)
+        biases = self._empty(sum(parts.values())) if bias else None
+        for kind, fused in (("weight", weights), ("bias", biases)):
+            if fused is not None:
+                views = torch.split(fused, list(parts.values()))
+                self.by_name |= {f"{prefix}{name}.{kind}": view for name, view in zip(parts, views, strict=True)}
+        self.linears.append(Linear(weights, biases))
+        return self.linears[-1]
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+
+class Step(NamedTuple):
+    positions: torch.Tensor  # [T] int64
+    cos_sin: torch.Tensor  # [max_model_len, head_dim] float32
+    meta: AttentionMetadata
+
+
+class Attention:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights, prefix: str) -> None:
+        self._num_q_heads, self._num_kv_heads = config.num_q_heads, config.num_kv_heads
+        self._head_dim, self._eps = config.head_dim, config.rms_norm_eps
+        self._scale = config.head_dim**-0.5
+        self._sliding_window = config.sliding_windows[layer]
+        hidden, q_width = config.hidden_size, config.num_q_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        projections = {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width}
+        self.qkv = weights.linear(prefix, hidden, projections, bias=config.qkv_bias)
+        self.output = weights.linear(prefix, q_width, {"o_proj": hidden}, bias=config.output_bias)
+        self.q_norm = weights.tensor(f"{prefix}q_norm", config.head_dim) if config.qk_norm else None
+        self.k_norm = weights.tensor(f"{prefix}k_norm", config.head_dim) if config.qk_norm else None
+
+    def __call__(self, x: torch.Tensor, step: Step, kv: KVLayer) -> torch.Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        q, k, v = torch.split(heads, [self._num_q_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        rope_and_cache(
+            q, k, v, step.cos_sin, step.positions, step.meta.slot_mapping, *kv,
+            q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps,
+        )  # fmt: skip
+        out = paged_attention(q, *kv, step.meta, scale=self._scale, sliding_window=self._sliding_window)
+        return self.output(out.view(x.shape[0], -1))
+
+
+class GatedMLP:
+    """``down(silu(gate(x)) * up(x))`` with gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up = weights.linear(prefix, hidden, {"gate_proj": width, "up_proj": width}, bias=bias)
+        self.down = weights.linear(prefix, width, {"down_proj": hidden}, bias=bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))
 
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, weights: Weights) -> None:
+        prefix = f"model.layers.{layer}."
         self._eps = config.rms_norm_eps
-        self.input_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.attention = Attention(config, layer, dtype=dtype, device=device)
-        self.mlp_norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.mlp = GatedMLP(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, device=device
-        )
+        self.input_norm = weights.tensor(f"{prefix}input_layernorm", config.hidden_size)
+        self.attention = Attention(config, layer, weights, f"{prefix}self_attn.")
+        self.mlp_norm = weights.tensor(f"{prefix}post_attention_layernorm", config.hidden_size)
+        self.mlp = GatedMLP(config, weights, f"{prefix}mlp.")
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step, kv: KVLayer
@@ -32,18 +147,6 @@ class DecoderLayer:
         normed, residual = add_norm(x, residual, self.input_norm, self._eps)
         normed, residual = add_norm(self.attention(normed, step, kv), residual, self.mlp_norm, self._eps)
         return self.mlp(normed), residual
-
-    def pack(self) -> None:
-        self.attention.pack()
-        self.mlp.pack()
-
-    def destinations(self, prefix: str) -> dict[str, torch.Tensor]:
-        return {
-            f"{prefix}input_layernorm.weight": self.input_norm,
-            **self.attention.destinations(f"{prefix}self_attn."),
-            f"{prefix}post_attention_layernorm.weight": self.mlp_norm,
-            **self.mlp.destinations(f"{prefix}mlp."),
-        }
 
 
 def add_norm(
@@ -55,20 +158,25 @@ def add_norm(
 
 
 class Decoder:
-    """Native `CausalLM`: fill all `destinations()`, then call `pack`."""
+    """Native `CausalLM`: fill all `destinations`, then call `pack`."""
 
     is_capturable = True
 
     def __init__(self, config: ModelConfig, *, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        weights = Weights(dtype, device)
         self.config = config
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = [DecoderLayer(config, i, dtype=dtype, device=device) for i in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size, dtype=dtype, device=device)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype, device=device)
+        self.embedding = weights.tensor("model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, layer, weights) for layer in range(config.num_layers)]
+        self.norm = weights.tensor("model.norm", config.hidden_size)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.embedding
+            self.lm_head = Linear(self.embedding)
+            weights.linears.append(self.lm_head)
+        else:
+            self.lm_head = weights.linear("", config.hidden_size, {"lm_head": config.vocab_size})
         self.cos_sin = cos_sin_table(config.rope, config.head_dim, max_model_len, device)
-        self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations().values())
+        self.destinations = weights.by_name
+        self.weights_bytes = sum(tensor.nbytes for tensor in self.destinations.values())
+        self._linears = weights.linears
 
     @property
     def shape(self) -> ModelShape:
@@ -78,23 +186,15 @@ class Decoder:
             config.intermediate_size,
         )  # fmt: skip
 
-    def destinations(self) -> dict[str, torch.Tensor]:
-        """Map names of a Hugging Face checkpoint to tensors; parts of a fused matrix are views."""
-        parts = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
-        for i, layer in enumerate(self.layers):
-            parts |= layer.destinations(f"model.layers.{i}.")
-        if not self.config.tie_word_embeddings:
-            parts |= self.lm_head.destinations(("lm_head",), (self.config.vocab_size,))
-        return parts
-
     def ignores(self, name: str) -> bool:
-        """True for tables of old exports and the copy of a tied matrix."""
+        """Return whether this is a table of an old export, or the copy of a tied matrix."""
         return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
 
     def pack(self) -> None:
-        for layer in self.layers:
+        """Lay weights out for computation; forget `destinations`, whose memory is freed matrix by matrix."""
+        self.destinations.clear()
+        for layer in self._linears:
             layer.pack()
-        self.lm_head.pack()
 
     def forward(
         self,

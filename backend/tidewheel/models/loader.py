@@ -8,13 +8,12 @@ import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import CausalLM, Progress
-from tidewheel.models.config import parse_config
-from tidewheel.models.config_file import Fields, architecture
+from tidewheel.models.architectures import NativeTraits, native_traits
+from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.decoder import Decoder
-from tidewheel.models.registry import NativeTraits, native_traits
-from tidewheel.models.room import check_weights_fit
-from tidewheel.models.weights import STAGE, checkpoint_files, fill_random, load_weights
+from tidewheel.models.decoder_config import parse_config
+from tidewheel.models.model_folder import Fields, architecture
+from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, fill_random, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class LoadedModel(NamedTuple):
 def load_model(
     folder: Path, fields: Fields, config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> LoadedModel:
-    """Check `config.json` and file headers before reading. Raise `ConfigError` with one line."""
+    """Raise `ConfigError` with one line."""
     name = architecture(fields)
     traits = native_traits(fields)
     progress(STAGE, 0.0)
@@ -76,9 +75,9 @@ def _load_native(
     except RuntimeError as error:  # torch's CPU allocator has no error class of its own; CUDA's is a subclass
         raise ConfigError(f"{folder}: the weights do not fit into the memory of {device} as {dtype}") from error
     if config.load_format == "dummy":
-        fill_random(decoder.destinations(), config.seed, progress)
+        fill_random(decoder.destinations, config.seed, progress)
     else:
-        load_weights(files, decoder.destinations(), progress, ignored=decoder.ignores)
+        load_weights(files, decoder.destinations, progress, ignored=decoder.ignores)
     decoder.pack()
     return LoadedModel(decoder, shape.architecture, max_model_len)
 

@@ -1,4 +1,4 @@
-"""Safetensors files, validated before use.
+"""Safetensors files: validated, and read in chunks of bounded size.
 
 Layout: 8 bytes little endian length n, n bytes of JSON header, then data. The header maps names to dtype, shape and
 byte range; the ranges tile the data exactly (https://huggingface.co/docs/safetensors).
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
+MAX_PARTS = 512  # per read: preadv(2) takes 1,024 buffers
 
 
 class HeaderError(ValueError):
@@ -44,8 +47,6 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """Names, shapes and places of tensors in a validated file."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -69,8 +70,7 @@ class SafetensorsFile:
         return sum(math.prod(entry.shape) for entry in self.entries.values())
 
     def in_order(self) -> list[tuple[str, TensorEntry]]:
-        """Return names and entries in file order."""
-        return sorted(self.entries.items(), key=lambda item: (item[1].begin, item[1].end))
+        return _in_order(self.entries)
 
 
 def _header_size(prefix: bytes, file_size: int) -> int:
@@ -85,7 +85,7 @@ def _header_size(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, data_size: int) -> dict[str, TensorEntry]:
-    """Return entries by name. `data_size` counts the bytes after the header. Raise `HeaderError`."""
+    """Return entries by name; `data_size` counts the bytes after the header."""
     try:
         value = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
@@ -127,13 +127,84 @@ def _sizes(name: str, key: str, value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _in_order(entries: dict[str, TensorEntry]) -> list[tuple[str, TensorEntry]]:
+    return sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end))
+
+
 def _check_tiling(entries: dict[str, TensorEntry], data_size: int) -> None:
-    """Require ranges that touch each other and fill the data, without overlap."""
     position = 0
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+    for name, entry in _in_order(entries):
         if entry.begin != position:
             problem = "overlaps what is before it" if entry.begin < position else "leaves a hole before it"
             raise HeaderError(f"the data of {name!r} {problem}")
         position = entry.end
     if position != data_size:
         raise HeaderError(f"its tensors need {position} bytes of data, the file has {data_size}")
+
+
+class Part(NamedTuple):
+    begin: int  # bytes from the start of the file's data
+    end: int
+    dtype: torch.dtype  # in the file
+    destination: torch.Tensor  # flat view [n], of its own dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Contiguous bytes of a file; parts start at multiples of their element size from its start."""
+
+    file: SafetensorsFile
+    parts: tuple[Part, ...]
+
+    @property
+    def begin(self) -> int:
+        return self.parts[0].begin
+
+    @property
+    def size(self) -> int:
+        return self.parts[-1].end - self.parts[0].begin
+
+    @property
+    def is_converted(self) -> bool:
+        return any(part.dtype != part.destination.dtype for part in self.parts)
+
+
+def plan_chunks(
+    files: Iterable[SafetensorsFile], destinations: Mapping[str, torch.Tensor], max_bytes: int
+) -> list[Chunk]:
+    """Return reads of at most `max_bytes` (a multiple of 8), in file order, for every destination."""
+    return [
+        Chunk(file, parts) for file in files for parts in _grouped(_parts(file, destinations, max_bytes), max_bytes)
+    ]
+
+
+def _parts(file: SafetensorsFile, destinations: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[Part]:
+    for name, entry in file.in_order():
+        if name not in destinations:
+            continue
+        size = entry.dtype.itemsize
+        pieces = torch.split(destinations[name].view(-1), max_bytes // size)
+        begin = entry.begin
+        for piece in pieces:
+            end = begin + piece.numel() * size
+            if end > begin:
+                yield Part(begin, end, entry.dtype, piece)
+            begin = end
+
+
+def _grouped(parts: Iterable[Part], max_bytes: int) -> Iterator[tuple[Part, ...]]:
+    group: list[Part] = []
+    for part in parts:
+        if group and not _joins(group, part, max_bytes):
+            yield tuple(group)
+            group = []
+        group.append(part)
+    if group:
+        yield tuple(group)
+
+
+def _joins(group: list[Part], part: Part, max_bytes: int) -> bool:
+    first = group[0].begin
+    is_aligned = (part.begin - first) % part.dtype.itemsize == 0
+    fits = part.end - first <= max_bytes and len(group) < MAX_PARTS
+    return part.begin == group[-1].end and is_aligned and fits

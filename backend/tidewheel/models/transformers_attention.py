@@ -1,4 +1,4 @@
-"""transformers' attention interface, pointed at the paged cache.
+"""transformers' attention interface, pointed at the paged cache, and the proof that this computes the same.
 
 The library passes the layer but not the step, and many models drop keyword arguments. So a model's layers share a
 slot with the running step's attention.
@@ -8,21 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from tidewheel.models.base import KVLayer
+from tidewheel.errors import ConfigError
+from tidewheel.models.causal_lm import KVLayer
+from tidewheel.models.model_folder import one_line
 from tidewheel_kernels import AttentionMetadata, paged_attention, write_kv_cache
 
 IMPLEMENTATION = "tidewheel"  # name in transformers of `attention_forward`
 _SLOT = "tidewheel_attention"  # attribute of every module after `install`
+NO_INTERFACE = "its attention does not go through transformers' interface"
+NUM_TOKENS = 16
+# Limit of the RMS difference of logits, relative to their RMS.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+# Bookkeeping arguments; any other one that is set changes the attention.
+HARMLESS = frozenset({
+    "cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states", "output_router_logits",
+    "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
+})  # fmt: skip
 
 
 class AttentionCall(NamedTuple):
-    """Attention call of one layer."""
-
     module: torch.nn.Module
     query: torch.Tensor  # [1, num_q_heads, T, head_dim], rotated
     key: torch.Tensor  # [1, num_kv_heads, T, head_dim], rotated
@@ -31,7 +41,7 @@ class AttentionCall(NamedTuple):
     sliding_window: int  # 0: off
     soft_cap: float  # 0: off
     mask: object
-    others: dict[str, object]  # keyword arguments that paged attention does not use
+    others: dict[str, object]  # other keyword arguments
 
     @property
     def layer(self) -> int:
@@ -48,14 +58,13 @@ class AttentionHook(Protocol):
 
 
 class AttentionSlot:
-    """Attention of a model's running step. One thread only."""
+    """Attention of a model's running step, on one thread."""
 
     def __init__(self) -> None:
         self._hook: AttentionHook | None = None
 
     @contextmanager
     def holding(self, hook: AttentionHook) -> Iterator[None]:
-        """Use `hook` in all layers within the context."""
         self._hook = hook
         try:
             yield
@@ -70,7 +79,6 @@ class AttentionSlot:
 
 
 def install(model: torch.nn.Module) -> AttentionSlot:
-    """Return a slot shared by the layers of `model` only."""
     slot = AttentionSlot()
     for module in model.modules():
         setattr(module, _SLOT, slot)
@@ -88,7 +96,7 @@ def attention_forward(
     softcap: float | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """Called by transformers, which sets the signature."""
+    """Attend; transformers calls this and sets the signature."""
     slot: AttentionSlot = getattr(module, _SLOT)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(
@@ -101,8 +109,6 @@ AttentionInterface.register(IMPLEMENTATION, attention_forward)
 
 
 class PagedAttention:
-    """Writes each layer's keys and values to its cache, then attends over it."""
-
     def __init__(self, meta: AttentionMetadata, kv_layers: Sequence[KVLayer]) -> None:
         self._meta = meta
         self._kv_layers = kv_layers
@@ -115,3 +121,105 @@ class PagedAttention:
             query, k_cache, v_cache, self._meta,
             scale=call.scale, sliding_window=call.sliding_window, soft_cap=call.soft_cap,
         )  # fmt: skip
+
+
+class Probe(PagedAttention):
+    """Attention of one sequence, with a cache made at each layer's first call."""
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        self.caches: dict[int, KVLayer] = {}
+        self._config = config
+        super().__init__(_one_sequence(device), self.caches)  # type: ignore[arg-type]
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.layer in self.caches:
+            raise ValueError(f"layer {call.layer} attends twice")
+        _check_call(call, _expected_window(self._config, call.layer))
+        num_kv_heads, head_dim = call.key.shape[1], call.key.shape[3]
+        shape = (1, NUM_TOKENS, num_kv_heads, head_dim)  # one block
+        self.caches[call.layer] = (call.key.new_zeros(shape), call.key.new_zeros(shape))
+        return super().attend(call)
+
+
+def _expected_window(config: Any, layer: int) -> int | None:
+    """Return a layer's sliding window: 0 for none, None if `config` does not say."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return window if kinds[layer] == "sliding_attention" else 0
+    if hasattr(config, "use_sliding_window"):
+        return window if config.use_sliding_window else None
+    return window
+
+
+def _one_sequence(device: torch.device) -> AttentionMetadata:
+    bounds, length = np.array([0, NUM_TOKENS], dtype=np.int32), np.array([NUM_TOKENS], dtype=np.int32)
+    return AttentionMetadata(
+        slot_mapping=torch.arange(NUM_TOKENS, device=device),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.from_numpy(bounds).to(device),
+        seq_lens=torch.from_numpy(length).to(device),
+        max_seqlen_q=NUM_TOKENS,
+        max_seq_len=NUM_TOKENS,
+        num_decodes=0,
+        cu_seqlens_q_cpu=bounds,
+        seq_lens_cpu=length,
+    )
+
+
+def _check_call(call: AttentionCall, window: int | None) -> None:
+    others = [key for key, value in call.others.items() if key not in HARMLESS and value is not None]
+    if others:
+        raise ValueError(f"its attention takes {', '.join(sorted(others))}, which paged attention does not know")
+    if call.mask is not None:
+        raise ValueError("it makes an attention mask of its own")
+    if not getattr(call.module, "is_causal", True) or call.others.get("is_causal") is False:
+        raise ValueError("its attention is not causal")
+    if call.key.shape != call.value.shape:
+        raise ValueError("its values are not as wide as its keys")
+    if window is not None and call.sliding_window != window:
+        raise ValueError(f"layer {call.layer} has a window of {call.sliding_window}, its configuration says {window}")
+
+
+class ProbeResult(NamedTuple):
+    kv_shapes: list[tuple[int, int]]  # num_kv_heads and head_dim of each layer
+    vocab_size: int  # width of the logits
+
+
+def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> ProbeResult:
+    """Run a few tokens with paged attention and with transformers' own; raise `ConfigError` if the logits differ.
+
+    This finds biases, sinks and masks that do not arrive as arguments.
+    """
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, model.config.vocab_size, (1, NUM_TOKENS), generator=generator).to(device)
+    inputs = {
+        "input_ids": token_ids,
+        "position_ids": torch.arange(NUM_TOKENS, device=device).unsqueeze(0),
+        "use_cache": False,
+    }
+    probed = Probe(model.config, device)
+    try:
+        with slot.holding(probed):
+            paged = model(**inputs).logits.float()
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{name} cannot run with paged attention: {one_line(error)}") from error
+    if not probed.caches:
+        raise ConfigError(f"{name} is not offered: {NO_INTERFACE}")
+    layers = sorted(probed.caches)
+    if layers != list(range(model.config.num_hidden_layers)):
+        raise ConfigError(f"{name} is not offered: {len(layers)} of {model.config.num_hidden_layers} layers attend")
+    model.set_attn_implementation("eager")
+    difference = _relative_difference(paged, model(**inputs).logits.float())
+    model.set_attn_implementation(IMPLEMENTATION)
+    limit = TOLERANCE[model.dtype]
+    if not difference <= limit:
+        raise ConfigError(
+            f"{name} is not offered: paged attention changes its logits by {difference:.2g}, at most {limit} is right"
+        )
+    keys = [probed.caches[layer][0] for layer in layers]
+    return ProbeResult([(key.shape[2], key.shape[3]) for key in keys], paged.shape[-1])
+
+
+def _relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((values - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-20))

@@ -11,14 +11,11 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import KVLayer, ModelShape, Progress
-from tidewheel.models.config_file import Fields, architecture, one_line
-from tidewheel.models.registry import NATIVE
-from tidewheel.models.room import check_weights_fit
-from tidewheel.models.transformers_attention import IMPLEMENTATION, PagedAttention, install
-from tidewheel.models.transformers_checks import check_class, check_config
-from tidewheel.models.transformers_probe import NO_INTERFACE, probe
-from tidewheel.models.weights import STAGE, checkpoint_files, named
+from tidewheel.models.architectures import NATIVE, check_class, check_config
+from tidewheel.models.causal_lm import KVLayer, ModelShape, Progress
+from tidewheel.models.model_folder import Fields, architecture, one_line
+from tidewheel.models.transformers_attention import IMPLEMENTATION, NO_INTERFACE, PagedAttention, install, probe
+from tidewheel.models.weights import STAGE, check_weights_fit, checkpoint_files, named
 from tidewheel_kernels import AttentionMetadata
 
 # A checkpoint must not choose its implementation: some fetch code.
@@ -63,7 +60,7 @@ class TransformersModel:
 
 
 def transformers_config(fields: Fields) -> tuple[Any, Any]:
-    """Return the checked class and configuration, without touching weights."""
+    """Return the checked class and configuration."""
     name = architecture(fields)
     if name not in _names():
         raise ConfigError(
@@ -97,7 +94,7 @@ def load_transformers_model(
     progress: Progress,
     dummy_seed: int | None = None,
 ) -> TransformersModel:
-    """Load the model, with random weights on the device if `dummy_seed` is given."""
+    """Load the model, with random weights if `dummy_seed` is given."""
     if dummy_seed is None:
         files = checkpoint_files(folder)  # validate every file before the library reads it
         check_weights_fit(sum(file.num_elements for file in files) * dtype.itemsize, dtype, device)

@@ -1,4 +1,7 @@
-"""Threaded reading of checkpoint chunks, in order and bounded memory."""
+"""Threaded reading of checkpoint chunks, into host memory or through a pinned ring, in order and bounded memory.
+
+Files are read with preadv(2): if one shrinks, a read comes back short, where a mapping ends the process (SIGBUS).
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,142 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.weight_carrier import Carrier, CudaLane, HostCarrier, RingCarrier
-from tidewheel.models.weight_plan import Chunk
+from tidewheel.models.safetensors_file import Chunk, Part
 
-# Eight readers outrun a PCIe 5.0 x16 link; slots are large enough that copying dominates.
-MAX_READERS = 8
+MAX_READERS = 8  # outrun a PCIe 5.0 x16 link
 SLOT_BYTES = 8 << 20
 SLOTS_PER_READER = 2  # one is read while the other is copied
+
+
+class Carrier(Protocol):
+    """Way of chunks to tensors. Chunk i may be read after chunk ``i - num_slots`` is delivered."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
+        """Wait for free memory and return a chunk's buffers. Any thread."""
+
+    def deliver(self, index: int, chunk: Chunk) -> None:
+        """Start to bring a read chunk to its destinations. One thread, in order."""
+
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+
+
+class HostCarrier:
+    """Carrier to host memory: read directly, or through a buffer if the dtype changes."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._read: dict[int, torch.Tensor] = {}
+
+    def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
+        if not chunk.is_converted:
+            return [_bytes(part.destination) for part in chunk.parts]
+        self._read[index] = memory = torch.empty(chunk.size, dtype=torch.uint8)
+        return [_bytes(memory)]
+
+    def deliver(self, index: int, chunk: Chunk) -> None:
+        if chunk.is_converted:
+            memory = self._read.pop(index)
+            for part in chunk.parts:
+                part.destination.copy_(_source(memory, chunk, part))
+
+    def finish(self) -> None:
+        pass
+
+
+class Event(Protocol):
+    def synchronize(self) -> None:
+        """Wait until the device reaches the event."""
+
+
+class Lane(Protocol):
+    """Queue of copies to a device, and their host memory."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return [num_bytes] uint8 that the device can read. Any thread."""
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """Queue a copy, converting the dtype."""
+
+    def mark(self) -> Event:
+        """Return an event after everything queued so far."""
+
+    def finish(self) -> None:
+        """Wait for all queued work; later computation comes after it."""
+
+
+class RingCarrier:
+    """Carrier to a device, through slots that are reused after the device has copied them."""
+
+    def __init__(self, lane: Lane, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self._lane = lane
+        self._slot_bytes = slot_bytes
+        self._slots: list[torch.Tensor | None] = [None] * num_slots
+        self._copied: list[Event | None] = [None] * num_slots
+
+    def buffers(self, index: int, chunk: Chunk) -> Sequence[memoryview]:
+        slot = index % self.num_slots
+        copied, memory = self._copied[slot], self._slots[slot]
+        if copied is not None:
+            copied.synchronize()
+        if memory is None:  # allocated on first read: a small model needs few slots
+            self._slots[slot] = memory = self._lane.allocate(self._slot_bytes)
+        return [_bytes(memory[: chunk.size])]
+
+    def deliver(self, index: int, chunk: Chunk) -> None:
+        slot = index % self.num_slots
+        memory = self._slots[slot]
+        assert memory is not None, "a chunk is read before it is delivered"
+        for part in chunk.parts:
+            self._lane.copy(_source(memory, chunk, part), part.destination)
+        self._copied[slot] = self._lane.mark()
+
+    def finish(self) -> None:
+        self._lane.finish()
+
+
+class CudaLane:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # A destination's memory may have been used, and freed, on the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.device(self._device):  # the current device is a property of each thread
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            if source.dtype != destination.dtype:
+                source = source.to(self._device, non_blocking=True)
+            destination.copy_(source, non_blocking=True)
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # readers sleep, not spin
+        event.record(self._stream)
+        return event
+
+    def finish(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._stream.synchronize()
+
+
+def _source(memory: torch.Tensor, chunk: Chunk, part: Part) -> torch.Tensor:
+    return memory[part.begin - chunk.begin : part.end - chunk.begin].view(part.dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.view(torch.uint8).numpy().data
 
 
 def num_readers() -> int:
@@ -33,10 +161,9 @@ def carrier_to(device: torch.device) -> Carrier:
 
 
 def stream_chunks(chunks: Sequence[Chunk], carrier: Carrier, delivered: Callable[[Chunk], None]) -> None:
-    """Read, deliver and report every chunk; return when all have arrived.
+    """Read, deliver and report every chunk; wait for all.
 
-    Raise `ConfigError`, naming the file, if it cannot be read or ends early. On any error reading stops and no thread
-    is left.
+    Raise `ConfigError`, naming the file, if it cannot be read or ends early. No thread is left.
     """
     reading: deque[tuple[int, Chunk, Future[None]]] = deque()
 
@@ -98,7 +225,6 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _from(buffers: Sequence[memoryview], skipped: int) -> list[memoryview]:
-    """Return the buffers without their first `skipped` bytes."""
     rest = []
     for buffer in buffers:
         if skipped < len(buffer):

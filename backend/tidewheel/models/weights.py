@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import Progress
-from tidewheel.models.config_file import read_json
-from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weight_plan import Chunk, plan_chunks
+from tidewheel.models.causal_lm import Progress
+from tidewheel.models.model_folder import read_json
+from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunks
 from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
 
+GIB = 1 << 30
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STAGE = "weights"
@@ -22,8 +22,32 @@ RANDOM_STD = 0.02
 NUM_NAMED = 3  # names in an error before it only counts
 
 
+def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` with what would fit on a GPU; host memory can grow."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if num_bytes <= free:
+        return
+    needed = f"the weights need {_gib(num_bytes)} as {str(dtype).removeprefix('torch.')}"
+    room = f"{torch.cuda.get_device_name(device)} has {_gib(free)} free of {_gib(total)}"
+    raise ConfigError(f"{needed}, and {room}: {_what_would_fit(num_bytes, dtype, free, total)}")
+
+
+def _what_would_fit(num_bytes: int, dtype: torch.dtype, free: int, total: int) -> str:
+    halved = num_bytes * torch.bfloat16.itemsize // dtype.itemsize
+    if dtype.itemsize > torch.bfloat16.itemsize and halved <= free:
+        return f"set dtype to 'bfloat16', which needs {_gib(halved)}"
+    if num_bytes <= total:
+        return f"{_gib(total - free)} are in use; stop what else runs on this GPU, or use another"
+    return f"use a GPU with more than {_gib(num_bytes)}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
-    """Return a checkpoint's validated files: one, or those in its index."""
     if (folder / INDEX_NAME).is_file():
         paths = _indexed_paths(folder)
     elif (folder / SINGLE_NAME).is_file():
@@ -57,10 +81,9 @@ def load_weights(
     *,
     ignored: Callable[[str], bool],
 ) -> None:
-    """Copy every tensor to its destination, converting the dtype.
+    """Copy every tensor to its contiguous destination, converting the dtype.
 
-    Destinations are contiguous, on one device, and filled once in their own shape. Raise `ConfigError` for tensors
-    without one, except `ignored` ones.
+    Raise `ConfigError` for a missing tensor, and for one without a destination unless it is `ignored`.
     """
     files = list(files)
     _check_names(files, destinations, ignored)
@@ -79,7 +102,6 @@ def load_weights(
 def _check_names(
     files: list[SafetensorsFile], destinations: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
 ) -> None:
-    """Check all headers before the first byte is read."""
     where = files[0].path.parent
     seen: set[str] = set()
     for file in files:
@@ -106,17 +128,13 @@ def _check_names(
 
 
 def named(names: Iterable[str]) -> str:
-    """Return a few names, then how many more."""
     ordered = sorted(names)
     rest = len(ordered) - NUM_NAMED
     return ", ".join(ordered[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def fill_random(destinations: Mapping[str, torch.Tensor], seed: int, progress: Progress) -> None:
-    """Fill weights for speed tests, equal for equal names, shapes, seed and device model, in any order.
-
-    One launch per tensor, in its dtype on its device: nothing crosses the bus.
-    """
+    """Fill weights on their device, equal for equal names, shapes, seed and device model, in any order."""
     generator = torch.Generator(next(iter(destinations.values())).device)
     for count, (name, tensor) in enumerate(destinations.items(), 1):
         if name.endswith("norm.weight"):

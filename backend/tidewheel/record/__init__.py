@@ -1,1 +1,1 @@
-"""Recording of scheduling decisions, for replays and for cost models."""
+"""Recordings of scheduling decisions."""

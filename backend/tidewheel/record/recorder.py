@@ -1,18 +1,19 @@
-"""Recorder of a scheduler's calls and decisions, for `replay`."""
+"""Recorder of a scheduler's calls and decisions."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import BinaryIO
 
 import numpy as np
 
-from tidewheel import __version__
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.record.events import (
+from tidewheel.record.recorded_events import (
     ORDINARY_TOKEN,
     SCHEMA,
     STOP_TOKEN,
@@ -28,28 +29,52 @@ from tidewheel.record.events import (
     Scheduled,
     SessionClosed,
     encoder,
+    step_features,
 )
-from tidewheel.record.prefix_names import PrefixNames
-from tidewheel.record.step_features import step_features
 from tidewheel.request import Request
+from tidewheel.version import __version__
 
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 28
 FLUSH_BYTES = 1 << 20
+_STATE_BYTES = 16
+_LARGEST_NAME = 2**31 - 1
 
 
+class PrefixNames:
+    """Names of tokens: 31 of the 128 bits of a hash of the whole prefix that the token ends.
+
+    BLAKE2b (RFC 7693) is chained from a random secret that is never written, so guesses at a prompt cannot be tested.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self.root = os.urandom(_STATE_BYTES) if secret is None else secret
+
+    def extend(self, state: bytes, token_ids: Iterable[int]) -> tuple[bytes, list[int]]:
+        """Return the state after these tokens, and their names; `root` is the state of no token."""
+        names = []
+        for token_id in token_ids:
+            state = blake2b(state + token_id.to_bytes(4, "little"), digest_size=_STATE_BYTES).digest()
+            names.append(max(int.from_bytes(state[:4], "little") & _LARGEST_NAME, ORDINARY_TOKEN + 1))
+        return state, names
+
+    def word(self, text: str) -> str:
+        """Return a name for a word; the empty one stays empty."""
+        if not text:
+            return ""
+        return blake2b(text.encode("utf-8", "surrogatepass"), key=self.root, digest_size=8).hexdigest()
+
+
+@dataclass(slots=True)
 class _Stream:
-    __slots__ = ("request_id", "state", "stop_token_ids")
-
-    def __init__(self, request_id: str, state: bytes, stop_token_ids: Collection[int]) -> None:
-        self.request_id = request_id
-        self.state = state
-        self.stop_token_ids = stop_token_ids
+    request_id: str
+    state: bytes
+    stop_token_ids: Collection[int]
 
 
 class Recorder:
-    """Recording in one file, complete whenever the engine is idle; a write error ends only the recording."""
+    """Recording in a file, complete when the engine is idle; a write error ends only the recording."""
 
     def __init__(
         self,
@@ -61,7 +86,7 @@ class Recorder:
         named_tenants: Collection[str] = (),
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Record token names only `with_contents`: prefix caching makes decisions depend on them."""
+        """Name tokens only `with_contents`: with prefix caching, decisions depend on them."""
         self._file: BinaryIO | None = file
         self._names = PrefixNames()
         self._with_contents = with_contents
@@ -180,7 +205,7 @@ class Recorder:
         return name if name in self._named_tenants else self._names.word(name)
 
     def _token_names(self, streams: list[_Stream], sampled: SampledTokens, delivered: Collection[str]) -> bytes:
-        """Return int32 names by row; undelivered tokens, of rows reassigned in flight, are ordinary."""
+        """Return int32 names by row; tokens of rows reassigned in flight are ordinary."""
         names = [
             self._token_name(stream, token_id) if stream.request_id in delivered or token_id < 0 else ORDINARY_TOKEN
             for stream, token_id in zip(streams, sampled.token_ids.tolist(), strict=True)
@@ -206,17 +231,11 @@ class Recorder:
 
 
 def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool) -> Scheduled:
-    features = step_features(batch)
     return Scheduled(
-        now=now,
-        expired=expired,
-        step_id=batch.step_id,
-        num_rows=features.num_rows,
-        num_tokens=features.num_tokens,
-        num_samples=features.num_samples,
-        num_new_rows=features.num_new_rows,
-        kv_tokens=features.kv_tokens,
-        chunk_pairs=features.chunk_pairs,
+        now,
+        expired,
+        batch.step_id,
+        *step_features(batch),
         digest=batch_digest(batch),
         new_requests=[new.request_id for new in batch.new_rows],
         freed_rows=batch.freed_rows.tolist(),
@@ -224,7 +243,7 @@ def describe_batch(now: float, batch: ScheduledBatch, *, expired: bool) -> Sched
 
 
 def batch_digest(batch: ScheduledBatch) -> str:
-    """Return a digest of all columns and new rows, token values left out."""
+    """Return a digest of columns and new rows, without token ids."""
     digest = blake2b(digest_size=8)
     for name in _COLUMNS:
         column = getattr(batch, name)

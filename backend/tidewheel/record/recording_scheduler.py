@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.errors import NotFound, TidewheelError
+from tidewheel.errors import TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.record.recorder import Recorder
 from tidewheel.request import FinishReason, Request
@@ -48,12 +48,13 @@ class RecordingScheduler(Scheduler):
         return ended
 
     def close_session(self, tenant: str, session_id: str) -> None:
+        was_there = False
         try:
             super().close_session(tenant, session_id)
-        except NotFound:
-            self._closed(tenant, session_id, was_there=False)
-            raise
-        self._closed(tenant, session_id, was_there=True)
+            was_there = True
+        finally:
+            if self._recorder.is_open:
+                self._recorder.session_closed(tenant, session_id, was_there=was_there)
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         batch = super().schedule(now)
@@ -68,7 +69,3 @@ class RecordingScheduler(Scheduler):
             if not self.has_unfinished:
                 self._recorder.flush()
         return outputs
-
-    def _closed(self, tenant: str, session_id: str, *, was_there: bool) -> None:
-        if self._recorder.is_open:
-            self._recorder.session_closed(tenant, session_id, was_there=was_there)

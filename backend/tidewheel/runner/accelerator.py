@@ -1,18 +1,97 @@
-"""Asynchronous device: pinned memory, events and graphs."""
+"""Asynchronous device: pinned memory, events and CUDA graphs.
+
+Graphs freeze host values, control flow, and addresses of inputs and outputs; captured functions draw nothing random.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
 
 import torch
 
-from tidewheel.runner.cuda_graphs import CudaGraphPool, GraphPool
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+class Captured(NamedTuple):
+    graph: Graph
+    output: torch.Tensor  # in pool memory; the last replay's result
+
+
+class GraphPool(Protocol):
+    """Graphs whose replays may overwrite each other's results, except tensors held at their capture."""
+
+    num_bytes: int  # device memory of all captures
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+        """Run `function` at least once, then capture it in the same inference mode."""
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an alias that does not keep the memory from later captures."""
+
+
+class CudaGraphPool:
+    """Captures on a side stream, whose cuBLAS workspace belongs to the graphs."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = stream
+        self.num_bytes = 0
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+        """Run `function` to compile and allocate, capture it, and replay it to load the graph."""
+        self._run_on_stream(function)
+        free_before, _ = torch.cuda.mem_get_info(self._device)
+        captured = self._capture(function)
+        self._run_on_stream(captured.graph.replay)
+        free_after, _ = torch.cuda.mem_get_info(self._device)
+        self.num_bytes += max(free_before - free_after, 0)  # another program may have freed memory
+        return captured
+
+    def _run_on_stream(self, function: Callable[[], object]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            function()
+        self._stream.synchronize()
+
+    def _capture(self, function: Callable[[], torch.Tensor]) -> Captured:
+        """Capture. `torch.cuda.graph` would collect garbage too: a minute for all graphs, not half a second."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may use the device
+            try:
+                output = function()
+            except BaseException:
+                with suppress(RuntimeError):  # it only repeats that the error ended the capture
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return Captured(graph, output)
+
+    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Alias through the CUDA array interface, which has no bfloat16."""
+        integers = torch.as_tensor(_Address(tensor), device=tensor.device)
+        return integers.view(tensor.dtype)
+
+
+class _Address:
+    """Version 3 of https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.itemsize}",
+            "data": (tensor.data_ptr(), False),
+            "strides": tuple(tensor.itemsize * stride for stride in tensor.stride()),
+            "version": 3,
+        }
 
 
 class Event(Protocol):
-    """Point in the device's queue."""
-
     def record(self) -> None: ...
 
     def synchronize(self) -> None:
@@ -26,7 +105,7 @@ class Accelerator(Protocol):
     def device(self) -> torch.device: ...
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory for copies that do not block."""
+        """Return host memory whose copies do not block."""
 
     def event(self) -> Event: ...
 
@@ -49,5 +128,5 @@ class Cuda:
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return None for a CPU, whose calls return finished results."""
+    """Return None for a CPU."""
     return Cuda(device) if device.type == "cuda" else None

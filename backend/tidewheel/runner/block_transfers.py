@@ -11,7 +11,7 @@ import torch
 
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import InternalError
-from tidewheel.runner.host_blocks import HostBlocks
+from tidewheel.runner.host_slots import HostBlocks
 from tidewheel.runner.kv_tensors import KVTensors
 
 NUM_TIMED_BLOCKS = 8
@@ -25,12 +25,10 @@ class Side(Protocol):
         """Make later computation wait for all copies."""
 
     def synchronize(self) -> None:
-        """Wait on the host for all copies."""
+        """Make the host wait for all copies."""
 
 
 class SameThread:
-    """CPU copies, done when they return."""
-
     def running(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -42,8 +40,6 @@ class SameThread:
 
 
 class SideStream:
-    """CUDA stream for copies, ordered by events without blocking the host."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -66,8 +62,7 @@ def side_of(device: torch.device) -> Side:
 class BlockTransfers:
     """Copies out of the cache, then into it, then inside it, before a batch computes.
 
-    The computation waits for copies in. It waits for copies out only if the batch rewrites their blocks; otherwise
-    the next batch waits.
+    The next batch waits for copies out; this one does only if it has copies in, or rewrites blocks that go out.
     """
 
     def __init__(self, kv: KVTensors, host: HostBlocks | None, side: Side | None = None) -> None:
@@ -77,7 +72,7 @@ class BlockTransfers:
         self._is_writing_out = False
 
     def start(self, batch: ScheduledBatch) -> None:
-        """Start the batch's copies before its computation. Raise `InternalError` if the device refuses."""
+        """Raise `InternalError` if the device refuses."""
         try:
             self._start(batch)
         except RuntimeError as error:  # a retried step must not copy again: the pool may have changed
@@ -97,16 +92,13 @@ class BlockTransfers:
         with self._side.running():
             self._host.write_out(batch.swap_out_blocks, batch.swap_out_slots)
             self._host.read_in(batch.swap_in_slots, batch.swap_in_blocks)
-        if len(batch.swap_in_blocks) or _gives_away(batch):
+        if len(batch.swap_in_blocks) or _rewrites_swapped_out(batch):
             self._side.join()
         else:
             self._is_writing_out = True
 
     def seconds_per_block(self) -> float | None:
-        """Return the measured seconds to copy one block one way, or None without a host tier.
-
-        Overwrites cache blocks, so it may only run before the first batch.
-        """
+        """Measure a copy one way; return None without a host tier. Overwrites blocks: call before the first batch."""
         if self._host is None:
             return None
         count = min(NUM_TIMED_BLOCKS, self._host.num_slots, len(self._kv.blocks))
@@ -123,7 +115,6 @@ class BlockTransfers:
         self._side.synchronize()
 
 
-def _gives_away(batch: ScheduledBatch) -> bool:
-    """Return whether the batch rewrites a block that it swaps out."""
+def _rewrites_swapped_out(batch: ScheduledBatch) -> bool:
     taken = np.concatenate((batch.block_ids, batch.copy_targets))
     return bool(np.isin(batch.swap_out_blocks, taken).any())

@@ -1,8 +1,7 @@
 """CUDA graphs of decode-only steps for some batch sizes; a batch takes the next larger size.
 
 Each size has a forward pass and two samplers: greedy, or by row with all filters. Biases, penalties and
-log-probabilities run eagerly on the graph's logits, as do steps with prompts; whether piecewise graphs would pay is
-not measured.
+log-probabilities run eagerly on the graph's logits.
 """
 
 from __future__ import annotations
@@ -10,27 +9,25 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from tidewheel.batch import ScheduledBatch
-from tidewheel.models.base import Progress
-from tidewheel.runner.cuda_graphs import Captured, Graph, GraphPool
-from tidewheel.runner.forward import Bounds, Forward
-from tidewheel.runner.inputs import DeviceInputs, RowTable
+from tidewheel.models.causal_lm import Progress
+from tidewheel.runner.accelerator import Captured, Graph, GraphPool
+from tidewheel.runner.inputs import Bounds, DeviceInputs, RowTable
 from tidewheel.runner.sampler import draw_tokens
 from tidewheel.runner.sampling_plan import greedy_columns
 from tidewheel.runner.staging import Sender
 
 STAGE = "graphs"
+Forward = Callable[[DeviceInputs, Bounds], torch.Tensor]  # logits
 
 
 def decode_sizes(max_num_rows: int) -> list[int]:
-    """Return the captured sizes: 1, 2, 4, 8, 16, 24, …, `max_num_rows`.
-
-    They are 16 apart from 512 on, 24 from 768, and so on.
-    """
+    """Return 1, 2, 4, 8, 16, 24, … (16 apart from 512, 24 from 768, …), `max_num_rows`."""
     sizes, size = [], 1
     while size < max_num_rows:
         sizes.append(size)
@@ -55,8 +52,6 @@ class DecodeGraph(NamedTuple):
 
 
 class DecodeGraphs:
-    """Graphs captured largest first: smaller ones fit into their memory."""
-
     def __init__(self, pool: GraphPool, forward: Forward, rows: RowTable, sender: Sender, max_model_len: int) -> None:
         self._pool = pool
         self._forward = forward
@@ -66,7 +61,7 @@ class DecodeGraphs:
         self._of_count: list[DecodeGraph] = []  # index: number of rows - 1
 
     def capture(self, sizes: Sequence[int], progress: Progress) -> list[int]:
-        """Capture graphs, filling no row or block. Return bytes by size, largest first."""
+        """Capture, filling no row or block; return bytes by size, largest first: smaller ones reuse their memory."""
         taken: list[int] = []
         graphs: list[DecodeGraph] = []
         with _without_collections():
@@ -84,34 +79,26 @@ class DecodeGraphs:
         return taken
 
     def find(self, batch: ScheduledBatch) -> DecodeGraph | None:
-        """Return None if the step does more than decode and sample all rows, or has too many."""
+        """Return the graph of a step that only decodes and samples all its rows, if they are not too many."""
         count = len(batch.rows)
         if batch.num_decodes < count or count > len(self._of_count) or not batch.samples.all():
             return None
         return self._of_count[count - 1]
 
     def _captured(self, size: int) -> DecodeGraph:
-        sent = self._sender.send([self._rows.padding(size), greedy_columns(size)])
-        inputs, draw = DeviceInputs(*sent.group(0)), sent.group(1)
+        sent = self._sender.send({"inputs": self._rows.padding(size), "draw": greedy_columns(size)})
+        inputs, draw = DeviceInputs(*sent.group("inputs")), sent.group("draw")
         bounds = Bounds(max_seqlen_q=1, max_seq_len=self._max_model_len, num_decodes=size)
         forward = self._pool.capture(lambda: self._forward(inputs, bounds))
-        sampling = [self._sampling(forward.output, inputs, draw, any_sampled) for any_sampled in (False, True)]
-        greedy, drawn = (self._pool.capture(function) for function in sampling)
-        return DecodeGraph(
-            size, inputs, forward.graph, self._pool.unowned(forward.output),
-            greedy._replace(output=self._pool.unowned(greedy.output)),
-            drawn._replace(output=self._pool.unowned(drawn.output)),
-        )  # fmt: skip
 
-    def _sampling(
-        self, logits: torch.Tensor, inputs: DeviceInputs, draw: Sequence[torch.Tensor], any_sampled: bool
-    ) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            token_ids = draw_tokens(logits, draw, any_sampled=any_sampled)
+        def sample(any_sampled: bool) -> torch.Tensor:
+            token_ids = draw_tokens(forward.output, draw, (any_sampled,) * 4)
             self._rows.store(inputs.store_indices, token_ids)
             return token_ids
 
-        return run
+        captured = forward, *(self._pool.capture(partial(sample, any_sampled)) for any_sampled in (False, True))
+        logits, greedy, drawn = (Captured(graph, self._pool.unowned(output)) for graph, output in captured)
+        return DecodeGraph(size, inputs, logits.graph, logits.output, greedy, drawn)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Device and dtype, resolved once from settings and hardware."""
+"""Device and dtype, from settings and hardware."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from tidewheel.config import DType, EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import DTYPES
+from tidewheel.models.causal_lm import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def cuda_obstacle() -> str:
-    """Return why torch cannot use a GPU and what would help; empty if it can."""
+    """Return why torch cannot use a GPU and what would help, or nothing."""
     if torch.cuda.is_available():
         return ""
     if torch.version.cuda is None:
@@ -51,9 +51,8 @@ def cuda_obstacle() -> str:
 
 
 def _first_sentences(error: Exception) -> str:
-    """Return one line without the addresses that torch recommends."""
     text = " ".join(str(error).split())
-    return text.split(" Please ")[0].rstrip(". ")
+    return text.split(" Please ")[0].rstrip(". ")  # without the addresses that torch recommends
 
 
 def _check_capability(device: torch.device) -> None:
@@ -70,23 +69,19 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 
 def limit_threads(weights_bytes: int) -> None:
-    """Use one CPU thread if operations are too small to share.
-
-    More threads mostly wait for each other. When front end and tritonserver want the same cores, a descheduled thread
-    stops the step: 27 times slower was seen on 2 busy cores.
-    """
+    """Use one CPU thread for a small model: waiting for a second one made steps 27 times slower on two busy cores."""
     if weights_bytes < SMALL_MODEL_BYTES:
         torch.set_num_threads(1)
 
 
 def device_name(device: torch.device) -> str:
     if device.type == "cpu":
-        return f"cpu ({torch.get_num_threads()} threads)"
+        num_threads = torch.get_num_threads()
+        return f"cpu ({num_threads} thread{'' if num_threads == 1 else 's'})"
     return torch.cuda.get_device_name(device)
 
 
 def resolve_dtype(wanted: DType, checkpoint: str | None, device: torch.device) -> torch.dtype:
-    """Return the model's dtype; `checkpoint` is that of its files, if known."""
     name = wanted if wanted != "auto" else _automatic_dtype(checkpoint, device)
     logger.info(
         "dtype %s (setting %s, checkpoint %s, %s)", name, wanted, checkpoint or "unknown", device_name(device)
@@ -101,7 +96,7 @@ def _automatic_dtype(checkpoint: str | None, device: torch.device) -> str:
 
 
 def cpu_has_bf16(cpu_info: Path = CPU_INFO) -> bool:
-    """Return whether the CPU multiplies bfloat16 natively; else float32 is faster."""
+    """Return whether the CPU multiplies bfloat16 natively."""
     try:
         lines = cpu_info.read_text(errors="replace").splitlines()
     except OSError:

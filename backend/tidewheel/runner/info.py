@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerInfo:
-    """Facts about a loaded model, named as in `engine.messages.EngineInfo`. Memory in bytes."""
+class RunnerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a loaded model. Memory is in bytes. `engine.messages.EngineInfo` extends it."""
 
     model: str  # folder
     architecture: str
@@ -24,4 +23,4 @@ class RunnerInfo:
     num_host_blocks: int = 0  # in the host tier
     swap_seconds_per_block: float | None = None  # measured, one copy one way; None: no host tier
     graph_bytes: int = 0  # of decode steps, measured; 0: none
-    stage_seconds: dict[str, float] = field(default_factory=dict)  # by load stage, in order
+    stage_seconds: dict[str, float] = {}  # by load stage, in order

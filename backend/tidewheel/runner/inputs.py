@@ -1,4 +1,4 @@
-"""Scheduled columns as flat tensors of a forward pass, by vectorised numpy."""
+"""Inputs of a forward pass: scheduled columns as flat arrays, and as tensors with the rows' tokens and blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 
 from tidewheel.batch import Int32Array, ScheduledBatch
 from tidewheel.runner.staging import HostArray
-from tidewheel_kernels import TokenHistory
+from tidewheel_kernels import AttentionMetadata, TokenHistory
+from tidewheel_kernels.attention.metadata import HostInts
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -30,7 +31,7 @@ class HostInputs(NamedTuple):
 
 
 class DeviceInputs(NamedTuple):
-    """`HostInputs` as tensors, in the same order."""
+    """Tensors of `HostInputs`, in the same order."""
 
     token_indices: torch.Tensor
     positions: torch.Tensor
@@ -42,17 +43,27 @@ class DeviceInputs(NamedTuple):
     store_indices: torch.Tensor
 
 
+class Bounds(NamedTuple):
+    """Launch sizes: exact, or upper bounds in a graph."""
+
+    max_seqlen_q: int
+    max_seq_len: int
+    num_decodes: int
+    cu_seqlens_q: HostInts | None = None
+    seq_lens: HostInts | None = None
+
+    @classmethod
+    def exact(cls, batch: ScheduledBatch, host: HostInputs) -> Bounds:
+        longest_chunk, longest = int(batch.num_scheduled_tokens.max()), int(host.seq_lens.max())
+        return cls(longest_chunk, longest, batch.num_decodes, host.cu_seqlens_q, host.seq_lens)
+
+
 class RowTable:
     """Tokens and block table of every row.
 
-    Token ids live on the device. New rows are copied there once and sampled tokens are written in place, so a step
-    can be launched before the host has read the last one's tokens. An extra column holds the token sampled at the end
-    of a full context.
-
-    Block tables exist on the host, for the slots of new tokens, and on the device, for attention. Steps send only
-    changes. Padding uses an extra row that belongs to no request.
-
-    On a CPU (`shares_memory`) the device tables are the host tables, and nothing is sent.
+    Sampled tokens are written on the device, so a step can start before the host has read the last one's. An extra
+    column takes the token sampled at the end of a full context; an extra row serves padding. The host keeps block
+    tables too, for slots, and sends only changes. On a CPU (`shares_memory`) both tables are one.
     """
 
     def __init__(
@@ -71,25 +82,24 @@ class RowTable:
             self._device_tokens = torch.zeros(shape, dtype=torch.int32, device=device)
             self._device_blocks = torch.zeros(self._blocks.shape, dtype=torch.int32, device=device)
         self._flat_tokens = self._device_tokens.view(-1)
-        self._padding = self._make_padding(max_num_seqs)
+        self._padding = self.padding(max_num_seqs)
 
-    def _make_padding(self, size: int) -> HostInputs:
-        nobody = self._max_num_seqs * self._width
+    def padding(self, size: int) -> HostInputs:
+        """Return padding rows that decode and sample."""
+        first = self._max_num_seqs * self._width  # of the extra row
         return HostInputs(
-            token_indices=np.full(size, nobody),
+            token_indices=np.full(size, first),
             positions=np.zeros(size, dtype=np.int64),
             slot_mapping=np.full(size, -1),
             cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
             seq_lens=np.zeros(size, dtype=np.int32),
             rows=np.full(size, self._max_num_seqs, dtype=np.int32),
             logit_indices=np.arange(size),
-            store_indices=np.full(size, nobody + 1),
+            store_indices=np.full(size, first + 1),
         )
 
-    # --- on the host ----------------------------------------------------------------------------------------------
-
     def update(self, batch: ScheduledBatch) -> Sequence[HostArray]:
-        """Apply changes on the host; return the arrays for `apply`."""
+        """Change the host's tables; return the arrays for `apply`."""
         places = (batch.block_rows, batch.block_indices)
         if len(batch.block_rows):
             self._blocks[places] = batch.block_ids
@@ -127,7 +137,6 @@ class RowTable:
         )
 
     def _decode_inputs(self, rows: Int32Array, starts: Int32Array) -> HostInputs:
-        """Return inputs of rows that compute and sample one token each."""
         positions = starts.astype(np.int64)
         token_indices = rows.astype(np.int64) * self._width + positions
         return HostInputs(
@@ -145,10 +154,6 @@ class RowTable:
         blocks: Int64Array = self._blocks[rows, positions // self._block_size].astype(np.int64)
         return blocks * self._block_size + positions % self._block_size
 
-    def padding(self, num_rows: int) -> HostInputs:
-        """Return padding rows that decode and sample."""
-        return self._make_padding(num_rows)
-
     def padded(self, host: HostInputs, num_rows: int) -> HostInputs:
         """Pad decodes that all sample to `num_rows` rows."""
         extra = num_rows - len(host.rows)
@@ -157,10 +162,7 @@ class RowTable:
         pairs: Iterable[tuple[HostArray, HostArray]] = zip(host, self._padding, strict=True)
         return HostInputs(*(np.concatenate((column, fill[len(column) :][:extra])) for column, fill in pairs))
 
-    # --- on the device --------------------------------------------------------------------------------------------
-
     def apply(self, batch: ScheduledBatch, sent: Sequence[torch.Tensor]) -> None:
-        """Write `update`'s arrays into the device tables."""
         if not sent:
             return
         places, block_ids, token_ids = sent
@@ -173,19 +175,29 @@ class RowTable:
             first += count
 
     def block_tables(self, rows: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-        """Return block tables [n, max_blocks] int32.
+        """Return [n, max_blocks] int32."""
+        blocks = self._device_blocks
+        if self._shares_memory:  # elsewhere the width is constant, as other strides recompile kernels
+            blocks = blocks[:, : -(-max_seq_len // self._block_size)]
+        return blocks.index_select(0, rows)
 
-        On a CPU the longest row sets `max_blocks`; elsewhere it is constant, as other strides recompile kernels.
-        """
-        if not self._shares_memory:
-            return self._device_blocks.index_select(0, rows)
-        return self._device_blocks[:, : -(-max_seq_len // self._block_size)].index_select(0, rows)
+    def metadata(self, inputs: DeviceInputs, bounds: Bounds) -> AttentionMetadata:
+        return AttentionMetadata(
+            slot_mapping=inputs.slot_mapping,
+            block_tables=self.block_tables(inputs.rows, bounds.max_seq_len),
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            seq_lens=inputs.seq_lens,
+            max_seqlen_q=bounds.max_seqlen_q,
+            max_seq_len=bounds.max_seq_len,
+            num_decodes=bounds.num_decodes,
+            cu_seqlens_q_cpu=bounds.cu_seqlens_q,
+            seq_lens_cpu=bounds.seq_lens,
+        )
 
     def tokens_at(self, indices: torch.Tensor) -> torch.Tensor:
         return self._flat_tokens.index_select(0, indices)
 
     def history(self, store_indices: torch.Tensor) -> TokenHistory:
-        """Return the tokens before each store index."""
         return TokenHistory(self._flat_tokens, store_indices)
 
     def store(self, indices: torch.Tensor, token_ids: torch.Tensor) -> None:

@@ -1,9 +1,4 @@
-"""triton-lang's cache folder, and a check that it can compile.
-
-The folder is the first of these that is set or writable: `$TRITON_CACHE_DIR`, `$TRITON_HOME`,
-`$XDG_CACHE_HOME/tidewheel/kernels`, `~/.cache/tidewheel/kernels`, and `kernels` in the run directory, for users
-without a home, as in containers run under a numeric user.
-"""
+"""triton-lang's cache folder, and a check that it can compile."""
 
 from __future__ import annotations
 
@@ -20,10 +15,10 @@ from typing import Any
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.config_file import one_line
+from tidewheel.models.model_folder import one_line
 from tidewheel.private_dir import run_dir
 from tidewheel_kernels import copy_blocks
-from tidewheel_kernels.backend import preference_from_environment
+from tidewheel_kernels.choice import preference_from_environment
 from tidewheel_kernels.native.library import cache_folder as native_cache_folder
 
 logger = logging.getLogger(__name__)
@@ -32,7 +27,7 @@ TAKEN = ("out of memory", "busy or unavailable")  # CUDA errors if not even a fe
 
 
 class CompileLog:
-    """Listener for kernels compiled or loaded by triton-lang."""
+    """Listener of triton-lang."""
 
     def __init__(self) -> None:
         self.num_compiled = 0
@@ -40,7 +35,7 @@ class CompileLog:
         self._is_serving = False
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        """Called by triton-lang with `times` in microseconds."""
+        """Count a kernel; triton-lang calls this with `times` in microseconds."""
         if cache_hit:
             self.num_loaded += 1
         else:
@@ -51,16 +46,12 @@ class CompileLog:
             logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
 
     def begin_serving(self) -> None:
-        """Log the counts; warn of later compilations and loads."""
         self._is_serving = True
         logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
 
 
 def prepare_kernels(device: torch.device) -> CompileLog | None:
-    """Run one small kernel; return None if none will run.
-
-    Raise `ConfigError` with one line if triton-lang, a C compiler or a cache folder is missing.
-    """
+    """Run one small kernel; return None if none will run. Raise `ConfigError` if something to compile is missing."""
     if device.type != "cuda" or preference_from_environment() == "reference":
         return None
     if importlib.util.find_spec("triton") is None:
@@ -82,7 +73,10 @@ def _run_a_kernel(device: torch.device) -> None:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Raise `ConfigError` if a configured folder is not writable."""
+    """Return the folder by setting or in the home; without a home, one in the run directory.
+
+    Raise `ConfigError` if a configured folder is not writable.
+    """
     named = environment.get("TRITON_CACHE_DIR")
     if not named and environment.get("TRITON_HOME"):
         named = str(Path(environment["TRITON_HOME"]) / ".triton" / "cache")

@@ -11,17 +11,15 @@ import torch
 from tidewheel.batch import Int32Array
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import KVLayer, ModelShape
+from tidewheel.models.causal_lm import KVLayer, ModelShape
 from tidewheel_kernels import copy_blocks
 
 DEFAULT_CPU_MB = 512
-MOST_OF_A_GPU = 0.98  # highest recommendation: measurements are not exact to the byte
+MOST_OF_A_GPU = 0.98  # highest recommendation
 MIB = 1 << 20
 
 
 class CacheLayout(NamedTuple):
-    """Block size over all layers."""
-
     shape: ModelShape
     block_size: int
     dtype: torch.dtype
@@ -38,12 +36,12 @@ class Share(NamedTuple):
 
 
 class MemoryBudget(NamedTuple):
-    """Bytes for the cache, and the setting that gave them."""
+    """Bytes for the cache, and where they come from."""
 
     bytes: int
     source: str  # for messages: "kv_cache_memory_mb 512"
     setting: str  # setting to raise if too small
-    share: Share | None = None  # for a fractional setting; None: it is in MiB
+    share: Share | None = None  # None: the setting is in MiB
 
     def least_setting(self, num_bytes: int) -> float | None:
         """Return the setting that gives `num_bytes`, or None."""
@@ -60,7 +58,7 @@ def cpu_budget(config: EngineConfig) -> MemoryBudget:
 
 
 def decide_num_blocks(num_blocks: int | None, budget: MemoryBudget, layout: CacheLayout, max_model_len: int) -> int:
-    """Return the blocks by setting or budget. Raise `ConfigError` if one request cannot fit."""
+    """Raise `ConfigError` if one request cannot fit."""
     needed = -(-max_model_len // layout.block_size)
     if num_blocks is None:
         source, setting, least = budget.source, budget.setting, budget.least_setting(needed * layout.block_bytes)
@@ -104,13 +102,12 @@ class KVTensors:
         return self._tensor.flatten(0, 1).transpose(0, 1)
 
     def copy(self, sources: Int32Array, targets: Int32Array) -> None:
-        """Copy block `sources[i]` to `targets[i]` in every layer."""
         if len(sources):
             source, target = (index_on(self._tensor.device, ids) for ids in (sources, targets))
             copy_blocks(self._tensor.flatten(0, 1), source, target)
 
 
 def index_on(device: torch.device, ids: Int32Array) -> torch.Tensor:
-    """Return [n] int64 on the device without waiting: torch keeps pinned memory until the copy is done."""
+    """Return [n] int64 without waiting: torch keeps pinned memory until the copy is done."""
     index = torch.from_numpy(ids.astype(np.int64))
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index

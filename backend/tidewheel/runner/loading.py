@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import CausalLM, Progress
-from tidewheel.models.config_file import checkpoint_dtype, read_config
+from tidewheel.models.causal_lm import CausalLM, Progress
 from tidewheel.models.loader import LoadedModel, load_model
-from tidewheel.models.source import resolve_folder
+from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve_folder
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
-from tidewheel.runner.host_blocks import HostBlocks, num_staged_blocks
-from tidewheel.runner.host_memory import available_host_bytes, decide_num_host_blocks
+from tidewheel.runner.host_slots import HostBlocks, available_host_bytes, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
 from tidewheel.runner.profiling import StepMemory, gpu_budget
-from tidewheel.runner.stage_clock import StageClock
 
+FIRST = "start"
 logger = logging.getLogger(__name__)
-
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+
+
+class StageClock:
+    """Timer of the stages that it reports; one ends when another begins."""
+
+    def __init__(self, report: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._report = report
+        self._clock = clock
+        self._stage = FIRST
+        self._began = clock()
+        self._seconds: dict[str, float] = {}
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        if stage != self._stage:
+            self._end_stage()
+            self._stage = stage
+        self._report(stage, fraction)
+
+    def seconds(self) -> dict[str, float]:
+        self._end_stage()
+        return dict(self._seconds)
+
+    def _end_stage(self) -> None:
+        now = self._clock()
+        self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._began
+        self._began = now
 
 
 class RunnerParts(NamedTuple):
@@ -85,7 +110,6 @@ class Cache(NamedTuple):
 
 
 def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory) -> tuple[Cache, RunnerInfo]:
-    """Allocate the cache by settings or free memory; return it with updated info."""
     layout, device = parts.layout, parts.device
     num_host_blocks = decide_num_host_blocks(config.swap_space, layout, available_host_bytes())
     staging_bytes = num_staged_blocks(layout.block_bytes, num_host_blocks) * layout.block_bytes
@@ -93,7 +117,7 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
     num_blocks = decide_num_blocks(config.num_blocks, budget, layout, parts.info.max_model_len)
     kv = _allocate(layout, num_blocks, device, budget)
     host = _allocate_host(kv, num_host_blocks, config.swap_space)
-    info = dataclasses.replace(
+    info = msgspec.structs.replace(
         parts.info,
         num_blocks=num_blocks,
         activation_bytes=memory.activations,
@@ -105,15 +129,12 @@ def allocate_cache(parts: RunnerParts, config: EngineConfig, memory: StepMemory)
 
 
 def complete_info(info: RunnerInfo, parts: RunnerParts, graph_bytes: int) -> RunnerInfo:
-    """Return and log the final info."""
     seconds = parts.stages.seconds()
-    info = dataclasses.replace(
-        info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
-    )
     if parts.compile_log is not None:
         parts.compile_log.begin_serving()
-    _log(info, parts.device)
-    return info
+    return msgspec.structs.replace(
+        info, graph_bytes=graph_bytes, load_seconds=sum(seconds.values()), stage_seconds=seconds
+    )
 
 
 def graph_sizes(config: EngineConfig, parts: RunnerParts) -> list[int]:
@@ -162,19 +183,3 @@ def _allocate_host(kv: KVTensors, num_host_blocks: int, swap_space: float) -> Ho
         return HostBlocks(kv, num_host_blocks)
     except RuntimeError as error:
         raise ConfigError(f"swap_space is {swap_space:g} GiB: so much host memory cannot be had; lower it") from error
-
-
-def _log(info: RunnerInfo, device: torch.device) -> None:
-    tokens = info.num_blocks * info.block_size
-    logger.info(
-        "memory: weights %d MiB, activations %d MiB, graphs %d MiB, KV cache %d MiB",
-        info.weights_bytes // MIB, info.activation_bytes // MIB, info.graph_bytes // MIB, info.kv_cache_bytes // MIB,
-    )  # fmt: skip
-    logger.info("%s KV cache size: %d tokens", "GPU" if device.type == "cuda" else "CPU", tokens)
-    if info.swap_seconds_per_block is not None:
-        logger.info(
-            "host tier: %d blocks, %.3f ms to copy one", info.num_host_blocks, 1e3 * info.swap_seconds_per_block
-        )
-    logger.info(
-        "Maximum concurrency for %d tokens per request: %.2fx", info.max_model_len, tokens / info.max_model_len
-    )

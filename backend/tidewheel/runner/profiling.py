@@ -1,7 +1,7 @@
 """Memory of a step beside weights and cache: measured on a GPU, estimated on a CPU.
 
-Graphs point into the cache and are captured after it. To reserve their memory, the largest few are first captured
-with a small cache, which gives an estimate for all.
+Graphs point into the cache, so they are captured after it. The largest few are first tried with a small cache, to
+estimate what to reserve for all.
 """
 
 from __future__ import annotations
@@ -9,34 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
-from tidewheel.batch import NewRow, ScheduledBatch
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import ModelShape
+from tidewheel.models.causal_lm import ModelShape
+from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kv_tensors import MIB, MemoryBudget, Share
-from tidewheel.sampling import SamplingParams
 
 T = TypeVar("T")
 
-# Enables every sampling stage, so the peak holds for any request.
-EVERY_STAGE = SamplingParams(
-    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
-)
-
 
 class StepMemory(NamedTuple):
-    """Bytes."""
-
-    activations: int
-    graphs: int  # an estimate
+    activations: int  # bytes
+    graphs: int
 
 
 class StepSize(NamedTuple):
-    """`num_rows` requests with `tokens_per_row` tokens each."""
-
     num_rows: int
     tokens_per_row: int
 
@@ -44,52 +33,24 @@ class StepSize(NamedTuple):
         return -(-self.tokens_per_row // block_size)
 
 
-def largest_step(config: EngineConfig, max_model_len: int) -> StepSize:
-    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    return StepSize(num_rows, max(1, min(config.max_num_batched_tokens // num_rows, max_model_len - 1)))
+def largest_step(info: RunnerInfo) -> StepSize:
+    num_rows = min(info.max_num_seqs, info.max_num_batched_tokens)
+    return StepSize(num_rows, max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1)))
 
 
-def smallest_step(max_model_len: int) -> StepSize:
-    """Return a step that proves that a model runs."""
-    return StepSize(1, min(2, max_model_len))
-
-
-def profile_batch(size: StepSize, block_size: int) -> ScheduledBatch:
-    """Share blocks among rows: only the batch's shape matters."""
-    num_rows, length = size
-    num_blocks = size.num_blocks(block_size)
-    token_ids = np.zeros(length, dtype=np.int32)
-    lengths = np.full(num_rows, length, dtype=np.int32)
-    return ScheduledBatch(
-        step_id=0,
-        rows=np.arange(num_rows, dtype=np.int32),
-        start_positions=np.zeros(num_rows, dtype=np.int32),
-        num_scheduled_tokens=lengths,
-        samples=np.ones(num_rows, dtype=np.bool_),
-        num_decodes=num_rows if length == 1 else 0,
-        num_tokens=num_rows * length,
-        new_rows=tuple(NewRow(row, "", token_ids, length, EVERY_STAGE, row, (), ()) for row in range(num_rows)),
-        block_rows=np.repeat(np.arange(num_rows, dtype=np.int32), num_blocks),
-        block_indices=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
-        block_ids=np.tile(np.arange(num_blocks, dtype=np.int32), num_rows),
-    )
+def smallest_step(info: RunnerInfo) -> StepSize:
+    return StepSize(1, min(2, info.max_model_len))
 
 
 def estimated_activation_bytes(size: StepSize, shape: ModelShape, dtype: torch.dtype) -> int:
-    """Return the bytes of a layer's widest live set, logits in two formats, and penalty counts.
-
-    The live set is the residual, its norm, gate and up, and their product.
-    """
+    """Add a layer's residual, its norm, gate, up and their product, logits in two formats, and penalty counts."""
     per_token = (2 * shape.hidden_size + 3 * shape.intermediate_size) * dtype.itemsize
     logits = size.num_rows * shape.vocab_size * (dtype.itemsize + torch.float32.itemsize + torch.int32.itemsize)
     return size.num_rows * size.tokens_per_row * per_token + logits
 
 
 def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, device: torch.device) -> tuple[T, int]:
-    """Return the result of `run` and its peak of CUDA memory in bytes.
-
-    If it does not fit, raise `ConfigError` with the largest step that does, found by halving.
-    """
+    """Return the result of `run` and its peak of bytes; raise `ConfigError` with a size that fits, if it does not."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = _run_if_it_fits(run, size)
@@ -99,7 +60,7 @@ def measured_activation_bytes(run: Callable[[StepSize], T], size: StepSize, devi
 
 
 def _run_if_it_fits(run: Callable[[StepSize], T], size: StepSize) -> T | None:
-    """Return None if memory does not suffice, with the step's memory freed."""
+    """Return None, with the step's memory freed, if that does not suffice."""
     try:
         return run(size)
     except torch.OutOfMemoryError:
@@ -121,10 +82,7 @@ def _what_fits(run: Callable[[StepSize], object], size: StepSize, weights_bytes:
 
 
 def estimated_graph_bytes(taken: Sequence[int], num_sizes: int) -> int:
-    """Estimate the bytes of all graphs from the largest few.
-
-    The first pays for the pool. The others take at most the maximum measured after it.
-    """
+    """Assume that the first graph pays for the pool, and others take at most the maximum measured after it."""
     return sum(taken[:1]) + max(num_sizes - 1, 0) * max(taken[1:], default=0)
 
 

@@ -3,16 +3,88 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tidewheel.batch import Float32Array, Int32Array, NewRow, ScheduledBatch
 from tidewheel.runner.inputs import Int64Array
-from tidewheel.runner.logit_rules import LogitRules
-from tidewheel.runner.uniform import uniform
+from tidewheel.runner.staging import Groups
+from tidewheel.sampling import LogitBias
 
+UInt64Array = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_MANTISSA_BITS = 24
+FORBIDDEN = np.float32(-np.inf)
 NO_LOGPROBS = -1
+
+
+def uniform(seeds: UInt64Array, positions: npt.NDArray[np.integer[Any]]) -> Float32Array:
+    """Return [n] float32 in [0, 1): a pure function of (seed, position), independent of the batch.
+
+    A counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") on the finaliser of
+    SplitMix64 (Steele, Lea and Flood 2014).
+    """
+    counters = positions.astype(np.uint64) * _GOLDEN
+    bits = _mixed(_mixed(seeds + _GOLDEN) + counters)
+    return (bits >> np.uint64(64 - _MANTISSA_BITS)).astype(np.float32) * np.float32(2.0**-_MANTISSA_BITS)
+
+
+def _mixed(x: UInt64Array) -> UInt64Array:
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    return x ^ (x >> np.uint64(31))
+
+
+class BiasEntries(NamedTuple):
+    token_ids: Int32Array
+    values: Float32Array
+
+
+NO_BIASES = BiasEntries(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
+
+
+class WordEntries(NamedTuple):
+    lengths: Int32Array
+    token_ids: Int32Array  # all words, concatenated
+
+
+class LogitRules:
+    """Logit biases, stop tokens before `min_tokens` and forbidden words of a request."""
+
+    def __init__(self, new: NewRow) -> None:
+        self._always = NO_BIASES
+        if new.sampling.logit_bias:
+            bias = LogitBias.of(new.sampling.logit_bias)
+            self._always = BiasEntries(bias.token_ids, bias.amounts)
+        stops = np.array(new.stop_token_ids, dtype=np.int32)
+        self._at_first = BiasEntries(
+            np.concatenate((self._always.token_ids, stops)),
+            np.concatenate((self._always.values, np.full(len(stops), FORBIDDEN))),
+        )
+        self._first_stop_position = new.num_prompt_tokens + new.sampling.min_tokens
+        words = sorted(new.bad_words_ids, key=len)
+        self._words = WordEntries(
+            np.array([len(word) for word in words], dtype=np.int32),
+            np.array([token for word in words for token in word], dtype=np.int32),
+        )
+
+    @staticmethod
+    def needed(new: NewRow) -> bool:
+        return bool(new.sampling.logit_bias or new.sampling.min_tokens or new.bad_words_ids)
+
+    def biases(self, position: int) -> BiasEntries:
+        return self._at_first if position < self._first_stop_position else self._always
+
+    def words(self, position: int) -> WordEntries:
+        """Return the words short enough to end at `position`."""
+        lengths, token_ids = self._words
+        count = int(np.searchsorted(lengths, position + 1, side="right"))
+        return WordEntries(lengths[:count], token_ids[: int(lengths[:count].sum())])
 
 
 class DrawColumns(NamedTuple):
@@ -27,7 +99,7 @@ class DrawColumns(NamedTuple):
     def padded(self, num_rows: int) -> DrawColumns:
         """Append greedy rows up to `num_rows`."""
         extra = num_rows - len(self.temperature)
-        if extra == 0:
+        if extra <= 0:
             return self
         pairs = zip(self, greedy_columns(extra), strict=True)
         return DrawColumns(*(np.concatenate(pair) for pair in pairs))
@@ -39,7 +111,7 @@ def greedy_columns(num_rows: int) -> DrawColumns:
 
 
 class BiasColumns(NamedTuple):
-    """Columns [N]: add `values[i]` to the logit of `token_ids[i]` in sampling row `rows[i]`."""
+    """Columns [N], to add `values[i]` to the logit of `token_ids[i]` in sampling row `rows[i]`."""
 
     rows: Int32Array
     token_ids: Int32Array
@@ -90,10 +162,18 @@ class SamplingPlan:
         """True if logits are sampled unchanged and without log-probabilities."""
         return not self.changes_logits and not len(self.logprob_rows)
 
+    def groups(self, num_rows: int = 0) -> Groups:
+        """Return the arrays to send, the draw padded to `num_rows`."""
+        return {
+            "draw": self.draw.padded(num_rows),
+            "bias": self.bias,
+            "words": self.words,
+            "penalties": self.penalties,
+            "logprob_rows": (self.logprob_rows,) if len(self.logprob_rows) else None,
+        }
+
 
 class SamplingTable:
-    """Parameters, written when a request takes a row."""
-
     def __init__(self, max_num_seqs: int) -> None:
         self._temperature = np.zeros(max_num_seqs, dtype=np.float32)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int32)
@@ -135,7 +215,6 @@ class SamplingTable:
             self._rules[row] = LogitRules(new)
 
     def plan(self, rows: Int32Array, positions: Int32Array) -> SamplingPlan:
-        """Plan the tokens at `positions[i]` of `rows[i]`."""
         temperature = self._temperature[rows]
         sampled = temperature > 0
         any_sampled = bool(sampled.any())
@@ -204,6 +283,6 @@ def _word_columns(ruled: list[tuple[int, LogitRules]], positions: Int32Array) ->
 
 
 def _repeated(counts: list[tuple[int, int]]) -> Int32Array:
-    """Repeat first numbers as often as second ones say."""
+    """Repeat the first number of each pair as often as the second says."""
     numbers, times = zip(*counts, strict=True)
     return np.repeat(np.array(numbers, dtype=np.int32), times)

@@ -1,9 +1,9 @@
-"""Small host arrays on their way to the device: one asynchronous pinned copy per step."""
+"""Arrays of a step on their way to the device, in one asynchronous copy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,12 @@ from tidewheel.runner.accelerator import Accelerator
 
 HostArray = npt.NDArray[np.generic]
 Group = Sequence[HostArray]
+GroupName = Literal["inputs", "draw", "bias", "words", "penalties", "logprob_rows", "changes"]
+Groups = Mapping[GroupName, Group | None]  # in the order of their memory
 TypedViews = dict[np.dtype[Any], torch.Tensor]  # views of one buffer
 
 ALIGNMENT = 16  # bytes; every array starts at a multiple
-NUM_SLOTS = 3  # pinned buffers, reused after their copy
+NUM_SLOTS = 3  # pinned buffers
 DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -26,36 +28,35 @@ DTYPES: dict[np.dtype[Any], torch.dtype] = {
 
 
 class Sent(Protocol):
-    def group(self, index: int) -> list[torch.Tensor]:
+    def group(self, name: GroupName) -> list[torch.Tensor]:
         """Return device tensors, valid until the next `send`; empty for a None group."""
 
 
 class Sender(Protocol):
-    """Converter of one-dimensional arrays, which must not be written afterwards."""
-
-    def send(self, groups: Sequence[Group | None]) -> Sent: ...
+    def send(self, groups: Groups) -> Sent:
+        """Send one-dimensional arrays, which must not be written afterwards."""
 
 
 class SharedMemory:
-    """CPU sender: tensors share the arrays' memory."""
+    """Sender on a CPU, whose tensors share the arrays' memory."""
 
-    def send(self, groups: Sequence[Group | None]) -> Sent:
+    def send(self, groups: Groups) -> Sent:
         return _Shared(groups)
 
 
 class _Shared:
-    def __init__(self, groups: Sequence[Group | None]) -> None:
+    def __init__(self, groups: Groups) -> None:
         self._groups = groups
 
-    def group(self, index: int) -> list[torch.Tensor]:
-        return [torch.from_numpy(array) for array in self._groups[index] or ()]
+    def group(self, name: GroupName) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in self._groups[name] or ()]
 
 
 class Staging:
-    """Packs arrays into a pinned buffer and copies it to a fixed device buffer.
+    """Sender through a pinned buffer and a fixed device buffer.
 
-    Arrays of the same sizes and order keep their addresses, as graphs require. From the first array that does not
-    fit, all go into a new tensor. The copy is queued after all reads of the old content.
+    The first arrays keep their addresses while their sizes last, as graphs require. From the first array that does
+    not fit, all go into a new tensor. The copy is queued after all reads of the old content.
     """
 
     def __init__(self, accelerator: Accelerator, num_bytes: int) -> None:
@@ -66,8 +67,8 @@ class Staging:
         self._slots = [_Slot(accelerator, num_bytes) for _ in range(NUM_SLOTS)]
         self._next = 0
 
-    def send(self, groups: Sequence[Group | None]) -> Sent:
-        arrays = [array for group in groups for array in group or ()]
+    def send(self, groups: Groups) -> Sent:
+        arrays = [array for group in groups.values() for array in group or ()]
         starts, end = [], 0
         for array in arrays:
             starts.append(end)
@@ -112,11 +113,9 @@ class _Slot:
 
 
 class _Packed:
-    """Makes views on request only: graphs have their own."""
-
     def __init__(
         self,
-        groups: Sequence[Group | None],
+        groups: Groups,
         arrays: Sequence[HostArray],
         starts: Sequence[int],
         split: int,
@@ -130,9 +129,10 @@ class _Packed:
         self._static = static
         self._rest = rest
 
-    def group(self, index: int) -> list[torch.Tensor]:
-        first = sum(len(group or ()) for group in self._groups[:index])
-        return [self._view(first + i) for i in range(len(self._groups[index] or ()))]
+    def group(self, name: GroupName) -> list[torch.Tensor]:
+        names = list(self._groups)
+        first = sum(len(self._groups[earlier] or ()) for earlier in names[: names.index(name)])
+        return [self._view(first + i) for i in range(len(self._groups[name] or ()))]
 
     def _view(self, index: int) -> torch.Tensor:
         array, start = self._arrays[index], self._starts[index]

@@ -1,8 +1,7 @@
 """Synthetic steps that compile kernels before the first request.
 
 triton-lang compiles a kernel for each combination of constants, argument types, and whether pointers and integers are
-divisible by 16 or equal to 1. Launchers specialise on nothing that changes from step to step. The remaining variants
-follow from the number of decoding rows, context and chunk lengths, and sampling, which these steps cover.
+divisible by 16 or equal to 1. They follow from the number of decoding rows, context and chunk lengths, and sampling.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 
 from tidewheel.batch import Int32Array, NewRow, SampledTokens, ScheduledBatch
 from tidewheel.errors import ConfigError
-from tidewheel.models.base import Progress
+from tidewheel.models.causal_lm import Progress
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.profiling import EVERY_STAGE
+from tidewheel.runner.profiling import StepSize, largest_step
 from tidewheel.sampling import SamplingParams
 
 STAGE = "kernels"
@@ -43,6 +42,10 @@ class Row(NamedTuple):
 
 Settings = dict[str, Any]  # arguments of `SamplingParams`
 
+# Enables every sampling stage, so that its memory holds for any request.
+EVERY_STAGE = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=5
+)
 GREEDY = SamplingParams(temperature=0.0)
 GREEDILY: Settings = {"temperature": 0.0}
 DRAWN: Settings = {"temperature": 1.0}
@@ -51,10 +54,7 @@ CHANGES: tuple[Settings, ...] = ({"logit_bias": {0: 1.0}}, {"repetition_penalty"
 
 
 def warm_up(runner: BatchRunner, progress: Progress) -> None:
-    """Run every step, before the first request only: steps write to the cache and take rows.
-
-    Raise `ConfigError` if the cache leaves too little memory.
-    """
+    """Run every step, before the first request. Raise `ConfigError` if the cache leaves too little memory."""
     batches = list(warm_up_batches(runner.info))
     try:
         for done, batch in enumerate(batches):
@@ -69,21 +69,19 @@ def warm_up(runner: BatchRunner, progress: Progress) -> None:
 
 
 def warm_up_batches(info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    steps = [_largest(info), *_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
-    for step_id, rows in enumerate(steps):
+    yield demanding_batch(largest_step(info), info.block_size)
+    steps = [*_decodes(info), *_prefills(info), *_mixed(info), *_sampled()]
+    for step_id, rows in enumerate(steps, 1):
         yield _batch(step_id, rows, info.block_size)
-    yield from _moved(len(steps), info)
+    yield from _moved(1 + len(steps), info)
 
 
-def _largest(info: RunnerInfo) -> list[Row]:
-    """Return the step that needs most memory."""
-    num_rows = _most_rows(info)
-    length = max(1, min(info.max_num_batched_tokens // num_rows, info.max_model_len - 1))
-    return [Row(0, length, EVERY_STAGE)] * num_rows
+def demanding_batch(size: StepSize, block_size: int) -> ScheduledBatch:
+    """Return the step of this size that needs most memory."""
+    return _batch(0, [Row(0, size.tokens_per_row, EVERY_STAGE)] * size.num_rows, block_size)
 
 
 def _decodes(info: RunnerInfo) -> Iterator[list[Row]]:
-    """Yield decodes with one to the most key splits, for few and many rows."""
     num_tokens = info.num_blocks * info.block_size
     for num_rows in _sizes(_most_rows(info)):
         for length in _sizes(min(info.max_model_len, max(num_tokens // num_rows, 1))):
@@ -96,7 +94,6 @@ def _prefills(info: RunnerInfo) -> Iterator[list[Row]]:
 
 
 def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
-    """Yield a decode beside later prompt chunks."""
     if _most_rows(info) < 2 or info.max_model_len < 2:
         return
     for count in _sizes(min(_longest_chunk(info), info.max_num_batched_tokens - 1, info.max_model_len - 1)):
@@ -104,7 +101,7 @@ def _mixed(info: RunnerInfo) -> Iterator[list[Row]]:
 
 
 def _sampled() -> Iterator[list[Row]]:
-    """Yield every way to sample, from model logits and from changed ones, which are float32."""
+    """Yield every way to sample, from model logits and from changed ones."""
     ways = [GREEDILY, *(DRAWN | filters for filters in _combinations(FILTERS))]
     for way, changes in itertools.product(ways, _combinations(CHANGES)):
         yield [Row(0, 1, SamplingParams(**way, **changes))]
@@ -118,7 +115,6 @@ def _combinations(options: Sequence[Settings]) -> list[Settings]:
 
 
 def _moved(step_id: int, info: RunnerInfo) -> Iterator[ScheduledBatch]:
-    """Yield steps that copy and swap blocks."""
     first, last = _ids(0), _ids(info.num_blocks - 1)
     rows = [Row(0, 1, GREEDY)]
     yield _batch(step_id, rows, info.block_size, copy_sources=first, copy_targets=last)
@@ -145,7 +141,7 @@ def _sizes(largest: int) -> Iterator[int]:
 
 
 def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Array) -> ScheduledBatch:
-    """Share blocks among rows: what they write is never read."""
+    """Return a step of these rows, which share blocks: what they write is never read."""
     num_rows = len(rows)
     lengths = [row.context + row.num_tokens for row in rows]
     num_blocks = [-(-length // block_size) for length in lengths]
@@ -168,8 +164,7 @@ def _batch(step_id: int, rows: Sequence[Row], block_size: int, **moves: Int32Arr
 
 
 def _new_row(index: int, row: Row) -> NewRow:
-    """Omit context tokens: stale ones will do."""
-    token_ids = np.zeros(row.num_tokens, dtype=np.int32)
+    token_ids = np.zeros(row.num_tokens, dtype=np.int32)  # of the context, stale ones will do
     return NewRow(index, "", token_ids, row.context + row.num_tokens, row.sampling, index, (), row.bad_words_ids)
 
 

@@ -1,9 +1,19 @@
+"""Admission to the waiting set: limits, deadlines, rates, breaker."""
+
 from __future__ import annotations
 
-from tidewheel.errors import Busy, InvalidRequest, PromptTooLarge, WaitingSetFull
-from tidewheel.request import Priority, Request
+import math
+from collections.abc import Mapping, Sequence
+
+from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError, WaitingSetFull
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.scheduler.breaker import Breaker
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
+from tidewheel.scheduler.service_class import is_over_quota
+from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_time import ServiceEstimate
+from tidewheel.scheduler.tenancy import TenantCounts, TenantTable
 from tidewheel.stats import WaitingRoom
 
 _FIRST_RETRY_MS = 250  # before any start
@@ -12,7 +22,147 @@ _MAX_RETRY_MS = 30_000
 _SMOOTHING = 0.1  # weight of the newest interval
 
 
+def check_lengths(num_prompt_tokens: int, max_tokens: int, min_tokens: int, limit: int) -> None:
+    """Raise `InvalidRequest` unless prompt and output have tokens and fit into `limit`."""
+    if num_prompt_tokens < 1:
+        raise InvalidRequest("the prompt is empty: give at least one token")
+    if max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {max_tokens}: it must be at least 1")
+    room = limit - num_prompt_tokens
+    for name, value in (("max_tokens", max_tokens), ("min_tokens", min_tokens)):
+        if value > room:
+            raise InvalidRequest(
+                f"{name} is {value}: the prompt has {num_prompt_tokens} tokens, so the context of {limit} "
+                f"leaves room for {room}"
+            )
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens is {min_tokens}, more than max_tokens {max_tokens}")
+
+
 class Admission:
+    def __init__(self, config: SchedulerConfig, state: State, estimate: ServiceEstimate) -> None:
+        self._config = config
+        self._state = state
+        self._estimate = estimate
+        self._limits = WaitingLimits(config, state.kv.num_blocks, state.kv.block_size)
+        self._tenants = TenantTable(config.tenants)
+        self._tenant_counts = TenantCounts(config.tenants)
+        self.breaker = Breaker(config.breaker_error_rate, config.breaker_queue_time_s)
+        state.stats.tenants = self._tenant_counts.figures
+        state.stats.num_shed_by_class = self.breaker.num_shed
+
+    def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
+        """Queue all requests or raise; return the evicted ones. Check first what no retry can change."""
+        tenant, count = requests[0].tenant, len(requests)
+        self._tenant_counts.observe_arrival(tenant, count)
+        for request in requests:
+            request.priority = self._config.limits_of(request.tenant).granted(request.priority)
+        try:
+            return self._admit(requests, now)
+        except TidewheelError:
+            self._tenant_counts.observe_refusal(tenant, count)
+            raise
+
+    def _admit(self, requests: Sequence[Request], now: float) -> list[Request]:
+        state, request, count = self._state, requests[0], len(requests)
+        self._check_ids(requests)
+        self._limits.check(request, count)
+        over_quota = is_over_quota(state, request)
+        service_class = request.priority.dropped() if over_quota else request.priority
+        victims = self._limits.choose_evictions(request, count, service_class, state.waiting, now)
+        predicted = state.predictor.predict(request.tenant, request.num_prompt_tokens, request.max_tokens)
+        self._check_load(requests, request.num_prompt_tokens + math.ceil(predicted), service_class, now)
+        evicted = [member for victim in victims for member in self._evict(victim, service_class, now)]
+        for newcomer in requests:
+            newcomer.predicted_output_tokens = predicted
+            newcomer.service_class = service_class
+            newcomer.was_over_quota = over_quota
+            state.stats.num_downgraded_quota += over_quota and service_class is not newcomer.priority
+        state.wait(list(requests))
+        return evicted
+
+    def waiting_room(self, now: float) -> WaitingRoom:
+        return self._limits.waiting_room(self._state.waiting, now)
+
+    def observe_refused(self, refused: Mapping[str, int]) -> None:
+        for tenant, count in refused.items():
+            self._tenant_counts.observe_arrival(tenant, count)
+            self._tenant_counts.observe_refusal(tenant, count)
+
+    def observe_starts(self, requests: list[Request], now: float) -> None:
+        stats = self._state.stats
+        for request in requests:
+            seconds = max(now - request.arrival_time, 0.0)
+            index = request.priority - 1
+            stats.started_by_class[index] += 1
+            stats.max_wait_by_class[index] = max(stats.max_wait_by_class[index], seconds)
+            self._tenant_counts.observe_start(request, seconds)
+            self._limits.observe_start(now)
+            self.breaker.observe_queue_time(seconds, request.priority, now)
+
+    def observe_ends(self, requests: list[Request], now: float) -> None:
+        """Settle ended requests. Only STOP and LENGTH teach lengths; refusals and cancels are no failures."""
+        for request in requests:
+            self._tenants.settle(request, now)
+            self._tenant_counts.observe_end(request)
+            reason = request.finish_reason
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._state.predictor.observe(
+                    request.tenant,
+                    request.num_prompt_tokens,
+                    request.num_output_tokens,
+                    request.predicted_output_tokens,
+                )
+                self.breaker.observe_end(False, now)
+            elif reason is FinishReason.ERROR and not isinstance(request.error, Busy | DeadlineExceeded):
+                self.breaker.observe_end(True, now)
+
+    def _check_ids(self, requests: Sequence[Request]) -> None:
+        request_ids = [request.request_id for request in requests]
+        for request_id in request_ids:
+            if request_id in self._state.requests or request_ids.count(request_id) > 1:
+                raise InvalidRequest(f"request id {request_id!r} is in use by a request that has not ended")
+
+    def _check_load(self, requests: Sequence[Request], num_tokens: int, service_class: Priority, now: float) -> None:
+        """Reserve `num_tokens` per request, or raise `DeadlineExceeded` or `Busy`."""
+        request, count = requests[0], len(requests)
+        try:
+            check_deadline(self._state, self._estimate, request, service_class, now)
+        except DeadlineExceeded:
+            self._state.stats.num_hopeless += 1
+            raise
+        try:
+            self._tenants.check(request.tenant, count, count * num_tokens, now)
+        except Busy:
+            self._state.stats.num_rate_limited += 1
+            raise
+        self._observe_oldest(now)
+        self.breaker.check(service_class, now)
+        self._tenants.reserve(requests, num_tokens, now)
+
+    def _observe_oldest(self, now: float) -> None:
+        """Report long waits to the breaker: such requests may never start."""
+        limit = self._config.breaker_queue_time_s
+        if limit is None:
+            return
+        for service_class in Priority:
+            oldest = self._state.waiting.oldest(service_class)
+            if oldest is not None and now - oldest.arrival_time > limit:
+                self.breaker.observe_queue_time(now - oldest.arrival_time, oldest.priority, now)
+
+    def _evict(self, victim: Request, service_class: Priority, now: float) -> list[Request]:
+        state = self._state
+        error = self._limits.eviction(victim, service_class, state.waiting, now)
+        members = [*victim.followers, victim]
+        for member in members:
+            member.error = error
+            state.end(member, FinishReason.ERROR, now)
+            state.stats.num_evicted += 1
+            state.stats.evicted_by_class[member.priority - 1] += 1
+        return members
+
+
+class WaitingLimits:
     """Limits of the waiting set, and the retry hint."""
 
     def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
@@ -22,19 +172,29 @@ class Admission:
         self._last_start: float | None = None
         self._start_interval: float | None = None  # smoothed
 
-    def check_limits(self, request: Request, count: int) -> None:
+    def check(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests can never wait together or never run."""
-        self._check_lengths(request)
-        self._check_count(request, count)
-        self._check_pool(request)
+        limits, num_prompt_tokens, max_tokens = self._config, request.num_prompt_tokens, request.max_tokens
+        check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
+        size = f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens}"
+        if count > limits.max_waiting_requests:
+            raise InvalidRequest(f"n is {count}: at most {limits.max_waiting_requests} requests may wait")
+        if count * num_prompt_tokens > limits.max_waiting_tokens:
+            times = "" if count == 1 else f", {count} times"
+            raise PromptTooLarge(
+                f"prompt of {num_prompt_tokens} tokens{times}: at most {limits.max_waiting_tokens} tokens may wait"
+            )
+        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)  # the last token is never fed back
+        if num_blocks > self._num_blocks:
+            raise InvalidRequest(
+                f"{size} need {num_blocks} blocks of {self._block_size} tokens: the KV cache has {self._num_blocks}, "
+                f"enough for {self._num_blocks * self._block_size + 1} tokens in all"
+            )
 
-    def find_room(
+    def choose_evictions(
         self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
     ) -> list[Request]:
-        """Choose the waiting requests to evict for `count` new ones, at most `MAX_DISPLACED`.
-
-        Raise `WaitingSetFull` if that is too little.
-        """
+        """Choose at most `MAX_DISPLACED` requests to evict for `count` new ones, or raise `WaitingSetFull`."""
         limits = self._config
         num_requests = waiting.num_new + count - limits.max_waiting_requests  # excess
         num_tokens = waiting.num_new_tokens + count * request.num_prompt_tokens - limits.max_waiting_tokens
@@ -69,8 +229,7 @@ class Admission:
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 
-    def room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
-        """Return the figures that front ends check."""
+    def waiting_room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
         return WaitingRoom(
             num_requests=waiting.num_new,
             max_requests=self._config.max_waiting_requests,
@@ -80,7 +239,7 @@ class Admission:
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
 
-    def record_start(self, now: float) -> None:
+    def observe_start(self, now: float) -> None:
         if self._last_start is not None:
             interval = max(now - self._last_start, 0.0)
             smoothed = interval if self._start_interval is None else self._start_interval
@@ -88,50 +247,12 @@ class Admission:
         self._last_start = now
 
     def retry_after_ms(self, waiting: WaitingSet, now: float) -> int:
-        """Estimate the milliseconds until half of the waiting set has started.
-
-        If nothing has started for longer than usual, that time counts as the interval between starts.
-        """
+        """Estimate the time until half of the waiting set has started. A long silence counts as the interval."""
         if self._start_interval is None or self._last_start is None:
             return _FIRST_RETRY_MS
         silence = now - max(self._last_start, waiting.oldest_arrival or 0.0)
         estimate = 1e3 * max(self._start_interval, silence) * waiting.num_new / 2
         return round(min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS))
-
-    def _check_lengths(self, request: Request) -> None:
-        num_prompt_tokens, limit = request.num_prompt_tokens, self._config.max_model_len
-        if num_prompt_tokens < 1:
-            raise InvalidRequest("the prompt is empty: give at least one token")
-        if request.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {request.max_tokens}: it must be at least 1")
-        min_tokens = request.sampling.min_tokens
-        if min_tokens > request.max_tokens:
-            raise InvalidRequest(f"min_tokens is {min_tokens}, more than max_tokens {request.max_tokens}")
-        if request.max_num_tokens > limit:
-            raise InvalidRequest(
-                f"prompt of {num_prompt_tokens} tokens and max_tokens {request.max_tokens} make "
-                f"{request.max_num_tokens}: the context has {limit} tokens"
-            )
-
-    def _check_count(self, request: Request, count: int) -> None:
-        limits, num_prompt_tokens = self._config, request.num_prompt_tokens
-        if count > limits.max_waiting_requests:
-            raise InvalidRequest(f"n is {count}: at most {limits.max_waiting_requests} requests may wait")
-        if count * num_prompt_tokens > limits.max_waiting_tokens:
-            times = "" if count == 1 else f", {count} times"
-            raise PromptTooLarge(
-                f"prompt of {num_prompt_tokens} tokens{times}: at most {limits.max_waiting_tokens} tokens may wait"
-            )
-
-    def _check_pool(self, request: Request) -> None:
-        # The last token is never fed back, so it needs no slot.
-        num_blocks = -(-(request.max_num_tokens - 1) // self._block_size)
-        if num_blocks > self._num_blocks:
-            raise InvalidRequest(
-                f"prompt of {request.num_prompt_tokens} tokens and max_tokens {request.max_tokens} need {num_blocks} "
-                f"blocks of {self._block_size} tokens: the KV cache has {self._num_blocks}, "
-                f"enough for {self._num_blocks * self._block_size + 1} tokens in all"
-            )
 
     def _what_is_full(self, request: Request, count: int, waiting: WaitingSet) -> str:
         limits = self._config
@@ -143,3 +264,34 @@ class Admission:
             f"{waiting.num_new_tokens} of {limits.max_waiting_tokens} tokens, "
             f"and this prompt has {request.num_prompt_tokens}{times}"
         )
+
+
+def check_deadline(
+    state: State, estimate: ServiceEstimate, request: Request, service_class: Priority, now: float
+) -> None:
+    """Raise `DeadlineExceeded` if the deadline precedes now, or the first token expected by a busy engine."""
+    if request.deadline is None:
+        return
+    left = request.deadline - now
+    if left <= 0.0:
+        raise DeadlineExceeded(
+            f"the deadline passed {_ms(-left)} ms before the request arrived: give it more time (deadline_ms)"
+        )
+    if not state.requests:
+        return
+    num_ahead = state.waiting.num_tokens_ahead(service_class)
+    has_free_rows = state.num_waiting < min(state.columns.num_free_rows, state.config.max_num_seqs)
+    queue_seconds = estimate.queue_seconds(num_ahead, now, has_free_rows=has_free_rows)
+    if queue_seconds + estimate.prefill_seconds(request.num_prompt_tokens, now) <= left:
+        return
+    num_tokens = request.num_prompt_tokens - state.find_hit(request).num_tokens
+    expected = queue_seconds + estimate.prefill_seconds(num_tokens, now)
+    if expected > left:
+        raise DeadlineExceeded(
+            f"the deadline is in {_ms(left)} ms, and the first token is expected in {_ms(expected)} ms: "
+            f"{num_ahead} tokens wait ahead, and {num_tokens} tokens of the prompt are to be computed"
+        )
+
+
+def _ms(seconds: float) -> int:
+    return round(1e3 * seconds)

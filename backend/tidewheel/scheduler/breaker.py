@@ -9,9 +9,9 @@ from tidewheel.request import Priority
 
 PERIOD_S = 5.0  # before a state is judged
 MAX_PERIOD_S = 60.0
-NUM_PROBES = 5  # admitted requests
-MIN_ENDS = 20  # ended requests before errors open the breaker
-MIN_STARTS = 5  # started requests before queue times do
+NUM_PROBES = 5
+MIN_ENDS = 20  # before errors open the breaker
+MIN_STARTS = 5  # before queue times do
 WINDOW = 50  # observations per mean, roughly
 
 _MAX_LEVEL = 3
@@ -26,10 +26,7 @@ class BreakerState(enum.Enum):
 
 @dataclass(slots=True)
 class Signal:
-    """Mean of recent observations.
-
-    They fade by count, not by time: slow traffic that only fails counts too.
-    """
+    """Mean of recent observations. They fade by count, not by time, so that slow failing traffic counts."""
 
     name: str
     unit: str
@@ -42,7 +39,7 @@ class Signal:
         self.mean += (value - self.mean) / min(self.count, WINDOW)
 
     def excess(self, min_count: int) -> float:
-        """Return mean / limit; 0 without a limit or enough observations."""
+        """Return mean / limit; 0 without either."""
         return self.mean / self.limit if self.limit is not None and self.count >= min_count else 0.0
 
 
@@ -50,19 +47,18 @@ class Breaker:
     """Circuit breaker that sheds `level` classes (Nygard, "Release It!", 2007).
 
         CLOSED     → OPEN        a signal over its limit: shed LOW; at twice the limit also NORMAL, at four times HIGH
-        OPEN       → OPEN        a signal exceeded its limit in the period: shed one more class
-        OPEN       → HALF_OPEN   none did: admit `NUM_PROBES` of the best shed class
-        HALF_OPEN  → OPEN        the probes exceed a limit: shed the same classes for twice the time
-        HALF_OPEN  → CLOSED      they do not, or the period ends: shed one class less; half open until none is shed
+        OPEN       → OPEN        over the limit again: shed one more class
+        OPEN       → HALF_OPEN   within it for a period: admit `NUM_PROBES` of the best shed class
+        HALF_OPEN  → OPEN        probes over the limit: shed the same classes for twice the time
+        HALF_OPEN  → CLOSED      probes within it, or the period ends: shed one class less; half open until none is
 
-    Queue times count for their class and lower ones, so a backlog of LOW sheds LOW alone. CRITICAL is never shed.
-    Each transition discards all observations. State changes only inside calls.
+    Queue times count for their class and lower ones: a backlog of LOW sheds LOW alone. Transitions discard all
+    observations.
     """
 
     def __init__(self, error_rate: float | None, queue_time_s: float | None) -> None:
         self._errors = Signal("error rate", "", error_rate)
-        # By level: queue times of the classes served at it.
-        self._queue_times = [Signal("queue time", " s", queue_time_s) for _ in Priority]
+        self._queue_times = [Signal("queue time", " s", queue_time_s) for _ in Priority]  # by level
         self.state = BreakerState.CLOSED
         self.level = 0
         self.num_shed = [0] * len(Priority)  # by class
@@ -72,7 +68,7 @@ class Breaker:
         self._reason = ""
 
     def check(self, service_class: Priority, now: float) -> None:
-        """Raise `Busy` if the class is shed. Call last, because an admitted probe counts."""
+        """Raise `Busy` if the class is shed. Call last: a probe counts as admitted."""
         self._advance(now)
         best_shed = _best_shed(self.level)
         if service_class < best_shed:
@@ -87,13 +83,11 @@ class Breaker:
         )
 
     def observe_end(self, failed: bool, now: float) -> None:
-        """Record an end; `failed` if by a server error."""
         if self._errors.limit is not None:
             self._errors.observe(float(failed))
             self._advance(now)
 
     def observe_queue_time(self, seconds: float, service_class: Priority, now: float) -> None:
-        """Record the time from arrival to start, or to now if waiting."""
         if self._queue_times[0].limit is not None:
             for signal in self._queue_times[: _best_shed(service_class)]:
                 signal.observe(seconds)
@@ -144,5 +138,4 @@ class Breaker:
 
 
 def _best_shed(level: int) -> int:
-    """Return the best shed class; LOW + 1: none."""
     return Priority.LOW + 1 - level

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tidewheel.batch import BoolArray, Int32Array
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import require
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Request, RequestState
 from tidewheel.stats import EngineStats
 
@@ -19,16 +20,8 @@ NO_STOP = -1  # padding
 NUM_RECENT = 128  # tokens of a row before write-back
 
 
-class Gaps(NamedTuple):
-    """Rows with tokens to compute, except rows that end in flight."""
-
-    decode_rows: RowArray  # one token missing
-    decode_starts: Int32Array  # its position
-    chunk_rows: RowArray  # several missing
-
-
 class TenantIds:
-    """Dense ids of running tenants, for vectorized sums."""
+    """Dense ids of running tenants."""
 
     def __init__(self, num_rows: int) -> None:
         self.ids: dict[str, int] = {}
@@ -53,14 +46,11 @@ class TenantIds:
 
 
 class Columns:
-    """Running requests as a struct of arrays, so that a step loops over no attributes.
-
-    *In flight* means scheduled and not applied. In every row
+    """Running requests as a struct of arrays, so that a step loops over no attributes. In every row
 
         num_computed_tokens + num_inflight_tokens <= num_tokens + num_inflight_samples <= max_num_tokens
 
-    The left side is the next position to schedule. The middle includes sampled tokens that only the device knows. The
-    difference is left to compute.
+    The left side is the next position to schedule. The middle includes sampled tokens that only the device knows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -74,10 +64,10 @@ class Columns:
         self.num_computed_tokens = _int32(num_rows)
         self.num_inflight_tokens = _int32(num_rows)
         self.num_inflight_samples = _int32(num_rows)
-        self.num_slots = _int32(num_rows)  # token capacity of the blocks
+        self.num_slots = _int32(num_rows)  # in its blocks
         self.num_grown_blocks = _int32(num_rows)  # since entry
         self.last_token_times: npt.NDArray[np.float64] = np.full(num_rows, NEVER)
-        self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)  # newest with the row
+        self.last_step: Int64Array = np.full(num_rows, -1, dtype=np.int64)
         self.epochs: Int64Array = np.zeros(num_rows, dtype=np.int64)  # requests that have left
         self.stop_token_ids: Int32Array = np.full((1, num_rows), NO_STOP, dtype=np.int32)  # [max ids, num_rows]
         self.classes: npt.NDArray[np.int8] = np.zeros(num_rows, dtype=np.int8)  # 0 if classes do not count
@@ -104,7 +94,7 @@ class Columns:
         return cast(Request, self._requests[row])
 
     def requests(self, rows: RowArray) -> list[Request]:
-        """Return the requests of the rows, in a list that must not change."""
+        """Return a list that must not be changed."""
         if not (len(rows) == len(self._last_rows) and np.array_equal(rows, self._last_rows)):
             self._last_rows = rows
             self._last_requests = cast(list[Request], self._requests.take(rows).tolist())
@@ -113,15 +103,7 @@ class Columns:
     def next_free_row(self) -> int:
         return self._free_rows[0]
 
-    def enter(
-        self,
-        request: Request,
-        *,
-        service_class: int,
-        num_cached_tokens: int,
-        num_slots: int,
-        num_shared_slots: int,
-    ) -> int:
+    def enter(self, request: Request, hit: PrefixHit, num_blocks: int, block_size: int, service_class: int) -> int:
         """Give the request the lowest free row."""
         row = heapq.heappop(self._free_rows)
         num_prompt_tokens = request.num_prompt_tokens
@@ -129,10 +111,10 @@ class Columns:
         self.num_tokens[row] = request.num_tokens
         self.min_num_tokens[row] = num_prompt_tokens + request.sampling.min_tokens
         self.max_num_tokens[row] = request.max_num_tokens
-        self.num_computed_tokens[row] = num_cached_tokens
+        self.num_computed_tokens[row] = hit.num_tokens
         self.num_inflight_tokens[row] = 0
         self.num_inflight_samples[row] = 0
-        self.num_slots[row] = num_slots
+        self.num_slots[row] = num_blocks * block_size
         self.num_grown_blocks[row] = 0
         self.last_token_times[row] = NEVER
         self.last_step[row] = -1
@@ -141,7 +123,7 @@ class Columns:
         self._last_rows, self._last_requests = self._last_rows[:0], []
         self.num_recent[row] = 0
         self.num_entered_tokens[row] = request.num_tokens
-        self.num_shared_slots[row] = num_shared_slots
+        self.num_shared_slots[row] = len(hit.block_ids) * block_size
         self.classes[row] = service_class
         self.arrival_times[row] = request.arrival_time
         self.sequences[row] = request.sequence
@@ -153,7 +135,6 @@ class Columns:
         return row
 
     def write_back(self, row: int) -> Request:
-        """Write recent tokens back to the request."""
         request = self.request(row)
         count = int(self.num_recent[row])
         if count:
@@ -162,13 +143,13 @@ class Columns:
         return request
 
     def write_back_some(self, step_id: int) -> None:
-        """Write back every `NUM_RECENT`th row, so that none overflows."""
+        """Write back every `NUM_RECENT`th row: none overflows."""
         for row in range(step_id % NUM_RECENT, self.num_rows, NUM_RECENT):
             if self.num_recent[row]:
                 self.write_back(row)
 
     def leave(self, row: int) -> None:
-        """Free the row and write it back. The new epoch invalidates results in flight."""
+        """Write back and free the row. The new epoch voids results in flight."""
         request = self.write_back(row)
         request.num_new_blocks += int(self.num_grown_blocks[row])
         if self.last_token_times[row] > NEVER:
@@ -196,29 +177,28 @@ class Columns:
         stats.num_wasted_slots = stats.num_taken_slots - int(self.num_tokens[running].sum())
 
     def num_own_slots(self, rows: RowArray) -> npt.NDArray[np.float64]:
-        """Return slots outside the blocks shared at entry."""
         return (self.num_slots[rows] - self.num_shared_slots[rows]).astype(np.float64)
 
     def num_slots_of(self, tenant: str) -> int:
-        """Count the slots of a tenant's running rows. O(rows)."""
         tenant_id = self.tenants.ids.get(tenant, -1)
         return int(self.num_slots[self.running & (self.tenant_ids == tenant_id)].sum())
 
     def is_prefilling(self, row: int) -> bool:
-        """Return whether tokens known at entry are unscheduled."""
+        """Return whether tokens known at entry are still unscheduled."""
         start = self.num_computed_tokens[row] + self.num_inflight_tokens[row]
         return bool(start < self.num_entered_tokens[row])
 
     def are_ending(self) -> BoolArray:
-        """Return a mask [num_rows] of rows whose tokens in flight are their last."""
+        """Return a mask of rows whose token in flight is their last."""
         return self.running & (self.num_tokens + self.num_inflight_samples >= self.max_num_tokens)
 
-    def gaps(self) -> Gaps:
+    def gaps(self) -> tuple[RowArray, Int32Array, RowArray]:
+        """Return rows that miss one token, its positions, and rows that miss several; none that end in flight."""
         starts = self.num_computed_tokens + self.num_inflight_tokens
         ends = self.num_tokens + self.num_inflight_samples
         missing = (ends - starts) * (self.running & (ends < self.max_num_tokens))
         decode_rows = (missing == 1).nonzero()[0]
-        return Gaps(decode_rows, starts.take(decode_rows), (missing > 1).nonzero()[0])
+        return decode_rows, starts.take(decode_rows), (missing > 1).nonzero()[0]
 
     def reserve(self, step_id: int, rows: RowArray, num_scheduled_tokens: Int32Array, samples: BoolArray) -> None:
         self.num_inflight_tokens[rows] += num_scheduled_tokens
@@ -226,7 +206,7 @@ class Columns:
         self.last_step[rows] = step_id
 
     def append_tokens(self, rows: RowArray, tokens: Int32Array, now: float) -> list[Request]:
-        """Append one sampled token to each row. Recent tokens must have room."""
+        """Append one sampled token to each row; return the requests."""
         num_tokens = self.num_tokens.take(rows) + 1
         self.num_tokens[rows] = num_tokens
         self.num_inflight_samples[rows] -= 1

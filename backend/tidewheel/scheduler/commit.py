@@ -17,12 +17,10 @@ class InFlight(NamedTuple):
     rows: RowArray  # [n]
     epochs: Int64Array  # [n] at scheduling
     scheduled_at: float  # seconds
-    num_started_tokens: int  # prompt tokens of starting requests
-    oldest_start: float | None  # their earliest arrival; None: none
+    started: list[Request]  # in this step, for the first time
 
 
 def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
-    """Raise `InternalError` if the answer is for another batch or lacks tokens."""
     if sampled.step_id != batch.step_id or len(sampled.token_ids) != len(batch.rows):
         raise InternalError(
             f"step {batch.step_id} with {len(batch.rows)} rows was answered with "
@@ -36,7 +34,7 @@ def check_answer(batch: ScheduledBatch, sampled: SampledTokens) -> None:
 def commit_step(
     state: State, batch: ScheduledBatch, step: InFlight, sampled: SampledTokens, now: float
 ) -> StepOutputs:
-    """Apply the answer to requests that are still in their rows."""
+    """Apply the answer to requests still in their rows."""
     ended = _fail_not_finite(state, step, sampled, now)
     live = state.columns.epochs.take(step.rows) == step.epochs
     _commit_computed(state, batch, step.rows, live)
@@ -71,10 +69,7 @@ def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: 
 
 
 def _commit_computed(state: State, batch: ScheduledBatch, rows: RowArray, live: BoolArray) -> None:
-    """Count computed tokens and publish blocks of tokens known at entry.
-
-    Blocks filled by decoding are hashed when the request leaves: nothing needs them earlier.
-    """
+    """Count computed tokens and publish blocks known at entry. Blocks of decoded tokens can wait until the end."""
     columns = state.columns
     rows, starts, counts = rows[live], batch.start_positions[live], batch.num_scheduled_tokens[live]
     ends = starts + counts
@@ -92,10 +87,7 @@ def _charge_outputs(counters: VirtualCounters, columns: Columns, rows: RowArray)
 
 
 def _find_endings(columns: Columns, rows: RowArray, tokens: Int32Array) -> list[tuple[int, FinishReason]]:
-    """Return index and reason of each row that ends.
-
-    Checks `min_tokens` too, in case the sampler does not.
-    """
+    """Return index and reason of each end. Check `min_tokens` too, in case the sampler does not."""
     num_tokens = columns.num_tokens.take(rows)
     is_stop = np.logical_or.reduce(columns.stop_token_ids.take(rows, axis=1) == tokens)
     is_last = num_tokens >= columns.max_num_tokens.take(rows)

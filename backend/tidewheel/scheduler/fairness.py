@@ -11,10 +11,9 @@ _MIN_STALE = 64  # before a rebuild
 
 
 class VirtualCounters:
-    """Weighted Virtual Token Counter: the least served tenant goes first.
+    """Weighted Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
-    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A tenant with waiting requests is *active*.
-    Service costs
+    The least served tenant goes first. A tenant with waiting requests is *active*. Service costs
 
         (input weight · prompt tokens + output weight · output tokens) / weight of the tenant
 
@@ -23,16 +22,17 @@ class VirtualCounters:
     and of all outputs of running requests.
 
     Calls cost O(log tenants) amortised: counters only grow, so heap entries are updated at the top. Beyond
-    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten; at the floor that loses nothing.
+    `MAX_IDLE_TENANTS`, idle tenants with the least counters are forgotten.
     """
 
-    def __init__(self, weight: Callable[[str], float]) -> None:
+    def __init__(self, weight: Callable[[str], float], max_idle: int = MAX_IDLE_TENANTS) -> None:
         self.weight = weight
+        self._max_idle = max_idle
         self._counters: dict[str, float] = {}
         self._active: dict[str, int] = {}  # activation order, breaks ties
         self._heap: list[tuple[float, int, str]] = []
         self._num_activations = 0
-        self._floor = 0.0  # least active counter, or the last
+        self._floor = 0.0
         self._last = ""  # last active tenant
 
     def activate(self, tenant: str) -> None:
@@ -53,9 +53,9 @@ class VirtualCounters:
         if not self._active:
             self._last = tenant
         self._refresh()
-        if len(self._counters) - len(self._active) > MAX_IDLE_TENANTS:
+        if len(self._counters) - len(self._active) > self._max_idle:
             idle = [tenant for tenant in self._counters if tenant not in self._active]
-            for name in heapq.nsmallest(len(idle) - MAX_IDLE_TENANTS // 2, idle, key=self._counters.__getitem__):
+            for name in heapq.nsmallest(len(idle) - self._max_idle // 2, idle, key=self._counters.__getitem__):
                 del self._counters[name]
 
     def charge(self, tenant: str, num_input: int, num_output: int) -> None:
@@ -67,12 +67,11 @@ class VirtualCounters:
         return max(self._counters.get(tenant, 0.0), self._floor)
 
     def least(self) -> str | None:
-        """Return the least served active tenant, or None."""
         self._refresh()
         return self._heap[0][2] if self._heap else None
 
     def _refresh(self) -> None:
-        """Bring the least active counter to the top of the heap, up to date, and the floor to it."""
+        """Bring the least active counter to the top of the heap, and raise the floor to it."""
         heap = self._heap
         while heap:
             counter, order, tenant = heap[0]

@@ -1,14 +1,6 @@
-"""Orders of service: functions from a request to a key, smallest first.
+"""Orders of service: keys of requests, smallest first, computed when a request is queued or changes class.
 
-Keys are computed when a request begins to wait or changes class. The order decides which request enters next, gets
-the rest of the token budget, and keeps its blocks.
-
-    fifo        arrival
-    priority    service class, arrival
-    sjf         service class, predicted output left, arrival
-    deadline    service class, deadline (else soft, else last), arrival
-    density     service class, compute per byte of KV (most first), arrival
-    fair        least served tenant; its requests by service class, arrival
+The order decides which request enters next, gets the rest of the token budget, and keeps its blocks.
 """
 
 from __future__ import annotations
@@ -33,10 +25,6 @@ class Policy(NamedTuple):
     by_cache: bool = False  # the key needs `num_cached_tokens` at arrival
 
 
-def _class(request: Request) -> OrderKey:
-    return (request.service_class,)
-
-
 def _output_left(request: Request) -> OrderKey:
     return (request.service_class, max(request.predicted_output_tokens - request.num_output_tokens, 0.0))
 
@@ -52,13 +40,12 @@ def _density(request: Request) -> OrderKey:
 
 
 def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached_tokens: int = 0) -> float:
-    """Return tokens computed per token of KV held for one step.
+    """Return tokens computed per token of KV held for one step (BlendServe, Zhao et al., 2024, arXiv:2411.16102).
 
         compute    prompt - cached + output
         memory     prompt · output + output² / 2        tokens held, summed over decode steps
 
-    BlendServe (Zhao et al., 2024, arXiv:2411.16102) divides compute by memory. FLOPs and bytes per token are equal
-    for all requests, so the ratio needs neither. `num_output_tokens` is predicted, at least 1.
+    FLOPs and bytes per token are equal for all requests, so the ratio needs neither.
     """
     output = max(num_output_tokens, 1.0)
     compute = num_prompt_tokens - num_cached_tokens + output
@@ -68,20 +55,17 @@ def compute_density(num_prompt_tokens: int, num_output_tokens: float, num_cached
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "fifo": Policy(lambda _: (), level_parts=0, by_class=False, by_arrival=True),
-        "priority": Policy(_class, by_arrival=True),
+        "priority": Policy(lambda request: (request.service_class,), by_arrival=True),
         "sjf": Policy(_output_left),
         "deadline": Policy(_due, level_parts=2),
-        "fair": Policy(_class, by_tenant=True, by_arrival=True),
+        "fair": Policy(lambda request: (request.service_class,), by_tenant=True, by_arrival=True),
         "density": Policy(_density, by_cache=True),
     }
 )
 
 
 def rank_of(policy: Policy, request: Request, *, is_overdue: bool = False) -> Rank:
-    """Return the place of a request; overdue ones precede their class, by arrival.
-
-    Preempted requests keep their arrival, so they return ahead of their class.
-    """
+    """Return the place of a request. Overdue ones precede their class, by arrival."""
     key = policy.key(request)
     if is_overdue and len(key) > 1:
         key = (key[0], -math.inf)
@@ -93,6 +77,6 @@ def level_of(policy: Policy, request: Request) -> Rank:
 
 
 def shared_level(policy: Policy, request: Request) -> Rank:
-    """Return the largest level that shares this request's budget. An aged request shares with its old class."""
+    """Return the largest level that shares a request's budget: an aged one shares with its old class."""
     level = level_of(policy, request)
     return (max(level[0], request.priority), *level[1:]) if policy.by_class else level

@@ -11,7 +11,7 @@ import numpy.typing as npt
 QUANTILE = 0.5  # least mean absolute error
 MAX_CELLS = 2048
 MIN_SEEN = 8.0  # outputs before a cell counts
-NUM_KNOWN = 200  # ended outputs after which running ones are ignored
+NUM_KNOWN = 200  # outputs after which running ones are ignored
 
 _FORGET = 0.99  # per output: about the last 100 count
 _BINS_PER_OCTAVE = 4
@@ -27,10 +27,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 class Histogram:
-    """Output lengths in quarter-octave bins, with exponential forgetting.
-
-    Each output weighs 1 / `_FORGET` times the last, which spares fading all bins.
-    """
+    """Output lengths in quarter-octave bins. Each weighs 1 / `_FORGET` times the last, so that old ones fade."""
 
     __slots__ = ("_scale", "_total", "_weights")
 
@@ -58,7 +55,7 @@ class Histogram:
         self._total += self._scale
 
     def quantile(self, fraction: float) -> float:
-        """Return the length that a `fraction` > 0 of outputs does not exceed, linear within bins."""
+        """Return the length that a fraction > 0 does not exceed, linear within bins."""
         sums = list(accumulate(self._weights))
         wanted = fraction * sums[-1]
         index = bisect_left(sums, wanted)
@@ -68,15 +65,11 @@ class Histogram:
 
 
 class OutputPredictor:
-    """Median output length by tenant and prompt length, within a factor of two.
+    """Median output length by tenant and prompt length. Beyond `max_cells` the least recently used is dropped."""
 
-    Cells with fewer than `MIN_SEEN` outputs give way to the tenant, the prompt length, all requests, then the prior.
-    Outputs cut at `max_tokens` count as they are.
-
-    Memory is bounded for any tenant names: `MAX_CELLS` cells of 84 bins, least recently used dropped first.
-    """
-
-    def __init__(self, prior_tokens: int) -> None:
+    def __init__(self, prior_tokens: int, *, quantile: float = QUANTILE, max_cells: int = MAX_CELLS) -> None:
+        self._quantile = quantile
+        self._max_cells = max_cells
         self._prior = float(prior_tokens)
         self._cells: OrderedDict[_Cell, Histogram] = OrderedDict()  # least recently used first
         self._shared: dict[_Cell, Histogram] = {(None, None): Histogram()}  # all tenants, by bucket
@@ -94,15 +87,15 @@ class OutputPredictor:
         ):
             histogram = cells.get(key)
             if histogram is not None and histogram.num_seen >= MIN_SEEN:
-                return min(histogram.quantile(QUANTILE), float(max_tokens))
+                return min(histogram.quantile(self._quantile), float(max_tokens))
         return min(self._prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
-        """Return ascending output lengths and the share of outputs longer than each.
+        """Return ascending output lengths and the share of outputs longer than each (Kaplan-Meier estimate, 1958).
 
-        Kaplan-Meier estimate (1958): running requests count as outputs of at least their length. Without them, the
-        first, short outputs would stand for all. Their weight falls to 0 at `NUM_KNOWN` ended outputs. Below
-        `MIN_SEEN`, the prior fills in: geometric lengths with twice its mean.
+        Running requests count as outputs of at least their length, or the first, short outputs would stand for all.
+        Their weight falls to 0 at `NUM_KNOWN` ended outputs. Below `MIN_SEEN`, the prior fills in: geometric lengths
+        with twice its mean.
         """
         prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self._prior)))
         ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
@@ -116,7 +109,7 @@ class OutputPredictor:
     def observe(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int, predicted: float) -> None:
         for bucket in (num_prompt_tokens.bit_length(), None):
             cell = self._cells.pop((tenant, bucket), None) or Histogram()
-            if len(self._cells) >= MAX_CELLS:
+            if len(self._cells) >= self._max_cells:
                 self._cells.popitem(last=False)
             self._cells[tenant, bucket] = cell
             for histogram in (cell, self._shared.setdefault((None, bucket), Histogram())):

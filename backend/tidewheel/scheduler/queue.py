@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import require
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.policy import Policy, Rank, rank_of
@@ -17,10 +17,7 @@ WINDOW = 64  # requests compared by cached prefix
 
 
 class SortedQueue:
-    """Requests in a list sorted by unique key.
-
-    A change is a binary search and one `memmove`: for thousands of entries cheaper than a heap with lazy deletion.
-    """
+    """List sorted by unique key. For thousands of entries one `memmove` is cheaper than a heap."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Rank, Request]] = []
@@ -44,7 +41,6 @@ class SortedQueue:
         del self._entries[index]
 
     def first_from(self, key: Rank) -> Request | None:
-        """Return the first request with at least this key."""
         index = bisect_left(self._entries, (key,))
         return self._entries[index][1] if index < len(self._entries) else None
 
@@ -56,14 +52,11 @@ class Lane(NamedTuple):
     returning: SortedQueue  # preempted, or its leader has started
 
     def queue_of(self, request: Request) -> SortedQueue:
-        return self.returning if request.has_begun else self.new
+        return self.new if request.is_new else self.returning
 
 
 class WaitingSet:
-    """Waiting requests in lanes: one per tenant if tenants take turns, else one.
-
-    A group is one entry, its leader, but counts all its requests.
-    """
+    """Waiting requests, in a lane per tenant if tenants take turns. A group's entry is its leader."""
 
     def __init__(self, policy: Policy, counters: VirtualCounters | None = None) -> None:
         self._policy = policy
@@ -79,7 +72,6 @@ class WaitingSet:
         return bool(self._lanes)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield all entries, without followers."""
         return (request for lane in self._lanes.values() for queue in lane for request in queue)
 
     @property
@@ -88,7 +80,7 @@ class WaitingSet:
 
     @property
     def lowest_class(self) -> int:
-        """First class that cannot displace waiting requests; LOW + 1: all can."""
+        """First class that displaces no waiting request; LOW + 1: all do."""
         if self._counters is not None:
             return Priority.LOW + 1
         return next((request.service_class for request in reversed(self._ages)), 0)
@@ -101,12 +93,15 @@ class WaitingSet:
         request = self._ages.first_from((service_class,))
         return request if request is not None and request.service_class is service_class else None
 
-    def num_tokens_ahead(self, service_class: int) -> int:
-        """Count new prompt tokens of this class and better ones."""
-        return sum(count for p, count in self._new_tokens.items() if p <= service_class)
+    def num_tokens_ahead(self, service_class: Priority) -> int:
+        """Count new prompt tokens certain to be served before a newcomer: none if tenants take turns."""
+        policy = self._policy
+        if policy.by_tenant:
+            return 0
+        last = service_class if policy.by_arrival else service_class - 1
+        return sum(count for p, count in self._new_tokens.items() if p <= last or not policy.by_class)
 
     def push(self, request: Request) -> None:
-        """Add a request, with its followers if new."""
         request.rank = rank_of(self._policy, request)
         name = self._lane_of(request)
         if name not in self._lanes:
@@ -114,14 +109,14 @@ class WaitingSet:
             if self._counters is not None:
                 self._counters.activate(name)
         self._insert(self._lanes[name], request)
-        if not request.has_begun:
+        if request.is_new:
             self.count(request, 1 + len(request.followers))
 
     def remove(self, request: Request) -> None:
         name = self._lane_of(request)
         lane = self._lanes[name]
         self._take(lane, request)
-        if not request.has_begun:
+        if request.is_new:
             self.count(request, -1 - len(request.followers))
         if not lane.new and not lane.returning:
             del self._lanes[name]
@@ -142,10 +137,9 @@ class WaitingSet:
             insort(self._crowds, ((before + change) / weight, name))
 
     def reclassify(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
-        """Move a request and its followers. Overdue ones go by arrival."""
         lane = self._lanes[self._lane_of(request)]
         self._take(lane, request)
-        num_tokens = 0 if request.has_begun else (1 + len(request.followers)) * request.num_tokens
+        num_tokens = (1 + len(request.followers)) * request.num_tokens if request.is_new else 0
         self._new_tokens[request.service_class] -= num_tokens
         self._new_tokens[service_class] += num_tokens
         request.service_class = service_class
@@ -153,10 +147,7 @@ class WaitingSet:
         self._insert(lane, request)
 
     def candidates(self, *, with_new: bool) -> Iterator[Request]:
-        """Yield entries in order of service, tenant by tenant if tenants take turns.
-
-        The set must not change meanwhile.
-        """
+        """Yield entries in order of service. The set must not change meanwhile."""
         for lane in self._next_lanes(with_new=with_new):
             if with_new and lane.returning:
                 yield from heapq.merge(lane.returning, lane.new, key=lambda request: request.rank)
@@ -164,15 +155,14 @@ class WaitingSet:
                 yield from lane.new if with_new else lane.returning
 
     def key(self, request: Request) -> Rank:
-        """Return a key that compares running and waiting requests now."""
+        """Return the present place of a running or waiting request."""
         return request.rank if self._counters is None else (self._counters.counter(request.tenant), *request.rank)
 
     def displaceable(self, newcomer: Request, count: int, service_class: Priority) -> Iterator[Request]:
-        """Yield entries in the order in which `count` newcomers displace them, at most `MAX_DISPLACED`.
+        """Yield entries in the order in which newcomers displace them: lower classes, lowest and newest first.
 
-        Only lower classes are displaced, lowest and newest first. If tenants take turns, the tenant with most waiting
-        over its weight gives way first, in any class, while it has more than the newcomer's tenant would. Then the
-        newcomer's tenant gives lower classes.
+        If tenants take turns, first the tenant with most waiting over its weight gives way, in any class, while it
+        has more than the newcomer's tenant would.
         """
         if self._counters is None:
             yield from _lower(self._ages, service_class)
@@ -199,19 +189,18 @@ class WaitingSet:
 
     def _insert(self, lane: Lane, request: Request) -> None:
         lane.queue_of(request).push(request.rank, request)
-        if not request.has_begun:
+        if request.is_new:
             self._ages.push(_age(request), request)
 
     def _take(self, lane: Lane, request: Request) -> None:
         lane.queue_of(request).remove(request.rank, request)
-        if not request.has_begun:
+        if request.is_new:
             self._ages.remove(_age(request), request)
 
     def _lane_of(self, request: Request) -> str:
         return "" if self._counters is None else request.tenant
 
     def _next_lanes(self, *, with_new: bool) -> Iterator[Lane]:
-        """Yield lanes in order of service."""
         if self._counters is None or not self._lanes:
             yield from self._lanes.values()
             return
@@ -222,12 +211,11 @@ class WaitingSet:
             yield self._lanes[name]
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` if anything is broken. O(waiting requests)."""
         new = [request for lane in self._lanes.values() for request in lane.new]
         returning = [request for lane in self._lanes.values() for request in lane.returning]
         require(all(lane.new or lane.returning for lane in self._lanes.values()), "an empty lane is left over")
-        require(not any(request.has_begun for request in new), "a request that has begun counts as new")
-        require(all(request.has_begun for request in returning), "a request returns that has not begun")
+        require(all(request.is_new for request in new), "a request that has started counts as new")
+        require(not any(request.is_new for request in returning), "a new request counts as returning")
         for queue in (self._ages, *(queue for lane in self._lanes.values() for queue in lane)):
             keys = [_age(r) if queue is self._ages else r.rank for r in queue]
             require(keys == sorted(keys), "a queue is out of order")
@@ -244,12 +232,12 @@ class WaitingSet:
 def next_in_line(
     waiting: Iterator[Request], num_cached_tokens: Callable[[Request], int], *, before: float, by_tenant: bool
 ) -> Request | None:
-    """Return the request with the longest cached prefix of the first `WINDOW` in the first one's class.
+    """Return the request with the longest cached prefix of the first `WINDOW`, in the first one's class.
 
-    With `by_tenant`, only its tenant competes. The first keeps its turn if it has begun or arrived by `before`.
+    The first keeps its turn if it is not new or arrived by `before`. With `by_tenant`, only its tenant competes.
     """
     first = next(waiting, None)
-    if first is None or first.has_begun or first.arrival_time <= before:
+    if first is None or not first.is_new or first.arrival_time <= before:
         return first
 
     def is_peer(request: Request) -> bool:
@@ -259,7 +247,6 @@ def next_in_line(
 
 
 def _lower(queue: SortedQueue, service_class: Priority) -> Iterator[Request]:
-    """Yield lower classes, last first."""
     return takewhile(lambda request: request.service_class > service_class, reversed(queue))
 
 

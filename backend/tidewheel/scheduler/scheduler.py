@@ -1,11 +1,8 @@
 """Continuous batching without prefill and decode phases.
 
-Each step spends a token budget on the gaps between tokens and computed tokens. Chunked prefill, prefix hits, return
-after preemption and mixed batches follow.
-
-`schedule` reserves and `apply` commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next is
-scheduled before the sampled tokens are known. Ends by length are known ahead. Other ends show in `apply`, which drops
-the extra token.
+Each step spends a token budget on the gaps between tokens and computed tokens. `schedule` reserves and `apply`
+commits; in between a batch is *in flight*. With `max_inflight_steps` 2, the next is scheduled before the sampled
+tokens are known. Ends by length are known ahead. Other ends show in `apply`, which drops the extra token.
 """
 
 from __future__ import annotations
@@ -16,19 +13,17 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.errors import InternalError, TidewheelError
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Request
+from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.control import Control
-from tidewheel.scheduler.deadlines import expire
-from tidewheel.scheduler.entrance import Entrance
-from tidewheel.scheduler.plan import StepPlan
-from tidewheel.scheduler.reserve import plan_step
+from tidewheel.scheduler.controllers import StepControl
+from tidewheel.scheduler.planner import plan_step
 from tidewheel.scheduler.service_class import reclassify_due
 from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_plan import StepPlan
 from tidewheel.stats import EngineStats, WaitingRoom
 
 
@@ -37,9 +32,9 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
-        self._control = Control(config, keep_free=int(config.watermark * kv.num_blocks))
+        self._control = StepControl(config, keep_free=int(config.watermark * kv.num_blocks))
         self._state = State(kv, config, self._control.preemption_cost)
-        self._entrance = Entrance(config, self._state, self._control.estimate)
+        self._admission = Admission(config, self._state, self._control.estimate)
         self._in_flight: deque[InFlight] = deque()
         self._now = 0.0
 
@@ -57,48 +52,49 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """New and preempted requests."""
         return self._state.num_waiting
 
     def add(self, request: Request, now: float) -> list[Request]:
-        """Add a request; return the waiting requests evicted for it.
-
-        Raise `InvalidRequest` (never possible), `Busy` (not now) or `DeadlineExceeded`.
-        """
+        """Add a request; return the evicted ones. Raise `InvalidRequest`, `Busy` or `DeadlineExceeded`."""
         return self.add_group([request], now)
 
     def add_group(self, requests: Sequence[Request], now: float) -> list[Request]:
-        """Add all requests or none, like `add`.
-
-        They differ only in id and seed. All but the first name it as `leader` and wait for its prompt.
-        """
+        """Add all requests or none. They differ in id and seed; all but the first name it as `leader`."""
         self._now = now
-        evicted = self._entrance.admit(requests, now)
-        self._entrance.observe_ends(evicted, now)
+        evicted = self._admission.admit(requests, now)
+        self._admission.observe_ends(evicted, now)
         return evicted
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> Request | None:
-        """End a request in any state, without further tokens; None if unknown or finished."""
+        """End a request in any state; return None if unknown or finished."""
         request = self._state.requests.get(request_id)
         if request is not None:
             self._state.end(request, reason, self._now)
-            self._entrance.observe_ends([request], self._now)
+            self._admission.observe_ends([request], self._now)
         return request
 
     def expire(self, now: float) -> list[Request]:
-        """End requests past their deadline, and expire sessions.
-
-        Requests that never started get an error, others `FinishReason.DEADLINE` and their output.
-        """
+        """End requests past their deadline, and sessions. Only requests that never started get an error."""
         self._now = now
-        self._state.kv.expire_sessions(now)
-        expired = expire(self._state, now)
-        self._entrance.observe_ends(expired, now)
+        self._state.kv.sessions.expire(now)
+        state, expired = self._state, []
+        for _, _, request in state.timetable.deadlines.pop_due(now):
+            reason = FinishReason.DEADLINE
+            if request.first_scheduled_time is None:
+                reason = FinishReason.ERROR
+                request.error = DeadlineExceeded(
+                    f"the deadline passed after {round(1e3 * (now - request.arrival_time))} ms in the waiting set: "
+                    f"{state.num_waiting} requests wait, {self.num_running} run"
+                )
+            state.end(request, reason, now)
+            state.stats.num_expired += 1
+            expired.append(request)
+        self._admission.observe_ends(expired, now)
         return expired
 
     def close_session(self, tenant: str, session_id: str) -> None:
-        """Drop the session. Raise `NotFound` if it is unknown."""
-        self._state.kv.close_session(tenant, session_id)
+        """Raise `NotFound` if the session is unknown."""
+        self._state.kv.sessions.close(tenant, session_id)
 
     def fail_all(self, error: TidewheelError) -> list[Request]:
         """End all requests with the error; forget batches in flight."""
@@ -110,7 +106,7 @@ class Scheduler:
         for request in failed:
             request.error = error
             state.end(request, FinishReason.ERROR, self._now, keep_cached=False)
-        self._entrance.observe_ends(failed, self._now)
+        self._admission.observe_ends(failed, self._now)
         return failed
 
     def schedule(self, now: float) -> ScheduledBatch | None:
@@ -124,7 +120,7 @@ class Scheduler:
         plan = plan_step(state, self._control.limits(state.waiting, self.num_running, now), now)
         if plan.started:
             self._control.strategy.joined(plan.num_joined)
-            self._entrance.observe_starts(plan.started, now)
+            self._admission.observe_starts(plan.started, now)
         return None if plan.is_empty else self._reserve(plan, now)
 
     def _reserve(self, plan: StepPlan, now: float) -> ScheduledBatch:
@@ -133,26 +129,13 @@ class Scheduler:
         batch = plan.to_batch(step_id, state.columns.take_left_rows(), state.kv.take_transfers(step_id))
         rows = batch.rows.astype(np.intp)
         state.columns.reserve(step_id, rows, batch.num_scheduled_tokens, batch.samples)
-        started = plan.started
-        self._in_flight.append(
-            InFlight(
-                step_id,
-                rows,
-                state.columns.epochs.take(rows),
-                now,
-                sum([request.num_prompt_tokens for request in started]),
-                min([request.arrival_time for request in started], default=None),
-            )
-        )
+        self._in_flight.append(InFlight(step_id, rows, state.columns.epochs.take(rows), now, plan.started))
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
-        """Apply the oldest batch in flight.
-
-        Raise `InternalError`, without effect, for another batch or an unfit answer.
-        """
+        """Apply the oldest batch in flight. Raise `InternalError`, without effect, for another batch or answer."""
         if not self._in_flight or self._in_flight[0].step_id != batch.step_id:
             raise InternalError(f"step {batch.step_id} is not the oldest one in flight")
         check_answer(batch, sampled)
@@ -163,32 +146,31 @@ class Scheduler:
         state.kv.step_done(batch.step_id)
         outputs = commit_step(state, batch, step, sampled, now)
         if outputs.finished:
-            self._entrance.observe_ends(outputs.finished, now)
+            self._admission.observe_ends(outputs.finished, now)
         self._control.observe_step(step, batch, state, now)
         return outputs
 
     def observe_refused(self, refused: Mapping[str, int]) -> None:
-        """Count requests by tenant that a front end refused."""
-        self._entrance.observe_refused(refused)
+        """Count requests that a front end refused, by tenant."""
+        self._admission.observe_refused(refused)
 
     def stats(self) -> EngineStats:
         state, control = self._state, self._control
         stats = state.kv.update_stats()
         state.columns.update_stats(stats)
         stats.num_waiting = state.num_waiting
-        stats.breaker_state = self._entrance.breaker.state.value
-        stats.token_budget = control.knobs.token_budget
-        stats.max_num_seqs = control.knobs.max_num_seqs
+        stats.breaker_state = self._admission.breaker.state.value
+        stats.token_budget = control.token_budget
+        stats.max_num_seqs = control.max_num_seqs
         stats.num_predictions = state.predictor.num_observed
         stats.prediction_error = state.predictor.mean_abs_error
         return stats.snapshot()
 
-    def room(self, now: float) -> WaitingRoom:
-        """Return how full the waiting set is. Cheap."""
-        return self._entrance.room(now)
+    def waiting_room(self, now: float) -> WaitingRoom:
+        return self._admission.waiting_room(now)
 
     def check_invariants(self) -> None:
-        """Raise `InternalError` if anything is broken. O(blocks + requests)."""
+        """Raise `InternalError`. O(blocks + requests)."""
         state = self._state
         state.check_invariants()
         require(len(self._in_flight) <= self._config.max_inflight_steps, "too many batches in flight")

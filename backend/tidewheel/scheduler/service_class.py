@@ -1,12 +1,8 @@
 """Changes of service class.
 
-* Ageing lifts a request one class per `ageing_s` of waiting, up to HIGH. Prompts under way age too. In classes not
-  served by arrival (`sjf`, `deadline`, `density`), a request that waits once more in HIGH or CRITICAL is *overdue*:
-  it goes by arrival, ahead of its class. So no request starves.
-* A request drops a class, once, if its tenant is over its block quota when it arrives or enters.
-* A request drops a class at its soft deadline.
-
-Ageing restores a dropped class, except CRITICAL.
+Ageing lifts waiting requests and prompts under way, up to HIGH. In classes not served by arrival, a request that
+waits once more in HIGH or CRITICAL is *overdue*: it goes ahead of its class, by arrival. A request drops a class for
+the block quota of its tenant, once, and at its soft deadline.
 """
 
 from __future__ import annotations
@@ -15,41 +11,37 @@ from tidewheel.request import Priority, Request
 from tidewheel.scheduler.state import State
 
 
-def lifted(service_class: Priority) -> Priority:
-    return service_class if service_class <= Priority.HIGH else Priority(service_class - 1)
-
-
-def dropped(service_class: Priority) -> Priority:
-    return min(Priority.LOW, Priority(service_class + 1)) if service_class < Priority.LOW else service_class
-
-
 def reclassify_due(state: State, now: float) -> None:
     """Apply due lifts and drops. Followers move with a leader they wait for."""
-    for time, _, request in state.lifts.pop_due(now):
+    for time, _, request in state.timetable.lifts.pop_due(now):
         if request.row >= 0 and not state.columns.is_prefilling(request.row):
             request.lift_time = None
         elif request.service_class <= Priority.HIGH:
-            state.set_overdue(request)
+            state.reclassify(request, request.service_class, since=None)
         else:
-            state.reclassify(request, lifted(request.service_class), since=time)
+            state.reclassify(request, request.service_class.lifted(), since=time)
             state.stats.num_aged += 1
-    for _, _, request in state.soft_deadlines.pop_due(now):
+    for _, _, request in state.timetable.soft_deadlines.pop_due(now):
         follows = request.leader is not None and request in request.leader.followers
         if request.service_class < Priority.LOW and not follows:
-            state.reclassify(request, dropped(request.service_class), since=now)
+            state.reclassify(request, request.service_class.dropped(), since=now)
             state.stats.num_downgraded_deadline += 1
 
 
 def is_over_quota(state: State, request: Request) -> bool:
-    """Return whether the request takes its tenant over quota, sessions included."""
+    """Return whether the request takes its tenant over quota. Shared blocks count for each request or session."""
     limit = state.config.limits_of(request.tenant).max_blocks
     if limit is None or request.was_over_quota:
         return False
-    return state.num_blocks_of(request.tenant) + state.kv.num_blocks_for(request.num_tokens) > limit
+    kv = state.kv
+    num_blocks = state.columns.num_slots_of(request.tenant) // kv.block_size + kv.sessions.table.num_blocks(
+        request.tenant
+    )
+    return num_blocks + kv.num_blocks_for(request.num_tokens) > limit
 
 
 def drop_over_quota(state: State, request: Request, now: float) -> bool:
-    """Drop a request and followers a class if over quota; return whether it moved."""
+    """Drop a group a class if over quota; return whether it moved."""
     if not is_over_quota(state, request):
         return False
     for member in (request, *request.followers):
@@ -57,5 +49,5 @@ def drop_over_quota(state: State, request: Request, now: float) -> bool:
     if request.service_class is Priority.LOW:
         return False
     state.stats.num_downgraded_quota += 1
-    state.reclassify(request, dropped(request.service_class), since=now)
+    state.reclassify(request, request.service_class.dropped(), since=now)
     return True

@@ -1,29 +1,54 @@
 from __future__ import annotations
 
-from tidewheel.kvcache.hits import PrefixHit
-from tidewheel.kvcache.invariants import require
+from tidewheel.errors import require
+from tidewheel.event_heap import Event, EventHeap
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import FinishReason, Priority, Request, RequestState
 from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.config import SchedulerConfig
-from tidewheel.scheduler.events import Event, EventHeap
 from tidewheel.scheduler.fairness import VirtualCounters
-from tidewheel.scheduler.policy import POLICIES, Rank, rank_of
+from tidewheel.scheduler.policy import POLICIES, rank_of
 from tidewheel.scheduler.predictor import OutputPredictor
 from tidewheel.scheduler.queue import WaitingSet
 from tidewheel.scheduler.step_time import PreemptionCost
 
 
+class Timetable:
+    """Deadlines and lifts to come."""
+
+    def __init__(self, ageing_s: float, *, ages_all: bool) -> None:
+        self.deadlines = EventHeap[Request](_is_unfinished)
+        self.soft_deadlines = EventHeap[Request](_is_unfinished)
+        self.lifts = EventHeap[Request](lambda event: event.subject.lift_time == event.time)
+        self._ageing_s = ageing_s
+        self._ages_all = ages_all  # HIGH and CRITICAL too, because they may become overdue
+
+    def add(self, request: Request, num_unfinished: int) -> None:
+        if request.deadline is not None:
+            self.deadlines.push(request.deadline, request, num_unfinished)
+        if request.soft_deadline is not None:
+            self.soft_deadlines.push(request.soft_deadline, request, num_unfinished)
+
+    def start_ageing(self, request: Request, since: float, num_unfinished: int) -> None:
+        request.lift_time = None
+        if self._ages_all or request.service_class > Priority.HIGH:
+            request.lift_time = since + self._ageing_s
+            self.lifts.push(request.lift_time, request, num_unfinished)
+
+    def ages_since(self, request: Request) -> float | None:
+        return None if request.lift_time is None else request.lift_time - self._ageing_s
+
+
 class State:
-    """Waiting set, running set and block tables, changed together and only here.
+    """Waiting set, rows and block tables, changed together and only here.
 
         wait          → WAITING
         enter         WAITING, PREEMPTED → RUNNING
         preempt       RUNNING → PREEMPTED
         end           any → FINISHED
 
-    Followers wait with their leader, outside the waiting set, until it has computed their prompt. Blocks of a row
-    left in flight are held until the batch is applied, and the row's new epoch voids the result.
+    Followers wait with their leader, outside the waiting set, until it has computed their prompt.
     """
 
     def __init__(self, kv: KVCacheManager, config: SchedulerConfig, preemption_cost: PreemptionCost) -> None:
@@ -40,31 +65,15 @@ class State:
         self.requests: dict[str, Request] = {}  # unfinished, by arrival
         self.stats = kv.stats  # shared with the cache
         self.last_applied = -1
-        self.deadlines = EventHeap(_is_unfinished)
-        self.soft_deadlines = EventHeap(_is_unfinished)
-        self.lifts = EventHeap(_is_due_to_be_lifted)
+        self.timetable = Timetable(config.ageing_s, ages_all=not self.policy.by_arrival)
         self._leaders: dict[str, Request] = {}  # running, with followers
         self._num_added = 0
-
-    @property
-    def is_cache_aware(self) -> bool:
-        """True if cached prefixes go ahead within a class."""
-        return self.config.cache_aware_order and self.policy.by_arrival and self.policy.by_class
 
     @property
     def num_waiting(self) -> int:
         return len(self.requests) - self.columns.num_running
 
-    @property
-    def is_idle(self) -> bool:
-        return not self.requests
-
-    def num_blocks_of(self, tenant: str) -> int:
-        """Count blocks of running requests and sessions; shared ones count for each."""
-        return self.columns.num_slots_of(tenant) // self.kv.block_size + self.kv.session_blocks(tenant)
-
     def wait(self, group: list[Request]) -> None:
-        """Queue a group as one entry."""
         leader = group[0]
         leader.followers = group[1:]
         for request in group:
@@ -72,24 +81,32 @@ class State:
             self._num_added += 1
             self.requests[request.request_id] = request
             self._count_waiting(request, 1)
-            for events, time in ((self.deadlines, request.deadline), (self.soft_deadlines, request.soft_deadline)):
-                if time is not None:
-                    events.push(time, request, len(self.requests))
+            self.timetable.add(request, len(self.requests))
         if self.policy.by_cache:
-            leader.num_cached_tokens = self.kv.num_cached_tokens(leader)
+            leader.num_cached_tokens = self.kv.prefixes.estimate(leader)
         self.waiting.push(leader)
-        self._schedule_lift(leader, since=leader.arrival_time)
+        self.timetable.start_ageing(leader, leader.arrival_time, len(self.requests))
 
-    def reclassify(self, request: Request, service_class: Priority, *, since: float) -> None:
-        """Move a request and its followers to a class, where they wait since `since`."""
-        self._place(request, service_class)
-        self._schedule_lift(request, since=since)
+    def reclassify(self, request: Request, service_class: Priority, *, since: float | None) -> None:
+        """Move a request and its followers to a class, waiting since `since`; None: overdue."""
+        is_overdue = since is None
+        if request.state is RequestState.RUNNING:
+            request.service_class = service_class
+            self.columns.write_back(request.row)
+            request.rank = rank_of(self.policy, request, is_overdue=is_overdue)
+            self.columns.classes[request.row] = self._class_that_counts(request)
+        else:
+            self.waiting.reclassify(request, service_class, is_overdue=is_overdue)
         for follower in request.followers:
             follower.service_class = service_class
+        if since is None:
+            request.lift_time = None
+        else:
+            self.timetable.start_ageing(request, since, len(self.requests))
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Find tokens in the cache or in the leader's row."""
-        hit = self.kv.find_prefix(request)
+        """Find a prefix in the cache or in the leader's row."""
+        hit = self.kv.prefixes.find(request)
         leader = request.leader
         if leader is None or leader.state is not RequestState.RUNNING or request.output_token_ids:
             return hit
@@ -98,36 +115,17 @@ class State:
         fork = self.kv.fork_hit(leader.row, request)
         return fork if fork.num_tokens > hit.num_tokens else hit
 
-    def set_overdue(self, request: Request) -> None:
-        request.lift_time = None
-        self._place(request, request.service_class, is_overdue=True)
-
-    def _place(self, request: Request, service_class: Priority, *, is_overdue: bool = False) -> None:
-        if request.state is not RequestState.RUNNING:
-            self.waiting.reclassify(request, service_class, is_overdue=is_overdue)
-            return
-        request.service_class = service_class
-        self.columns.write_back(request.row)
-        request.rank = rank_of(self.policy, request, is_overdue=is_overdue)
-        self.columns.classes[request.row] = self._class_that_counts(request)
-
     def enter(self, request: Request, hit: PrefixHit, *, keep_free: int) -> list[int] | None:
-        """Give the request a row and blocks; return its block table, None if blocks are short."""
+        """Give the request a row; return its block table, or None if blocks are short."""
         kv, columns = self.kv, self.columns
         row = columns.next_free_row()
         if not kv.allocate(row, request.num_tokens, hit, keep_free=keep_free):
             return None
-        kv.announce(row, request, hit)
+        kv.prefixes.announce(row, request, hit)
         blocks = kv.block_table(row)
         self.waiting.remove(request)
         self._count_waiting(request, -1)
-        columns.enter(
-            request,
-            service_class=self._class_that_counts(request),
-            num_cached_tokens=hit.num_tokens,
-            num_slots=len(blocks) * kv.block_size,
-            num_shared_slots=len(hit.block_ids) * kv.block_size,
-        )
+        columns.enter(request, hit, len(blocks), kv.block_size, self._class_that_counts(request))
         if request.followers:
             self._leaders[request.request_id] = request
         request.state = RequestState.RUNNING
@@ -147,10 +145,10 @@ class State:
         self._leave(row)
         self._count_waiting(request, 1)
         self.waiting.push(request)
-        self._schedule_lift(request, since=now)
+        self.timetable.start_ageing(request, now, len(self.requests))
 
     def end(self, request: Request, reason: FinishReason, now: float, *, keep_cached: bool = True) -> None:
-        """End a request; nothing else does. Without `keep_cached`, drop its blocks from the cache."""
+        """End a request. Without `keep_cached`, drop its blocks from the cache."""
         if request.state is RequestState.RUNNING:
             if request.session_id and keep_cached and reason is not FinishReason.ERROR:
                 row = request.row
@@ -167,10 +165,7 @@ class State:
         request.finish_reason = reason
 
     def release_followers(self, now: float) -> None:
-        """Queue followers whose leader has computed the prompt but its last token.
-
-        Each follower computes that token itself and samples from it.
-        """
+        """Queue followers whose leader has computed the prompt but its last token, which each computes itself."""
         num_computed_tokens = self.columns.num_computed_tokens
         ready = [r for r in self._leaders.values() if num_computed_tokens[r.row] >= r.num_prompt_tokens - 1]
         for leader in ready:
@@ -179,10 +174,10 @@ class State:
     def _release_followers(self, leader: Request, now: float) -> None:
         self._leaders.pop(leader.request_id, None)
         followers, leader.followers = leader.followers, []
-        since = now if leader.lift_time is None else leader.lift_time - self.config.ageing_s
+        since = self.timetable.ages_since(leader)
         for follower in followers:
             self.waiting.push(follower)
-            self._schedule_lift(follower, since=since)
+            self.timetable.start_ageing(follower, now if since is None else since, len(self.requests))
 
     def _stop_waiting(self, request: Request) -> None:
         leader = request.leader
@@ -190,7 +185,7 @@ class State:
             self.waiting.remove(request)
             return
         leader.followers.remove(request)
-        if not leader.has_begun:
+        if leader.is_new:
             self.waiting.count(leader, -1)
         if not leader.followers:
             self._leaders.pop(leader.request_id, None)
@@ -221,12 +216,6 @@ class State:
     def is_in_flight(self, row: int) -> bool:
         return int(self.columns.last_step[row]) > self.last_applied
 
-    def num_returning_blocks(self) -> int:
-        """Return a lower bound on blocks returning from batches in flight. O(such blocks)."""
-        departures = self.kv.departures()
-        ending = self.columns.are_ending().nonzero()[0].tolist() if self.has_in_flight else []
-        return self.kv.num_held_blocks + sum([departures.add(row) for row in ending])
-
     def _count_waiting(self, request: Request, change: int) -> None:
         self.stats.num_waiting_tokens += change * request.num_tokens
         self.stats.waiting_by_class[request.priority - 1] += change
@@ -234,17 +223,7 @@ class State:
     def _class_that_counts(self, request: Request) -> int:
         return request.service_class if self.policy.by_class else 0
 
-    def service_key(self, row: int) -> Rank:
-        return self.waiting.key(self.columns.request(row))
-
-    def _schedule_lift(self, request: Request, *, since: float) -> None:
-        request.lift_time = None
-        if request.service_class > Priority.HIGH or not self.policy.by_arrival:
-            request.lift_time = since + self.config.ageing_s
-            self.lifts.push(request.lift_time, request, len(self.requests))
-
     def check_invariants(self) -> None:
-        """Raise `InternalError` if anything is broken. O(blocks + requests)."""
         self.kv.check_invariants()
         self.columns.check_invariants()
         self.waiting.check_invariants()
@@ -280,9 +259,5 @@ class State:
         require(all(request.lift_time is None for request in attached), "followers are lifted without their leader")
 
 
-def _is_unfinished(event: Event) -> bool:
-    return not event.request.is_finished
-
-
-def _is_due_to_be_lifted(event: Event) -> bool:
-    return event.request.lift_time == event.time
+def _is_unfinished(event: Event[Request]) -> bool:
+    return not event.subject.is_finished

@@ -16,9 +16,8 @@ def _fade(now: float, last: float) -> float:
 class StepTime:
     """Least squares with exponential forgetting: ``seconds ≈ overhead + seconds_per_token · chunk tokens``.
 
-    Chunk tokens are those of prompts and recomputed requests. Decoding rows are overhead, which follows their number
-    as old steps fade. Attention over earlier chunks is part of the slope, on average. Weighted means and covariances
-    are updated in place (West, "Updating mean and variance estimates", CACM 1979).
+    Decoding rows are overhead. Attention over earlier chunks is part of the slope, on average. Weighted means and
+    covariances are updated in place (West, "Updating mean and variance estimates", CACM 1979).
     """
 
     def __init__(self) -> None:
@@ -32,12 +31,11 @@ class StepTime:
 
     @property
     def seconds_per_token(self) -> float:
-        """Slope; 0 until enough different chunks are seen."""
+        """Slope; 0 until enough chunks differ."""
         is_known = self._num_steps >= _MIN_STEPS and self._var > self._weight
         return max(self._cov / self._var, 0.0) if is_known else 0.0
 
     def is_fresh(self, now: float) -> bool:
-        """Return whether recent steps suffice for predictions."""
         return self._weight * _fade(now, self._last) >= _MIN_STEPS
 
     def observe(self, num_chunk_tokens: int, seconds: float, now: float) -> None:
@@ -58,16 +56,12 @@ class StepTime:
         self._cov = self._cov * forget + tokens_off * seconds_off * rest
 
     def seconds(self, num_chunk_tokens: int) -> float:
-        """Predict step seconds: 0 before any step, the mean without a slope."""
+        """Predict the step; 0 before any, the mean without a slope."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
 
 class ServiceEstimate:
-    """Waiting and prefill times, from step times and the pace of starts.
-
-    The pace is measured only while requests wait: an idle engine is not slow. Evidence ages by the clock. Without
-    fresh evidence, both times are 0.
-    """
+    """Waiting and prefill times, from step times and the pace of starts while requests wait. 0 without evidence."""
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
@@ -87,13 +81,12 @@ class ServiceEstimate:
             self._seen_at = now
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Return the pace under backlog; None without fresh evidence."""
         if self._seconds * _fade(now, self._seen_at) < _MIN_BACKLOG_S or self._tokens <= 0.0:
             return None
         return self._tokens / self._seconds
 
     def queue_seconds(self, num_tokens_ahead: int, now: float, *, has_free_rows: bool) -> float:
-        """Return the time until all tokens ahead have started; with free rows, at most their prefill."""
+        """Return the time until all tokens ahead have started: with free rows, at most their prefill."""
         pace = self.tokens_per_second(now)
         seconds = 0.0 if pace is None else num_tokens_ahead / pace
         if has_free_rows and self._step_time.is_fresh(now):
@@ -101,7 +94,7 @@ class ServiceEstimate:
         return seconds
 
     def prefill_seconds(self, num_tokens: int, now: float) -> float:
-        """Return the prefill time with the whole budget; 0 without fresh evidence."""
+        """Return the prefill time with the whole budget."""
         if not self._step_time.is_fresh(now):
             return 0.0
         whole, rest = divmod(num_tokens, self._budget)
@@ -110,21 +103,18 @@ class ServiceEstimate:
 
 
 class PreemptionCost:
-    """Choice between recompute and swap of a preempted request, by device time.
+    """Choice between recompute and swap, by device time. vLLM (SOSP 2023, section 4.5) leaves it to the user.
 
-        recompute    computed tokens · seconds per chunk token        learned by `StepTime`
-        swap         2 · blocks · seconds per block                   out and in
-
-    vLLM (Kwon et al., SOSP 2023, section 4.5) leaves the choice to the user.
+    recompute    computed tokens · seconds per chunk token        learned by `StepTime`
+    swap         2 · blocks · seconds per block                   out and in
     """
 
     def __init__(self, step_time: StepTime, swap_seconds_per_block: float | None) -> None:
-        """Set the seconds to copy a block one way; None: no host tier."""
         self._step_time = step_time
         self._swap_seconds_per_block = swap_seconds_per_block
 
     def should_swap(self, num_computed_tokens: int, num_blocks: int) -> bool:
-        """Return whether a swap is cheaper; False without tier or slope."""
+        """Return False without tier or slope."""
         if self._swap_seconds_per_block is None:
             return False
         swap_seconds = 2.0 * num_blocks * self._swap_seconds_per_block

@@ -37,10 +37,7 @@ class StrategyConfig:
 
 
 class Strategy:
-    """Batches of new requests; preempted ones return without asking.
-
-    A batch may join over several steps before the next one forms.
-    """
+    """Batches of new requests. A batch may join over several steps before the next one forms."""
 
     def __init__(self, config: StrategyConfig) -> None:
         self._config = config
@@ -56,22 +53,22 @@ class Strategy:
         self._num_left = max(self._num_left - num_joined, 0)
 
     def observe_batch(self, latency_s: float) -> None:
-        """Learn the time from oldest arrival to applied step."""
+        """Learn the time from its oldest arrival to the applied step."""
 
     def _form(self, now: float, view: JoinView) -> int:
-        """Return the size of the batch to form, or 0. Called while requests wait."""
+        """Return the size of the batch to form, or 0."""
         raise NotImplementedError
 
 
 class Continuous(Strategy):
-    """Strategy without batches: requests join in any step."""
+    """Requests that join in any step."""
 
     def max_joins(self, now: float, view: JoinView) -> int:  # noqa: ARG002
         return view.num_waiting
 
 
 class Static(Strategy):
-    """Batches formed when the last has ended, and `batch_size` wait or the oldest for `batch_timeout_s`."""
+    """Batches when nothing runs, and `batch_size` wait or the oldest for `batch_timeout_s`."""
 
     def _form(self, now: float, view: JoinView) -> int:
         size = min(self._config.batch_size, view.max_num_seqs)
@@ -83,8 +80,8 @@ class Window:
     """Collection time of dynamic batches.
 
     Every `BATCHES_PER_REVIEW` batches it shrinks if smoothed latency exceeds `TOLERANCE` times the target, else
-    grows, at first by a factor of 1.25. The logarithm of the factor is halved when the direction turns, down to 2 %,
-    else grows by a fifth, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993). So the window settles.
+    grows, at first by a factor of 1.25. The factor's logarithm is halved when the direction turns, down to 2 %, else
+    grows by a fifth, up to 1.25 (as in Rprop: Riedmiller and Braun, 1993).
     """
 
     def __init__(self, target_latency_s: float) -> None:
@@ -108,7 +105,7 @@ class Window:
 
 
 class Dynamic(Strategy):
-    """Batches formed when the oldest has waited for the window, or all free places can be filled."""
+    """Batches when the oldest has waited for the window, or all free places can be filled."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
@@ -118,9 +115,9 @@ class Dynamic(Strategy):
         self.window.observe(latency_s)
 
     def _form(self, now: float, view: JoinView) -> int:
-        room = view.max_num_seqs - view.num_running
-        is_due = view.num_waiting >= room or now - view.oldest_arrival >= self.window.seconds
-        return min(view.num_waiting, room) if is_due else 0
+        num_places = view.max_num_seqs - view.num_running
+        is_due = view.num_waiting >= num_places or now - view.oldest_arrival >= self.window.seconds
+        return min(view.num_waiting, num_places) if is_due else 0
 
 
 class Hybrid(Dynamic):
@@ -134,10 +131,7 @@ class Hybrid(Dynamic):
 
 
 class Predictive(Strategy):
-    """Batches of the number expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`.
-
-    The expected rate is smoothed requests over smoothed seconds between batches.
-    """
+    """Batches of the number expected in `FIRST_WINDOW_S`, or after `MAX_WINDOW_S`."""
 
     def __init__(self, config: StrategyConfig) -> None:
         super().__init__(config)
@@ -150,16 +144,16 @@ class Predictive(Strategy):
         return max(round(self._requests / self._gap * FIRST_WINDOW_S), 1)
 
     def _form(self, now: float, view: JoinView) -> int:
-        room = view.max_num_seqs - view.num_running
-        is_due = view.num_waiting >= min(self.batch_size, room) or now - view.oldest_arrival >= MAX_WINDOW_S
-        if room < 1 or not is_due:
+        num_places = view.max_num_seqs - view.num_running
+        is_due = view.num_waiting >= min(self.batch_size, num_places) or now - view.oldest_arrival >= MAX_WINDOW_S
+        if num_places < 1 or not is_due:
             return 0
         if self._last_formed is not None:
             gap = min(max(now - self._last_formed, 1e-6), _MAX_GAP_S)
             self._requests += _SMOOTHING * (view.num_waiting - self._requests)
             self._gap += _SMOOTHING * (gap - self._gap)
         self._last_formed = now
-        return min(view.num_waiting, room)
+        return min(view.num_waiting, num_places)
 
 
 _STRATEGIES: dict[str, type[Strategy]] = {
@@ -168,7 +162,6 @@ _STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def make_strategy(config: StrategyConfig) -> Strategy:
-    """Raise `ConfigError` for an unknown name."""
     if config.name not in _STRATEGIES:
         raise ConfigError(f"scheduling_strategy is {config.name!r}: choose one of {', '.join(_STRATEGIES)}")
     return _STRATEGIES[config.name](config)

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-from tidewheel.errors import Busy
+from tidewheel.errors import Busy, DeadlineExceeded
 from tidewheel.request import Request
+from tidewheel.stats import TenantFigures
 from tidewheel.tenants import EVERYBODY, TenantLimits, account_of, limits_of
 
 BURST_S = 1.0  # a bucket holds what this time brings, and at least 1
 MAX_BUCKETS = 8192  # tenants without an entry
+MAX_LABELS = 64
+OTHERS = "other"
+_LABEL_CHARS = 64
 _NAME_CHARS = 40
 _REQUESTS = "requests_per_s"
 
@@ -18,8 +23,8 @@ _REQUESTS = "requests_per_s"
 class TokenBucket:
     """Bucket of `burst`, full at first, filled at `rate` per second (RFC 2697, but with debt).
 
-    In time t it passes at most ``rate · t + burst``. A larger cost needs a full bucket and leaves a debt; the bound
-    is then ``rate · t`` plus the largest cost.
+    In time t it passes at most ``rate · t + burst``, or ``rate · t`` plus the largest cost: a cost over `burst` needs
+    a full bucket and leaves a debt.
     """
 
     __slots__ = ("_filled_at", "_level", "burst", "rate")
@@ -31,14 +36,13 @@ class TokenBucket:
         self._filled_at = -math.inf
 
     def level(self, now: float) -> float:
-        """Return the level; negative is debt."""
         return min(self._level + self.rate * max(now - self._filled_at, 0.0), self.burst)
 
     def wait_seconds(self, cost: float, now: float) -> float:
         return max(min(cost, self.burst) - self.level(now), 0.0) / self.rate
 
     def take(self, cost: float, now: float) -> None:
-        """Take `cost`, into debt if needed. A negative cost refills."""
+        """Take the cost, into debt if needed. A negative one refills."""
         self._level = min(self.level(now) - cost, self.burst)
         self._filled_at = max(now, self._filled_at)
 
@@ -49,17 +53,18 @@ _Buckets = dict[str, TokenBucket]  # by limit
 class TenantTable:
     """Token buckets by tenant, reserved at admission and settled at the end. Calls are O(1).
 
-    Tenants with an entry keep theirs. Others share those of `*` or, if it gives each its own, are bounded: full
-    buckets are forgotten (new ones are full too), and beyond `MAX_BUCKETS` the least recently used.
+    Tenants with an entry keep theirs. Others share those of `*` or, if it gives each its own, are forgotten: full
+    buckets first (new ones are full too), beyond `MAX_BUCKETS` the least recently used.
     """
 
-    def __init__(self, tenants: Mapping[str, TenantLimits]) -> None:
+    def __init__(self, tenants: Mapping[str, TenantLimits], max_buckets: int = MAX_BUCKETS) -> None:
+        self._max_buckets = max_buckets
         self._tenants = tenants
         self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
-        """Raise `Busy`, with the time until the buckets suffice. Takes nothing."""
+        """Raise `Busy`, with the time until the buckets suffice."""
         account = account_of(self._tenants, tenant)
         buckets = self._named.get(account) or self._unnamed.get(account) or {}  # new ones are full
         for name, bucket in buckets.items():
@@ -72,16 +77,12 @@ class TenantTable:
                 )
 
     def reserve(self, requests: Sequence[Request], num_tokens: int, now: float) -> None:
-        """Take `num_tokens` per request, after `check`."""
         for request in requests:
             request.reserved_tokens = num_tokens
         self._take(requests[0].tenant, len(requests), len(requests) * num_tokens, now)
 
     def settle(self, request: Request, now: float) -> None:
-        """Take or return the difference between use and reservation.
-
-        A request that never started used nothing, not even a request.
-        """
+        """Take or return the difference between use and reservation. Requests that never started used nothing."""
         has_started = request.first_scheduled_time is not None
         used = request.num_tokens if has_started else 0
         self._take(request.tenant, 0 if has_started else -1, used - request.reserved_tokens, now)
@@ -101,10 +102,10 @@ class TenantTable:
         return buckets
 
     def _forget(self, now: float) -> None:
-        """Drop up to two tenants per new one, to shrink after a crowd."""
+        """Drop up to two tenants per new one: the table shrinks after a crowd."""
         for account, buckets in list(islice(self._unnamed.items(), 2)):
             is_full = all(bucket.level(now) >= bucket.burst for bucket in buckets.values())
-            if len(self._unnamed) < MAX_BUCKETS and not is_full:
+            if len(self._unnamed) < self._max_buckets and not is_full:
                 return
             del self._unnamed[account]
 
@@ -119,3 +120,38 @@ def _describe(tenant: str, account: str) -> str:
         return "tenants without an entry are over their"
     shown = tenant if len(tenant) <= _NAME_CHARS else tenant[:_NAME_CHARS] + "…"
     return f"tenant {shown!r} is over its"
+
+
+class TenantCounts:
+    """Figures by label: the first `MAX_LABELS` configured tenants, and `other`."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
+        self._labels = {name: _label(name) for name in named}
+        self.figures = {label: TenantFigures() for label in (*self._labels.values(), OTHERS)}
+
+    def observe_arrival(self, tenant: str, count: int) -> None:
+        self._of(tenant).num_requests += count
+
+    def observe_refusal(self, tenant: str, count: int) -> None:
+        self._of(tenant).num_rejected += count
+
+    def observe_start(self, request: Request, queue_seconds: float) -> None:
+        figures = self._of(request.tenant)
+        figures.num_started += 1
+        figures.queue_seconds += queue_seconds
+
+    def observe_end(self, request: Request) -> None:
+        figures = self._of(request.tenant)
+        if request.first_scheduled_time is not None:
+            figures.num_prompt_tokens += request.num_prompt_tokens
+            figures.num_output_tokens += request.num_output_tokens
+        elif isinstance(request.error, Busy | DeadlineExceeded):
+            figures.num_rejected += 1
+
+    def _of(self, tenant: str) -> TenantFigures:
+        return self.figures[self._labels.get(tenant, OTHERS)]
+
+
+def _label(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LABEL_CHARS]

@@ -4,22 +4,22 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tidewheel.kvcache.hits import PrefixHit
+from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.columns import Columns, RowArray
-from tidewheel.scheduler.plan import StepPlan
 from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_plan import StepPlan
 
 
-def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
-    """Preempt rows until the rest of `needy` can have a block each; return rows that must wait.
+def free_blocks_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
+    """Preempt rows until the rest of `needy` can have a block each; return rows that wait for blocks in flight.
 
-    No row leaves for a lower class. Rows served last wait for blocks of rows in flight.
+    No row leaves for a lower class.
     """
     columns, kv = state.columns, state.kv
     first = protected_row(columns)
     served = needy
-    num_coming = kv.num_free_blocks + state.num_returning_blocks()
+    num_coming = kv.num_free_blocks + _num_returning_blocks(state)
     while (num_missing := len(served) - num_coming) > 0:
         lowest_class = int(columns.classes[served].max())
         rows = [row for row in order_of_victims(state, lowest_class) if row != first]
@@ -33,20 +33,22 @@ def make_room_to_grow(state: State, needy: RowArray, now: float) -> list[int]:
     num_waiting = max(len(needy) - kv.num_free_blocks, 0)
     if not num_waiting:
         return []
-    return sorted(needy.tolist(), key=lambda row: (row != first, state.service_key(row)))[-num_waiting:]
+    return sorted(needy.tolist(), key=lambda row: (row != first, state.waiting.key(columns.request(row))))[
+        -num_waiting:
+    ]
 
 
 def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, *, needs_row: bool) -> list[int]:
-    """Choose rows of lower classes to preempt for a CRITICAL request; none if all together would be too few.
+    """Choose rows to preempt for a CRITICAL request, from lower classes without a planned chunk.
 
-    Rows with a planned chunk stay. Choose none where rows or blocks in flight suffice: the request waits for them.
+    Choose none if all together are too few, or if rows or blocks in flight suffice.
     """
     columns, kv = state.columns, state.kv
     needs_tokens = plan.token_budget < 1
     min_victims = int((needs_row or needs_tokens) and not columns.are_ending().any())
     num_missing = kv.num_missing_blocks(request.num_tokens, hit, keep_free=plan.num_blocks_kept(columns.num_running))
     if num_missing > 0 and state.has_in_flight:
-        num_missing += _num_growing_next(columns) - state.num_returning_blocks()
+        num_missing += _num_growing_next(columns) - _num_returning_blocks(state)
     if num_missing <= 0 and not min_victims:
         return []
     planned = plan.chunk_ends
@@ -64,7 +66,7 @@ def victims_for(state: State, plan: StepPlan, request: Request, hit: PrefixHit, 
 
 
 def _most_freed(state: State, rows: list[int]) -> int:
-    """Return an upper bound on blocks freed by all rows. O(rows)."""
+    """Return an upper bound. O(rows)."""
     columns, kv = state.columns, state.kv
     stays = columns.running.copy()
     stays[rows] = False
@@ -74,17 +76,16 @@ def _most_freed(state: State, rows: list[int]) -> int:
 
 
 def protected_row(columns: Columns) -> int:
-    """Return the oldest row of the best class. No growing row takes its blocks, so it progresses."""
+    """Return the oldest row of the best class. It always progresses."""
     rows = columns.running.nonzero()[0]
     order = np.lexsort((columns.sequences[rows], columns.arrival_times[rows], columns.classes[rows]))
     return int(rows[order[0]])
 
 
 def order_of_victims(state: State, lowest_class: int) -> list[int]:
-    """Return running rows of `lowest_class` or lower, least loss first.
+    """Return running rows of `lowest_class` or lower: lowest class, fewest computed tokens, youngest first.
 
-    Order: lowest class, fewest computed tokens, youngest. Rows preempted `max_preemptions` times go last. Rows that
-    end with a token in flight are left out.
+    Rows preempted `max_preemptions` times go last. Rows that are ending are left out.
     """
     columns = state.columns
     rows = (columns.running & ~columns.are_ending() & (columns.classes >= lowest_class)).nonzero()[0]
@@ -109,9 +110,9 @@ def choose_victims(
     growing: Iterable[int] = (),
     min_victims: int = 0,
 ) -> list[int] | None:
-    """Choose from `rows`, in order, victims that free `num_missing` blocks; None if impossible.
+    """Choose needed victims from `rows`, in order, that free `num_missing` blocks; None if impossible.
 
-    A `growing` victim saves a block. Blocks in `kept` do not count. Every victim is needed.
+    A `growing` victim saves a block. Blocks in `kept` do not count.
     """
     departures = state.kv.departures(kept)
     relieved = set(growing)
@@ -134,7 +135,7 @@ def choose_victims(
 
 
 def _alone(state: State, rows: Sequence[int], victims: list[int], num_missing: int, kept: Sequence[int]) -> list[int]:
-    """Return one row instead of several victims, in no better class, if it frees enough."""
+    """Return one row instead, in no better class, if it frees enough."""
     best_class = int(state.columns.classes[victims].min())
     departures = state.kv.departures(kept)
     for row in rows:
@@ -145,7 +146,14 @@ def _alone(state: State, rows: Sequence[int], victims: list[int], num_missing: i
     return victims
 
 
+def _num_returning_blocks(state: State) -> int:
+    """Return a lower bound on blocks returning from batches in flight."""
+    departures = state.kv.departures()
+    ending = state.columns.are_ending().nonzero()[0].tolist() if state.has_in_flight else []
+    return state.kv.num_held_blocks + sum([departures.add(row) for row in ending])
+
+
 def _num_growing_next(columns: Columns) -> int:
-    """Return an upper bound on rows that grow in the next step."""
+    """Return an upper bound on rows that grow next."""
     starts = columns.num_computed_tokens + columns.num_inflight_tokens + 1
     return int(np.count_nonzero(columns.running & (starts >= columns.num_slots)))

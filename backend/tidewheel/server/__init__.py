@@ -1,1 +1,5 @@
-"""Supervision of a tritonserver."""
+"""Finding, starting and supervising a tritonserver."""
+
+
+class ServeError(Exception):
+    """Failed start or dead part of a server, in one line that says what to change."""

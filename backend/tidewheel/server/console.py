@@ -1,22 +1,36 @@
+"""Output that a person reads: notes, load progress, and the report of a ready server."""
+
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TextIO
 
 from tqdm import tqdm
 
+from tidewheel.engine.folder import Status, read_status
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.launch import BACKEND
 from tidewheel.server.server_log import LogLine
+from tidewheel.server.triton_http import DeployedModel
+from tidewheel.version import __version__
 
 Phase = Literal["loading", "ready", "stopping"]
 _SHOWN: dict[Phase, str] = {"loading": "W", "ready": "WEF", "stopping": ""}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
+_FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
+_STEPS = 1000
+OLDEST_FOR_PRODUCTION = (2, 69)  # Triton 26.05, for its security fixes
+_DEFAULT_GRPC_PORT = 8001
+_PROMPT = "A tuple is"
 
 
 class Console:
-    """Writer of the report to standard output, and of the rest to standard error, above any progress bar. A closed
-    terminal does not end the server.
-    """
+    """Writer above any progress bar. A closed terminal does not end the server."""
 
     def __init__(self, *, verbose: bool) -> None:
         self.verbose = verbose
@@ -28,8 +42,9 @@ class Console:
         self._write(f"tidewheel: {text}", sys.stderr)
 
     def server_line(self, line: LogLine, phase: Phase) -> None:
-        """Show problems, or everything if verbose. Hide errors while models load, because the reason is reported at
-        the end. Hide all while the server stops: parts that miss each other are no news.
+        """Show problems, or everything if verbose.
+
+        Errors of a load are hidden, because its end reports the reason; so is all that a stopping server prints.
         """
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
@@ -40,3 +55,119 @@ class Console:
         with contextlib.suppress(OSError, ValueError):
             tqdm.write(text, file=stream)
             stream.flush()  # type: ignore[attr-defined]
+
+
+class LoadProgress:
+    """One bar per loading engine on a terminal, else one line per engine and stage."""
+
+    def __init__(self, engines: Mapping[str, Path], stream: TextIO | None = None) -> None:
+        self._engines = dict(engines)
+        self._stream = stream or sys.stderr
+        self._bars: dict[str, tqdm] = {}
+        self._stages: dict[str, str] = {}
+        self._on_terminal = self._stream.isatty()
+        tqdm.monitor_interval = 0  # no thread beside the one that forks
+
+    def update(self) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._update()
+
+    def _update(self) -> None:
+        for name, folder in self._engines.items():
+            status = read_status(folder)
+            if status is not None and status.state in ("starting", "loading", "ready"):
+                self._show(name, status)
+
+    def close(self) -> None:
+        for bar in self._bars.values():
+            bar.close()
+        self._bars.clear()
+
+    def _show(self, name: str, status: Status) -> None:
+        stage = "ready" if status.state == "ready" else status.stage or "starting"
+        if self._on_terminal:
+            self._show_bar(name, stage, 1.0 if status.state == "ready" else status.fraction)
+        elif self._stages.get(name) != stage:
+            self._stages[name] = stage
+            print(f"  {name}: {stage}", file=self._stream, flush=True)
+
+    def _show_bar(self, name: str, stage: str, fraction: float) -> None:
+        text = f"{name}: {stage:<10}"
+        bar = self._bars.get(name)
+        if bar is None:
+            bar = tqdm(
+                desc=text, total=_STEPS, file=self._stream, bar_format=_FORMAT, leave=False, position=len(self._bars)
+            )
+            self._bars[name] = bar
+        bar.n = round(_STEPS * min(max(fraction, 0.0), 1.0))
+        bar.set_description_str(text)
+
+
+def describe_models(
+    version: str, origin: str, models: Sequence[DeployedModel], infos: Mapping[str, EngineInfo]
+) -> str:
+    lines = ["", f"Tidewheel {__version__} on Triton {version or 'of unknown version'} ({origin})", ""]
+    for model in models:
+        lines += _model_lines(model, infos)
+    return "\n".join([*lines, ""])
+
+
+def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) -> str:
+    lines = [
+        f"  HTTP      http://{endpoints.authority(endpoints.http)}",
+        f"  gRPC      {endpoints.authority(endpoints.grpc)}",
+        f"  metrics   http://{endpoints.authority(endpoints.metrics)}/metrics",
+    ]
+    example = next((m.name for m in models if m.decoupled and m.backend == BACKEND), None)
+    if example is not None:
+        lines += ["", "Try it:", *_examples(example, endpoints)]
+    return "\n".join([*lines, "", "Ctrl-C ends the server."])
+
+
+def version_warning(version: str, host: str) -> str | None:
+    """Return why this server must not face a network, or None."""
+    if is_loopback(host) or _number(version) >= OLDEST_FOR_PRODUCTION:
+        return None
+    return (
+        f"Triton {version or 'of unknown version'} lacks security fixes and is not on loopback ({host}): serve with "
+        "26.05 (server 2.69) or later, or leave --host at 127.0.0.1"
+    )
+
+
+def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[str]:
+    info = infos.get(model.name)
+    if model.engine_of:
+        return [f"  {model.name}: the engine of {model.engine_of}, for /infer and unary gRPC"]
+    if info is None:
+        return [f"  {model.name}: backend {model.backend}"]
+    return [
+        f"  {model.name}: {info.architecture}, {info.dtype}, on {info.device}; loaded in {info.load_seconds:.1f} s",
+        f"    weights {_size(info.weights_bytes)}, activations {_size(info.activation_bytes)}"
+        + (f", graphs {_size(info.graph_bytes)}" if info.graph_bytes else ""),
+        f"    KV cache {_size(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
+        f"{info.num_cache_tokens:,} tokens",
+        f"    fits {info.max_concurrency:.1f} requests of full length ({info.max_model_len:,} tokens) at once; "
+        f"{info.max_num_seqs} run at a time{', scheduled one step ahead' if info.async_scheduling else ''}",
+    ]
+
+
+def _examples(model: str, endpoints: Endpoints) -> list[str]:
+    url = "" if endpoints.grpc == _DEFAULT_GRPC_PORT else f" --url {endpoints.authority(endpoints.grpc)}"
+    name = shlex.quote(model)
+    body = f'{{"text_input": "{_PROMPT}", "stream": true, "max_tokens": 60}}'
+    return [
+        f'  tidewheel generate{url} --model {name} "{_PROMPT}"',
+        f"  tidewheel chat{url} --model {name}",
+        f"  curl -N http://{endpoints.authority(endpoints.http)}/v2/models/{name}/generate_stream -d '{body}'",
+    ]
+
+
+def _size(count: int) -> str:
+    if count >= 1 << 30:
+        return f"{count / (1 << 30):.1f} GiB"
+    return f"{count / (1 << 20):.1f} MiB"
+
+
+def _number(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    return tuple(int(part) for part in parts) if all(part.isdigit() for part in parts) else ()

@@ -1,35 +1,34 @@
+"""Command line, environment and backend directory of a tritonserver."""
+
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.server.backend_dir import python_path
-from tidewheel.server.errors import ServeError
-from tidewheel.server.locate import TritonInstall
-from tidewheel.server.ports import Ports
+from tidewheel.server import ServeError
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.locate import STUB_NAME, TritonInstall
 from tidewheel.server.workdir import WorkDir
 
 SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
 SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
 MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
-EXIT_MARGIN_S = 15  # after the drain limit, so that the supervisor acts before Triton
+EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
-# Only operators of development servers need these APIs. A key that no client knows closes them.
+# A key that no client knows closes these APIs.
 _CLOSED_APIS = "shared-memory,trace,logging"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoints:
-    host: str
-    ports: Ports
+BACKEND = "tidewheel"
+_PACKAGES = ("tidewheel", "tidewheel_kernels")
 
 
 def command(
@@ -39,21 +38,20 @@ def command(
     work: WorkDir,
     *,
     drain_s: float,
-    flags: frozenset[str],
+    flags: frozenset[str],  # known to this tritonserver
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command line. `flags` are known to this tritonserver; `extra` comes last."""
     return [
         str(install.binary),
         f"--model-repository={repository}",
         f"--backend-directory={work.backends}",
         "--model-control-mode=none",
         f"--http-address={endpoints.host}",
-        f"--http-port={endpoints.ports.http}",
+        f"--http-port={endpoints.http}",
         f"--grpc-address={endpoints.host}",
-        f"--grpc-port={endpoints.ports.grpc}",
+        f"--grpc-port={endpoints.grpc}",
         f"--metrics-address={endpoints.host}",
-        f"--metrics-port={endpoints.ports.metrics}",
+        f"--metrics-port={endpoints.metrics}",
         f"--backend-config=python,shm-region-prefix-name={work.shm_prefix}",
         f"--backend-config=python,shm-default-byte-size={SHM_DEFAULT_BYTES}",
         f"--backend-config=python,shm-growth-byte-size={SHM_GROWTH_BYTES}",
@@ -69,20 +67,20 @@ def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] =
     env["TIDEWHEEL_RUN_DIR"] = str(work.run)
     env["LD_LIBRARY_PATH"] = _joined([str(path) for path in install.libraries], base.get("LD_LIBRARY_PATH"))
     env["PYTHONPATH"] = _joined(python_path(), base.get("PYTHONPATH"))
-    # The Python in a stub takes its prefix from the first `python3`.
+    # A stub's Python takes its prefix from the first `python3`.
     env["PATH"] = _joined([str(Path(sys.executable).parent)], base.get("PATH"))
     env["TIDEWHEEL_PYTHON"] = sys.executable
     env["PYTHONUNBUFFERED"] = "1"
-    # torch makes this folder on import; the default in /tmp is predictable.
+    # torch makes this folder on import, by default at a predictable place.
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work.root / "inductor"))
-    # Front ends tokenise on their own threads, and numpy there has no work to share.
+    # Front ends tokenise on their own threads.
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
     return env
 
 
 def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str]:
-    """Return the flags in tritonserver's help. Raise `ServeError` if it does not run."""
+    """Return the flags that tritonserver offers. Raise `ServeError` if it does not run."""
     try:
         done = subprocess.run(  # noqa: S603 - the located program
             [str(install.binary), "--help"], env=dict(env), capture_output=True, text=True, timeout=60, check=False
@@ -110,7 +108,7 @@ def _hardening(flags: frozenset[str]) -> list[str]:
 
 
 def _without_gpu(flags: frozenset[str]) -> list[str]:
-    """Return flags that silence Triton's complaints about a missing NVIDIA driver."""
+    """Silence Triton's complaints about a missing NVIDIA driver."""
     if Path("/dev/nvidiactl").exists():
         return []
     wanted = {"--allow-gpu-metrics": "false", "--pinned-memory-pool-byte-size": "0"}
@@ -119,3 +117,38 @@ def _without_gpu(flags: frozenset[str]) -> list[str]:
 
 def _joined(paths: Sequence[str], rest: str | None) -> str:
     return os.pathsep.join([*paths, *([rest] if rest else [])])
+
+
+def assemble(install: TritonInstall, target: Path) -> Path:
+    """Make a backend directory of links to the installed backends, and return it."""
+    target.mkdir(parents=True)
+    for backend in install.backends.iterdir():
+        if backend.name not in ("python", BACKEND):
+            (target / backend.name).symlink_to(backend)
+    python = target / "python"
+    python.mkdir()
+    for part in (install.backends / "python").iterdir():
+        if part.suffix == ".so":
+            shutil.copy2(part, python)  # Triton refuses a real path outside the folder
+        elif part.name not in (STUB_NAME, "__pycache__"):
+            (python / part.name).symlink_to(part)
+    (python / STUB_NAME).symlink_to(install.stub)
+    (target / BACKEND).symlink_to(package_folder(BACKEND))
+    return target
+
+
+def package_folder(name: str) -> Path:
+    """Return the folder of a package, not imported. Raise `ServeError` if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    places = spec.submodule_search_locations if spec is not None else None
+    folder = next((Path(place) for place in places or () if Path(place).is_dir()), None)
+    if folder is None:
+        raise ServeError(f"the package {name} is not installed: install tidewheel again")
+    return folder.resolve()
+
+
+def python_path() -> list[str]:
+    """Return the PYTHONPATH of a stub that imports what this Python imports."""
+    roots = [package_folder(name).parent for name in _PACKAGES]
+    site = [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
+    return list(dict.fromkeys(str(path) for path in (*roots, *site)))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.server.errors import ServeError
+from tidewheel.server import ServeError
 
 CONTAINER_BINARY = Path("/opt/tritonserver/bin/tritonserver")
 STUB_NAME = "triton_python_backend_stub"
@@ -33,7 +33,7 @@ def locate(
 ) -> TritonInstall:
     """Return the first found: `explicit`, $TRITONSERVER, the container's, PATH, the nvidia-pytriton wheel.
 
-    Raise `ServeError` if there is none, a named one does not exist, or its stub is for another Python.
+    Raise `ServeError` if there is none that fits.
     """
     named = {"--tritonserver": explicit, "TRITONSERVER": environment.get("TRITONSERVER")}
     for where, path in named.items():
@@ -64,7 +64,6 @@ def _named(where: str, path: str) -> TritonInstall:
 
 
 def _installed(binary: Path, origin: str) -> TritonInstall:
-    """Return an installation in NVIDIA's layout: bin/, lib/ and backends/ side by side."""
     root = binary.parent.parent
     backends = root / "backends"
     stub = backends / "python" / STUB_NAME
@@ -99,7 +98,6 @@ def _bundled(package: Path) -> TritonInstall:
 
 
 def _wheel_folder() -> Path | None:
-    """Return the folder of pytriton, not imported, if it holds a server."""
     spec = importlib.util.find_spec("pytriton")
     folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
     return folder if folder is not None and _wheel_binary(folder).is_file() else None
@@ -110,9 +108,7 @@ def _wheel_binary(package: Path) -> Path:
 
 
 def _python_library_folders() -> list[Path]:
-    """Return the folder of the libpython3.X.so that the stub needs, or none if the loader finds it. Raise
-    `ServeError` if there is no such library.
-    """
+    """Return where the stub's libpython is, unless the loader finds it. Raise `ServeError` if there is none."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     library = f"libpython{version}.so.1.0"
     for folder in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix) / "lib"):
@@ -133,7 +129,6 @@ def _check_parts(binary: Path, parts: Iterable[Path]) -> None:
 
 
 def _check_stub(stub: Path) -> None:
-    """Raise `ServeError` if the stub runs another Python, where these packages would not load."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     with stub.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:

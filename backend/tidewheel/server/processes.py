@@ -1,4 +1,4 @@
-"""Linux processes, through /proc and pidfds."""
+"""Linux processes, through /proc and pidfds, and signals to stop."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _libc = ctypes.CDLL(None, use_errno=True)
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Process(NamedTuple):
@@ -46,7 +49,7 @@ def children(pid: int) -> list[Process]:
 
 
 def descendants(pid: int) -> list[Process]:
-    """Return every living process below `pid`."""
+    """Return the living processes below `pid`."""
     below: dict[int, list[Process]] = {}
     for process in snapshot():
         below.setdefault(process.parent, []).append(process)
@@ -60,7 +63,7 @@ def descendants(pid: int) -> list[Process]:
 
 
 class Watch:
-    """Watcher of one process's end. `fileno` is a pidfd, or None if the kernel has none: then poll `has_ended`."""
+    """Watcher of a process's end. `fileno` is a pidfd; if the kernel has none, poll `has_ended`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -80,17 +83,17 @@ class Watch:
 
 
 def adopt_orphans() -> None:
-    """Adopt descendants whose parent ends, so that none escapes."""
+    """Adopt descendants whose parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """Ask for SIGTERM when the parent ends. Call it in a child before exec."""
+    """Ask, in a child before exec, for SIGTERM when the parent ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def reap(*, keep: int) -> None:
-    """Reap ended children except `keep`, whose owner wants its exit status."""
+    """Reap ended children except `keep`."""
     for process in children(os.getpid()):
         if process.state == "Z" and process.pid != keep:
             with contextlib.suppress(ChildProcessError):
@@ -104,10 +107,50 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Poll, and return whether the condition came true in time."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() >= end:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+class StopSignals:
+    """Counter of SIGINT, SIGTERM and SIGHUP, which make `fileno` readable. Main thread only."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._reader, self._writer = socket.socketpair()
+        self._before: dict[signal.Signals, object] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> StopSignals:
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in _STOP:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def clear(self) -> None:
+        try:
+            while self._reader.recv(64):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.count += 1

@@ -8,14 +8,11 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
-    """Write an entry for a folder or Hugging Face id, and its non-decoupled twin on the same engine.
-
-    Raise `ConfigError` if `model` is neither, or a setting is wrong.
-    """
+    """Write an entry and its non-decoupled twin. Raise `ConfigError` for wrong settings."""
     model = resolve_model(model)
     EngineConfig.from_settings({"model": model, **settings})
     _write(repository / name, {"model": model, **settings}, decoupled=True)
@@ -23,19 +20,18 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
 
 
 def resolve_model(model: str) -> str:
-    """Return the absolute folder or the Hugging Face id. Raise `ConfigError` if it is neither."""
+    """Return a folder or Hugging Face id. Raise `ConfigError` for anything else."""
     folder = Path(model).expanduser()
     if model and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
         return str(folder.resolve())
     if not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (organisation/name) either")
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
     return model
 
 
 def served_name(model: str) -> str:
-    """Return the last part of a folder or id."""
     folder = Path(model).expanduser()
     name = folder.resolve().name if folder.is_dir() else model.rsplit("/", 1)[-1]
     return re.sub(r"[^\w.-]+", "_", name).strip("._-") or "model"
@@ -64,7 +60,7 @@ def parse_settings(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def entries(repository: Path) -> list[str]:
-    """Return the names, sorted. Raise `ConfigError` if there are none."""
+    """Return sorted names. Raise `ConfigError` if there are none."""
     if not repository.is_dir():
         raise ConfigError(f"model repository {str(repository)!r}: no such folder")
     names = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
@@ -76,15 +72,15 @@ def entries(repository: Path) -> list[str]:
 
 
 def select(repository: Path, names: Iterable[str], target: Path) -> Path:
-    """Make a repository in `target` with links to some entries, and return it. Raise `ConfigError` if one is missing.
+    """Make a repository of links to some entries. Raise `ConfigError` if one is missing.
 
-    Triton's own `--model-control-mode=explicit` would let every client load models, with its own files.
+    Triton's own `--model-control-mode=explicit` would let every client load models.
     """
     there = entries(repository)
     wanted = list(dict.fromkeys(names))
     for name in wanted:
         if name not in there:
-            raise ConfigError(f"--models has {name!r}: {str(repository)!r} has {', '.join(there)}")
+            raise ConfigError(f"--models names {name!r}, but {str(repository)!r} has {', '.join(there)}")
     target.mkdir(parents=True)
     for name in wanted:
         (target / name).symlink_to((repository / name).resolve())

@@ -12,10 +12,10 @@ _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
 _LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?:[\w ]+: )?(?P<reason>.*)", re.DOTALL)
 _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
-# Protobuf says what is wrong with a config.pbtxt on a line of its own, before Triton's.
+# Protobuf explains a wrong config.pbtxt before Triton reports it.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
-# Harmless lines about a missing GPU and about clients that left at the very end.
+# Harmless: about a missing GPU, and clients that left at the very end.
 _NOISE = re.compile(
     r"CudaDriverHelper|pinned system memory|DCGM|NVML|memory pool disabled"
     r"|HandleCancellation called even when the context was not cancelled"
@@ -45,7 +45,6 @@ def parse(text: str) -> LogLine:
 
 
 def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
-    """Return the model that cannot be loaded and the reason, if the message says so."""
     if match := _LOAD_FAILED.match(message):
         return LoadFailure(match["model"], _one_line(match["reason"]))
     if match := _POLL_FAILED.match(message):
@@ -55,9 +54,7 @@ def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
 
 
 class ServerLog:
-    """Parser of server output. It keeps the last lines, the version and the first failed load. `copy` gets every
-    byte, for `--log-file`.
-    """
+    """Parser of server output, which keeps the last lines, the version and the first failed load."""
 
     def __init__(self, copy: IO[bytes] | None = None) -> None:
         self._copy = copy
@@ -78,7 +75,6 @@ class ServerLog:
         return [self._note(text) for text in complete]
 
     def last_words(self) -> str:
-        """Return the likely reason for the end: the last error, else the last line."""
         lines = [line for line in self._kept if line.message.strip()]
         errors = [line for line in lines if line.level in ("E", "F") and line.is_problem]
         plain = [line for line in lines if line.level == "" and not line.message.startswith(("|", "+"))]

@@ -9,29 +9,25 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
-from tidewheel.engine import control
-from tidewheel.server import processes
+from tidewheel.engine.connection import drain
+from tidewheel.engine.launcher import stop_engine
+from tidewheel.server import ServeError, processes
 from tidewheel.server.console import Phase
-from tidewheel.server.errors import ServeError
 from tidewheel.server.locate import STUB_NAME
+from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import LogLine, ServerLog
-from tidewheel.server.signals import StopSignals
 
 POLL_S = 0.1
 DEATH_GRACE_S = 2.5  # for the rest after a death; all is gone within 5 s
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
-SETTLE_S = 5.0  # for Triton to unload idle models: it looks once a second
-ENGINE_GRACE_S = 5.0  # for engines to release their device
+SETTLE_S = 5.0  # for Triton to unload idle models
+ENGINE_GRACE_S = 5.0
 _READ_BYTES = 1 << 16
 
 
 class Supervisor:
-    """Owner of tritonserver and every process below this one. Leaving the `with` block ends them.
-
-    On one thread, a selector waits for signals, output and ends of processes. `on_line` gets each output line and the
-    phase.
-    """
+    """Owner of tritonserver and every process below this one, which end with the `with` block."""
 
     def __init__(
         self,
@@ -75,19 +71,19 @@ class Supervisor:
         return self._signals.count > 1
 
     def wait_ready(self, is_ready: Callable[[], bool], on_tick: Callable[[], None]) -> bool:
-        """Return whether the server became ready before a stop. Raise `ServeError` if a load fails or the server
-        ends.
-        """
+        """Return whether the server became ready before a stop. Raise `ServeError` if it cannot."""
         while not is_ready():
             self._pump(POLL_S)
             on_tick()
             if self.stop_requested:
                 return False
+            has_ended = self._server.poll() is not None
+            if has_ended:
+                self._read_output()
             if self._log.failure is not None:
                 raise ServeError(f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}")
-            if self._server.poll() is not None:
-                self._read_output()
-                raise ServeError(self._why_it_ended())
+            if has_ended:
+                raise ServeError(f"tritonserver ended at its start ({self._exit()}): {self._log.last_words()}")
         self._phase = "ready"
         for process in processes.children(self._server.pid):
             if process.name == STUB_NAME[: len(process.name)] and process.state != "Z":
@@ -104,9 +100,9 @@ class Supervisor:
             processes.reap(keep=self._server.pid)
 
     def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
-        """Refuse new requests and let the others end. After the limit they get an error.
+        """Refuse new requests; let the others end, after the limit with an error.
 
-        Once its engines are idle, Triton has `SETTLE_S` left, because it would wait for every idle HTTP connection.
+        Triton would then wait for every idle HTTP connection, so it has `SETTLE_S` left.
         """
         self._begin_stop()
         end = time.monotonic() + limit_s
@@ -118,11 +114,11 @@ class Supervisor:
             idle = _drain_engines(engine_dirs)
         if idle is False and not self.was_forced:
             for engine_dir in engine_dirs:
-                control.stop(engine_dir, FINAL_ANSWERS_S)
+                stop_engine(engine_dir, FINAL_ANSWERS_S)
         self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
-        """Ask every process below this one to end, and kill it after the grace. None is left on return."""
+        """End every process below this one, after the grace by SIGKILL."""
         self._begin_stop()
         me = os.getpid()
         processes.signal_all(processes.descendants(me), SIGTERM)
@@ -192,24 +188,18 @@ class Supervisor:
 
     def _obituary(self, pid: int) -> str:
         if pid == self._server.pid:
-            self._server.poll()
-            return f"tritonserver died ({_status(self._server.returncode)}): {self._log.last_words()}"
+            return f"tritonserver died ({self._exit()}): {self._log.last_words()}"
         return f"a front end died (stub process {pid}): ending the server, its supervisor may start it again"
 
-    def _why_it_ended(self) -> str:
-        if self._log.failure is not None:
-            return f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}"
-        return f"tritonserver ended at its start ({_status(self._server.returncode)}): {self._log.last_words()}"
+    def _exit(self) -> str:
+        returncode = self._server.poll()
+        if returncode is None:
+            return "no exit status"
+        return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:
     """Return whether no engine has a request left, or None without an answer."""
-    answers = [control.drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs]
+    answers = [drain(folder, DRAIN_ANSWER_S) for folder in engine_dirs]
     stats = [answer for answer in answers if answer is not None]
     return all(one.num_running + one.num_waiting == 0 for one in stats) if stats else None
-
-
-def _status(returncode: int | None) -> str:
-    if returncode is None:
-        return "no exit status"
-    return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"

@@ -16,19 +16,19 @@ class DeployedModel(NamedTuple):
 
 
 class TritonHttp:
-    """Client of the server at `authority`, host:port. Each call opens its own connection."""
+    """Client with a connection for each call; `authority` is host:port."""
 
     def __init__(self, authority: str) -> None:
         self._authority = authority
 
     def is_ready(self) -> bool:
         try:
-            return self._call("GET", "/v2/health/ready").status == 200
+            return self._call("GET", "/v2/health/ready")[0] == 200
         except OSError:
             return False
 
     def models(self) -> list[DeployedModel]:
-        """Return ready models, sorted by name. Raise OSError if the server does not answer."""
+        """Raise OSError without an answer."""
         index = self._json("POST", "/v2/repository/index")
         names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
         return [self._model(name) for name in names]
@@ -44,23 +44,18 @@ class TritonHttp:
         )
 
     def _json(self, method: str, path: str) -> Any:
-        answer = self._call(method, path)
-        if answer.status != 200:
-            raise OSError(f"{path} answered {answer.status}")
-        return json.loads(answer.body)
+        status, body = self._call(method, path)
+        if status != 200:
+            raise OSError(f"{path} answered {status}")
+        return json.loads(body)
 
-    def _call(self, method: str, path: str) -> _Answer:
+    def _call(self, method: str, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self._authority, timeout=_TIMEOUT_S)
         try:
             connection.request(method, path)
             response = connection.getresponse()
-            return _Answer(response.status, response.read())
+            return response.status, response.read()
         except http.client.HTTPException as error:
             raise OSError(str(error)) from error
         finally:
             connection.close()
-
-
-class _Answer(NamedTuple):
-    status: int
-    body: bytes

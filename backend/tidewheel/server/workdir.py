@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange t
 
 @dataclass(frozen=True, slots=True)
 class WorkDir:
-    """Private folder of a server, mode 0700. A lock, held while the server lives, keeps it from being swept."""
+    """Private folder of a server, locked while it lives."""
 
     root: Path
 
@@ -37,16 +37,14 @@ class WorkDir:
 
     @property
     def shm_prefix(self) -> str:
-        """Unique prefix of the server's shared-memory regions."""
         return _shm_prefix(self.root)
 
 
 @contextlib.contextmanager
 def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
-    """Make a work folder in `parent`, $TIDEWHEEL_RUN_DIR or the temporary directory. Inside the block,
-    $TIDEWHEEL_RUN_DIR is its `run`.
+    """Make a work folder in `parent`, $TIDEWHEEL_RUN_DIR or the temporary directory; remove it on leaving.
 
-    On leaving, remove it and the shared-memory regions under its prefix.
+    Inside the block, $TIDEWHEEL_RUN_DIR is its `run`.
     """
     named = os.environ.get(_RUN_DIR)
     base = parent or Path(named or tempfile.gettempdir()).absolute()
@@ -72,7 +70,7 @@ def _restore(run_dir: str | None) -> None:
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove what this user's killed servers left. Return the folders."""
+    """Remove and return what this user's killed servers left."""
     return [root for root in base.glob(f"{_PREFIX}*") if _is_left_over(root) and _remove(root, shared_memory)]
 
 

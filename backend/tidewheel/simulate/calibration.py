@@ -1,23 +1,26 @@
-"""Fit of the cost model to the steps of a recorded run."""
+"""Fit of a cost model to the steps of a recording."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
-from tidewheel.record.step_features import StepFeatures
+from tidewheel.record.recorded_events import AnyEvent, Applied, Failed, Scheduled, StepFeatures
 from tidewheel.simulate.cost_model import CostModel
-
-FloatArray = npt.NDArray[np.float64]
+from tidewheel.simulate.replay import Recording, engine_of
+from tidewheel.workload.arrival_times import FloatArray
 
 MIN_STEPS = 50
 KNOTS = tuple(2**exponent for exponent in range(1, 16))
-MIN_STEPS_PER_SEGMENT = 20  # fewer steps give a noisy slope of `gemm`
+MIN_STEPS_PER_SEGMENT = 20  # fewer give a noisy slope
 
 
 class MeasuredStep(NamedTuple):
@@ -26,17 +29,54 @@ class MeasuredStep(NamedTuple):
     turn_seconds: float | None  # from tokens to the next start; None: the engine was idle
 
 
-def fit(
-    steps: Sequence[MeasuredStep],
-    *,
-    name: str,
-    device: str = "",
-    weights_bytes: float = 0.0,
-    kv_bytes_per_token: float = 1.0,
-    block_size: int = 64,
-    num_blocks: int = 8192,
-) -> CostModel:
-    """Fit by least squares, with no coefficient negative.
+def calibrated(path: Path) -> CostModel:
+    recording = Recording(path)
+    _, info = engine_of(recording.header)
+    return fit(measured_steps(recording.events()), path.stem, **facts_of(info))
+
+
+def facts_of(info: EngineInfo) -> dict[str, Any]:
+    """Return fields of the engine's cost model."""
+    return {
+        "device": info.device,
+        "weights_bytes": info.weights_bytes,
+        "kv_bytes_per_token": info.kv_cache_bytes / info.num_cache_tokens,
+        "block_size": info.block_size,
+        "num_blocks": info.num_blocks,
+    }
+
+
+def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
+    """Return the steps of a recording.
+
+    With two in flight, a step starts when the last one ends, and no turn is timed.
+    """
+    steps: list[MeasuredStep] = []
+    in_flight: deque[Scheduled] = deque()
+    last_end: float | None = None
+    idle = True
+    for event in events:
+        match event:
+            case Scheduled(step_id=-1):
+                idle = idle or not in_flight
+            case Scheduled():
+                if not idle and not in_flight and steps and last_end is not None:
+                    steps[-1] = steps[-1]._replace(turn_seconds=event.now - last_end)
+                idle = False
+                in_flight.append(event)
+            case Applied() if in_flight:
+                scheduled = in_flight.popleft()
+                start = scheduled.now if last_end is None else max(scheduled.now, last_end)
+                steps.append(MeasuredStep(scheduled.features, event.now - start, None))
+                last_end = event.now
+            case Failed():
+                in_flight.clear()
+                idle = True
+    return steps
+
+
+def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float = 1.0, **facts: Any) -> CostModel:
+    """Fit by least squares, no coefficient negative; `facts` are other fields.
 
     Raise `ConfigError` for fewer than `MIN_STEPS` steps.
     """
@@ -50,40 +90,34 @@ def fit(
     terms += [pairs, rows, samples, new_rows]
     design = np.stack(terms, axis=1)
     values = nonnegative_least_squares(design, seconds)
-    num_slopes = len(knots) + 1
-    slopes, rest = values[1 : 1 + num_slopes], values[1 + num_slopes :]
-    turn = _fit_turn(steps)
+    overhead_s, *slopes = values[:-5].tolist()
+    per_kv_byte, per_chunk_pair, per_row, per_sample, per_new_row = values[-5:].tolist()
+    turn_overhead_s, turn_per_row = _fit_turn(steps).tolist()
     return CostModel(
         name=name,
-        device=device,
-        weights_bytes=weights_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        overhead_s=float(values[0]),
+        overhead_s=overhead_s,
         knots=knots,
-        seconds_per_token=tuple(slopes.tolist()),
-        seconds_per_kv_byte=float(rest[0]),
-        seconds_per_chunk_pair=float(rest[1]),
-        seconds_per_row=float(rest[2]),
-        seconds_per_sample=float(rest[3]),
-        seconds_per_new_row=float(rest[4]),
-        turn_overhead_s=float(turn[0]),
-        turn_seconds_per_row=float(turn[1]),
+        seconds_per_token=tuple(slopes),
+        seconds_per_kv_byte=per_kv_byte,
+        seconds_per_chunk_pair=per_chunk_pair,
+        seconds_per_row=per_row,
+        seconds_per_sample=per_sample,
+        seconds_per_new_row=per_new_row,
+        turn_overhead_s=turn_overhead_s,
+        turn_seconds_per_row=turn_per_row,
         fit=_quality(seconds, design @ values),
+        **facts,
     )
 
 
 def choose_knots(tokens: FloatArray) -> tuple[int, ...]:
-    knots: list[int] = []
-    previous = 0.0
+    knots = [0]
     for knot in KNOTS:
-        between = np.count_nonzero((tokens > previous) & (tokens <= knot))
-        above = np.count_nonzero(tokens > knot)
-        if between >= MIN_STEPS_PER_SEGMENT and above >= MIN_STEPS_PER_SEGMENT:
+        between = np.count_nonzero((tokens > knots[-1]) & (tokens <= knot))
+        if min(between, np.count_nonzero(tokens > knot)) >= MIN_STEPS_PER_SEGMENT:
             knots.append(knot)
-            previous = knot
-    return tuple(knots)
+    return tuple(knots[1:])
 
 
 def _segments(tokens: FloatArray, knots: tuple[int, ...]) -> list[FloatArray]:
@@ -101,7 +135,7 @@ def _fit_turn(steps: Sequence[MeasuredStep]) -> FloatArray:
 
 
 def _quality(measured: FloatArray, predicted: FloatArray) -> dict[str, float]:
-    """Return fit quality: `sum_error`, a signed share of all time, `median_error`, an absolute one of a step."""
+    """Return `sum_error`, a signed share of all time, `median_error`, an absolute one of a step, and others."""
     spread = float(((measured - measured.mean()) ** 2).sum())
     residual = float(((measured - predicted) ** 2).sum())
     return {

@@ -2,43 +2,42 @@
 
 seconds(step) = overhead + gemm(tokens) + kv_bytes · a + chunk_pairs · b + rows · c + samples · d + new_rows · e
 
-*overhead* covers launches and reading the weights once. *gemm*, the rest of the matrix products, is piecewise linear
-in the tokens and never falls: arithmetic adds time only once it outlasts reading the weights (roofline: Williams,
-Waterman, Patterson, CACM 2009). *kv_bytes* is the cache that attention reads; *chunk_pairs* are (query, key) pairs of
-prompt chunks, whose attention is bound by arithmetic. Host time between steps has two more terms.
-
-Coefficients come from recorded runs (`calibration.fit`) or device figures (`CostModel.from_device`).
+*overhead* includes reading the weights; *gemm*, the rest of the matrix products, is piecewise linear and never falls
+(roofline: Williams, Waterman, Patterson, CACM 2009). Attention is bound by arithmetic in prompt chunks, elsewhere by
+reading the cache.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import msgspec
 
 from tidewheel.errors import ConfigError
-from tidewheel.record.step_features import StepFeatures
+from tidewheel.record.recorded_events import StepFeatures
 
 SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Coefficients in seconds per unit; raise `ConfigError` if one is negative or not finite."""
+    """Coefficients; raise `ConfigError` if one is negative or not finite."""
 
     name: str
     device: str = ""
-    weights_bytes: float = 0.0  # informative: their time is in `overhead_s`
+    weights_bytes: float = 0.0  # their time is in `overhead_s`
     kv_bytes_per_token: float = 1.0
     block_size: int = 64
     num_blocks: int = 8192
     overhead_s: float
-    knots: tuple[int, ...] = ()  # tokens where the slope of `gemm` changes, rising
-    seconds_per_token: tuple[float, ...] = (0.0,)  # slopes of `gemm`, from below the first knot to above the last
+    knots: tuple[int, ...] = ()  # tokens where the slope of `gemm` changes
+    seconds_per_token: tuple[float, ...] = (0.0,)  # slopes of `gemm`, one more than knots
     seconds_per_kv_byte: float = 0.0
     seconds_per_chunk_pair: float = 0.0
     seconds_per_row: float = 0.0
@@ -49,22 +48,24 @@ class CostModel:
     fit: dict[str, float] = field(default_factory=dict)  # from `calibration.fit`
 
     def __post_init__(self) -> None:
-        for name in _COEFFICIENTS:
+        for fault in self._faults():
+            raise ConfigError(f"cost model {self.name!r}: {fault}")
+
+    def _faults(self) -> Iterator[str]:
+        for name in self.__dataclass_fields__:
             value = getattr(self, name)
             for number in value if isinstance(value, tuple) else (value,):
-                if not (math.isfinite(number) and number >= 0):
-                    raise ConfigError(f"cost model {self.name!r}: {name} has {number!r}: it must be 0 or more")
-        if len(self.seconds_per_token) != len(self.knots) + 1:
-            raise ConfigError(
-                f"cost model {self.name!r}: {len(self.knots)} knots need {len(self.knots) + 1} slopes in "
-                f"seconds_per_token, not {len(self.seconds_per_token)}"
-            )
+                if isinstance(number, int | float) and not (math.isfinite(number) and number >= 0):
+                    yield f"{name} has {number!r}: it must be 0 or more"
+        num_knots, num_slopes = len(self.knots), len(self.seconds_per_token)
+        if num_slopes != num_knots + 1:
+            yield f"{num_knots} knots need {num_knots + 1} slopes in seconds_per_token, not {num_slopes}"
         if list(self.knots) != sorted(set(self.knots)):
-            raise ConfigError(f"cost model {self.name!r}: knots are {list(self.knots)}: they must rise")
+            yield f"knots are {list(self.knots)}: they must rise"
         if self.block_size < 1 or self.num_blocks < 1:
-            raise ConfigError(f"cost model {self.name!r}: block_size and num_blocks must be at least 1")
+            yield "block_size and num_blocks must be at least 1"
         if self.overhead_s + sum(self.seconds_per_token) <= 0:
-            raise ConfigError(f"cost model {self.name!r}: overhead_s and seconds_per_token are 0: steps take no time")
+            yield "overhead_s and seconds_per_token are 0: steps take no time"
 
     @classmethod
     def from_device(
@@ -79,7 +80,7 @@ class CostModel:
         launch_s: float,
         **facts: object,
     ) -> CostModel:
-        """Make a roofline from achieved bandwidth and arithmetic: two FLOPs per parameter and token."""
+        """Make a roofline from achieved rates, with two FLOPs per parameter and token."""
         reading_s = weights_bytes / bytes_per_s
         token_s = 2 * num_parameters / flops_per_s
         return cls(
@@ -95,12 +96,8 @@ class CostModel:
 
     @cached_property
     def _gemm_at_knots(self) -> tuple[float, ...]:
-        total, previous, seconds = 0.0, 0, []
-        for knot, slope in zip(self.knots, self.seconds_per_token, strict=False):
-            total += slope * (knot - previous)
-            seconds.append(total)
-            previous = knot
-        return tuple(seconds)
+        spans = (knot - before for before, knot in pairwise((0, *self.knots)))
+        return tuple(accumulate(slope * span for slope, span in zip(self.seconds_per_token, spans, strict=False)))
 
     def gemm_seconds(self, num_tokens: int) -> float:
         segment = bisect_right(self.knots, num_tokens)
@@ -122,11 +119,11 @@ class CostModel:
         )
 
     def turn_seconds(self, num_rows: int) -> float:
-        """Return host seconds from a step's tokens to the next step."""
+        """Return seconds from tokens to the next step."""
         return self.turn_overhead_s + self.turn_seconds_per_row * num_rows
 
     def save(self, path: Path) -> None:
-        record = {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__dataclass_fields__}}
+        record = {"schema": SCHEMA, **asdict(self)}
         path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
 
     @classmethod
@@ -140,12 +137,6 @@ class CostModel:
         except (OSError, msgspec.MsgspecError, ConfigError) as error:
             raise ConfigError(f"cannot read the cost model {path}: {error}") from None
 
-
-_COEFFICIENTS = (
-    "weights_bytes", "kv_bytes_per_token", "overhead_s", "seconds_per_token", "seconds_per_kv_byte",
-    "seconds_per_chunk_pair", "seconds_per_row", "seconds_per_sample", "seconds_per_new_row", "turn_overhead_s",
-    "turn_seconds_per_row",
-)  # fmt: skip
 
 # Llama-3.1-8B, bfloat16, on one H200: 80 % and 60 % of the data sheet's 4.8 TB/s and 989 TFLOP/s (dense).
 H200_8B = CostModel.from_device(

@@ -1,11 +1,20 @@
+"""Outcomes and figures of a run, and of queueing theory."""
+
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.errors import InternalError
-from tidewheel.request import FinishReason, Request
-from tidewheel.simulate.traces import FloatArray, Trace
+from tidewheel.batch import BoolArray, Int32Array
+from tidewheel.bench.estimates import jain
+from tidewheel.errors import ConfigError, InternalError
+from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.simulate.replica import Replica
+from tidewheel.workload.arrival_times import FloatArray
+from tidewheel.workload.traces import Trace
 
 UNKNOWN, FINISHED, REFUSED, DEADLINE, FAILED = range(5)
 _ENDS = {
@@ -15,22 +24,25 @@ _ENDS = {
     FinishReason.ERROR: REFUSED,  # evicted while waiting, or hopeless
     None: REFUSED,
 }
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+Figures = dict[str, Any]  # JSON values; times in seconds
 
 
 class Outcomes:
-    """Outcomes of a trace as columns; times in seconds of the trace, NaN if never reached."""
+    """Columns by request; times in seconds of the trace, NaN if never reached."""
 
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
         self.trace = trace
         self.ends: npt.NDArray[np.int8] = np.full(count, UNKNOWN, dtype=np.int8)
-        self.replicas: npt.NDArray[np.int32] = np.full(count, -1, dtype=np.int32)
+        self.replicas: Int32Array = np.full(count, -1, dtype=np.int32)
         self.first_scheduled: FloatArray = np.full(count, np.nan)
         self.first_token: FloatArray = np.full(count, np.nan)
         self.last_token: FloatArray = np.full(count, np.nan)
-        self.output_tokens: npt.NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self.cached_tokens: npt.NDArray[np.int32] = np.zeros(count, dtype=np.int32)
-        self.preemptions: npt.NDArray[np.int32] = np.zeros(count, dtype=np.int32)
+        self.output_tokens: Int32Array = np.zeros(count, dtype=np.int32)
+        self.cached_tokens: Int32Array = np.zeros(count, dtype=np.int32)
+        self.preemptions: Int32Array = np.zeros(count, dtype=np.int32)
 
     def record(self, index: int, replica: int, request: Request) -> None:
         """Record the end of a request; raise `InternalError` for a second one."""
@@ -38,7 +50,6 @@ class Outcomes:
             raise InternalError(f"request {index} ended twice")
         self.ends[index] = _ENDS.get(request.finish_reason, FAILED)
         self.replicas[index] = replica
-        num_output_tokens = len(request.output_token_ids)
         if request.first_scheduled_time is not None:
             self.first_scheduled[index] = request.first_scheduled_time
             self.cached_tokens[index] = request.num_cached_tokens
@@ -46,15 +57,14 @@ class Outcomes:
         if request.first_token_time is not None and request.last_token_time is not None:
             self.first_token[index] = request.first_token_time
             self.last_token[index] = request.last_token_time
-            self.output_tokens[index] = num_output_tokens
+            self.output_tokens[index] = len(request.output_token_ids)
 
     def check_complete(self) -> None:
-        missing = int(np.count_nonzero(self.ends == UNKNOWN))
-        if missing:
+        if missing := int(np.count_nonzero(self.ends == UNKNOWN)):
             raise InternalError(f"{missing} requests never ended")
 
     @property
-    def finished(self) -> npt.NDArray[np.bool_]:
+    def finished(self) -> BoolArray:
         return np.asarray(self.ends == FINISHED)
 
     @property
@@ -83,3 +93,108 @@ class Outcomes:
         if not np.isfinite(self.last_token).any():
             return 0.0
         return float(np.nanmax(self.last_token) - self.trace.arrivals[0])
+
+
+def throughput(outcomes: Outcomes) -> float:
+    """Return requests per second in the middle of a run; raise `ConfigError` if too few finished."""
+    ends = np.sort(outcomes.last_token[outcomes.finished])
+    first, last = len(ends) // 5, len(ends) * 7 // 10
+    if len(ends) < 10 or ends[last] <= ends[first]:
+        raise ConfigError(
+            f"only {len(ends)} of {len(outcomes.trace)} requests can run: see max_model_len and num_blocks"
+        )
+    return float((last - first) / (ends[last] - ends[first]))
+
+
+def summarise(outcomes: Outcomes, replicas: Sequence[Replica]) -> Figures:
+    trace, span = outcomes.trace, max(outcomes.span, 1e-12)
+    finished, tokens = outcomes.finished, served_tokens(outcomes)
+    return {
+        "num_requests": len(trace),
+        "offered_per_s": trace.rate,
+        "finished": int(finished.sum()),
+        "refused": int((outcomes.ends == REFUSED).sum()),
+        "past_deadline": int((outcomes.ends == DEADLINE).sum()),
+        "failed": int((outcomes.ends == FAILED).sum()),
+        "span_s": outcomes.span,
+        "requests_per_s": float(finished.sum()) / span,
+        "output_tokens_per_s": float(outcomes.output_tokens.sum()) / span,
+        **_latencies(outcomes, finished),
+        "mean_in_system": float(np.nansum(outcomes.latency)) / span,  # Little's law
+        "mean_waiting": float(np.nansum(outcomes.queue_time)) / span,
+        "preemptions": int(outcomes.preemptions.sum()),
+        "cached_share": float(outcomes.cached_tokens.sum()) / max(float(trace.prompt_tokens.sum()), 1.0),
+        "classes": {
+            priority.name: _part(outcomes, chosen)
+            for priority in Priority
+            if (chosen := trace.priorities == priority).any()
+        },
+        "tenants": {
+            name: {
+                "served_share": tokens[name] / max(sum(tokens.values()), 1.0),
+                **_part(outcomes, trace.tenants == index),
+            }
+            for index, name in enumerate(trace.tenant_names)
+            if name in tokens
+        },
+        "fairness": jain(list(tokens.values())) if any(tokens.values()) else 1.0,
+        "replicas": _replicas(replicas, span),
+    }
+
+
+def served_tokens(outcomes: Outcomes) -> dict[str, float]:
+    """Return tokens by tenant of requests finished by the last arrival, while tenants still competed."""
+    trace = outcomes.trace
+    done = outcomes.finished & (outcomes.last_token <= trace.arrivals[-1])
+    tokens = np.where(done, trace.prompt_tokens + outcomes.output_tokens, 0)
+    sums = np.bincount(trace.tenants, weights=tokens, minlength=len(trace.tenant_names))
+    present = np.bincount(trace.tenants, minlength=len(trace.tenant_names)) > 0
+    return {name: float(sums[i]) for i, name in enumerate(trace.tenant_names) if present[i]}
+
+
+def _part(outcomes: Outcomes, chosen: BoolArray) -> Figures:
+    return {
+        "num_requests": int(chosen.sum()),
+        "refused": int((chosen & (outcomes.ends == REFUSED)).sum()),
+        **_latencies(outcomes, chosen & outcomes.finished),
+    }
+
+
+def _latencies(outcomes: Outcomes, chosen: BoolArray) -> Figures:
+    return {
+        "ttft_s": _distribution(outcomes.ttft[chosen]),
+        "tpot_s": _distribution(outcomes.tpot[chosen]),
+        "latency_s": _distribution(outcomes.latency[chosen]),
+        "queue_s": _distribution(outcomes.queue_time[chosen]),
+    }
+
+
+def _distribution(values: FloatArray) -> dict[str, float | None]:
+    """Return mean and quantiles without NaN; None if nothing is left."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return dict.fromkeys(("mean", *QUANTILES))
+    quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
+    return {"mean": float(values.mean()), **dict(zip(QUANTILES, quantiles, strict=True))}
+
+
+def _replicas(replicas: Sequence[Replica], span: float) -> Figures:
+    steps = sum(replica.num_steps for replica in replicas)
+    busy = [replica.busy_seconds / span for replica in replicas]
+    return {
+        "count": len(replicas),
+        "steps": steps,
+        "tokens_per_step": sum(replica.num_tokens for replica in replicas) / max(steps, 1),
+        "busy_mean": float(np.mean(busy)),
+        "busy_max": float(np.max(busy)),
+    }
+
+
+def mean_in_system(load: float, service_scv: float = 1.0) -> float:
+    """Return the mean number in an M/G/1 queue (Kleinrock, "Queueing Systems, Volume 1: Theory", 1975, chapter 5).
+
+    `service_scv` is the variance of service times over their squared mean: 0 if constant, 1 in an M/M/1 queue.
+    """
+    if not 0 <= load < 1:
+        raise ConfigError(f"load is {load:g}: a queue settles only from 0 to below 1")
+    return load + load**2 * (1 + service_scv) / (2 * (1 - load))

@@ -1,4 +1,4 @@
-"""Replay of a recording on another scheduler, decision by decision."""
+"""Recordings, and their replay on another scheduler."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler
+from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
-from tidewheel.record.events import (
+from tidewheel.record.recorded_events import (
     ORDINARY_TOKEN,
     SCHEMA,
     STOP_TOKEN,
@@ -26,14 +30,12 @@ from tidewheel.record.events import (
     RecordedRequest,
     Scheduled,
     SessionClosed,
-    decode_line,
+    decoder,
 )
 from tidewheel.record.recorder import describe_batch, describe_ended
-from tidewheel.record.step_features import StepFeatures
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.calibration import MeasuredStep
 
 
 class Replayed(NamedTuple):
@@ -58,7 +60,7 @@ class Recording:
         self.header = header
 
     def events(self) -> Iterator[AnyEvent]:
-        """Yield events after the header; drop a last line torn when the engine was killed."""
+        """Yield events after the header, but no torn last line."""
         events = self._events()
         next(events)
         for event in events:
@@ -68,30 +70,44 @@ class Recording:
             yield event
 
     def _events(self) -> Iterator[AnyEvent]:
+        number = 0
         try:
             with self._path.open("rb") as file:
-                for number, line in enumerate(file, 1):
+                for line in file:
+                    number += 1
                     if not line.endswith(b"\n"):
                         self.is_cut = True
                         return
-                    yield decode_line(line, number)
+                    yield decoder.decode(line)
         except OSError as error:
             raise ConfigError(f"cannot read the recording {self._path}: {error}") from None
-        except ConfigError as error:
-            raise ConfigError(f"{self._path}: {error}") from None
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{self._path}: line {number} of the recording cannot be read: {error}") from None
+
+
+def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
+    """Return the recorded engine; raise `ConfigError` if this version cannot read it."""
+    try:
+        info = msgspec.convert(header.info, EngineInfo)
+        return EngineConfig.from_settings(header.settings | {"record": ""}), info
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(
+            f"the recording is of version {header.version}, and this one cannot read it: {error}"
+        ) from None
+
+
+def scheduler_of(header: Header) -> Scheduler:
+    return build_scheduler(*engine_of(header))
 
 
 def replay(recording: Recording, scheduler: Scheduler) -> Replayed:
-    """Replay up to the first difference; make `scheduler` new, from the header."""
-    player = _Player(scheduler)
-    num_events = 0
-    for event in recording.events():
-        num_events += 1
-        difference = player.play(event)
-        if difference:
-            difference = f"event {num_events}: {difference}"
-            return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
-    return Replayed(num_events, player.num_steps, player.num_requests, "", recording.is_cut)
+    """Replay up to the first difference, on a new scheduler."""
+    player, num_events, difference = _Player(scheduler), 0, ""
+    for num_events, event in enumerate(recording.events(), 1):
+        if found := player.play(event):
+            difference = f"event {num_events}: {found}"
+            break
+    return Replayed(num_events, player.num_steps, player.num_requests, difference, recording.is_cut)
 
 
 class _Player:
@@ -131,10 +147,7 @@ class _Player:
         self.num_requests += len(requests)
         refused, evicted = "", list[str]()
         try:
-            if len(requests) == 1:
-                evicted = _ids(self._scheduler.add(requests[0], event.now))
-            else:
-                evicted = _ids(self._scheduler.add_group(requests, event.now))
+            evicted = _ids(self._scheduler.add_group(requests, event.now))
         except TidewheelError as error:
             refused = error.tag
         name = requests[0].request_id
@@ -143,11 +156,12 @@ class _Player:
         )
 
     def _close_session(self, event: SessionClosed) -> str:
+        was_there = True
         try:
             self._scheduler.close_session(event.tenant, event.session_id)
         except NotFound:
-            return _differs("close of a session, was it there", event.was_there, False)
-        return _differs("close of a session, was it there", event.was_there, True)
+            was_there = False
+        return _differs("close of a session, was it there", event.was_there, was_there)
 
     def _schedule(self, event: Scheduled) -> str:
         if event.expired and (difference := self.play(Expired(event.now, []))):
@@ -212,41 +226,3 @@ def _ids(requests: Iterable[Request]) -> list[str]:
 
 def _differs(what: str, recorded: object, replayed: object) -> str:
     return "" if recorded == replayed else f"{what}: recorded {recorded!r}, replayed {replayed!r}"
-
-
-def measured_steps(events: Iterable[AnyEvent]) -> list[MeasuredStep]:
-    """Return timed steps for `calibration.fit`.
-
-    With two batches in flight, a step starts when the previous one ends. A turn is timed only if nothing was in
-    flight and the engine went on without an idle moment.
-    """
-    steps: list[MeasuredStep] = []
-    in_flight: deque[Scheduled] = deque()
-    last_end: float | None = None
-    idle = True
-    for event in events:
-        match event:
-            case Scheduled(step_id=-1):
-                idle = idle or not in_flight
-            case Scheduled():
-                if not idle and not in_flight and steps and last_end is not None:
-                    steps[-1] = steps[-1]._replace(turn_seconds=event.now - last_end)
-                idle = False
-                in_flight.append(event)
-            case Applied() if in_flight:
-                scheduled = in_flight.popleft()
-                start = scheduled.now if last_end is None else max(scheduled.now, last_end)
-                steps.append(MeasuredStep(_features(scheduled), event.now - start, None))
-                last_end = event.now
-            case Failed():
-                in_flight.clear()
-                idle = True
-            case _:
-                pass
-    return steps
-
-
-def _features(event: Scheduled) -> StepFeatures:
-    return StepFeatures(
-        event.num_rows, event.num_tokens, event.num_samples, event.num_new_rows, event.kv_tokens, event.chunk_pairs
-    )

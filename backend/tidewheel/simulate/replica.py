@@ -1,36 +1,29 @@
-"""One engine under a modelled clock: the loop of `EngineCore.step` with a cost model as its device."""
+"""One engine: the loop of `EngineCore.step` with a cost model as its device."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch
 from tidewheel.errors import TidewheelError
-from tidewheel.record.step_features import step_features
+from tidewheel.record.recorded_events import STOP_TOKEN, step_features
 from tidewheel.request import Request
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.contents import STOP_TOKEN
 from tidewheel.simulate.cost_model import CostModel
 
-IDLE_POLL_S = 1e-3  # delay before an engine that could start nothing looks again
+IDLE_POLL_S = 1e-3  # between looks of an engine that could start nothing
 
 Ended = Callable[[int, Request], None]  # (replica number, request)
-
-
-class _InFlight(NamedTuple):
-    batch: ScheduledBatch
-    end: float
 
 
 class Replica:
     """Scheduler driven turn by turn.
 
-    A turn applies the finished batch as of its end, then schedules the next when the host is ready. Requests that
-    arrived by either moment are added then, as an engine drains its socket.
+    A turn applies the finished batch as of its end, then schedules the next. Requests that arrived by either moment
+    are added then.
     """
 
     def __init__(
@@ -49,22 +42,22 @@ class Replica:
         self.num_steps = 0
         self.num_tokens = 0
         self.busy_seconds = 0.0
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._cost = cost
         self._ended = ended
         self._has_deadlines = has_deadlines
-        self._pool = pool  # None: all tokens are alike, enough without prefix caching
+        self._pool = pool  # None: all tokens are alike
         self._inbox: deque[tuple[float, Request, int, int]] = deque()
         self._lasts: dict[str, tuple[int, int]] = {}  # id → last position, offset, before a row
         self._last_positions = np.zeros(num_rows, dtype=np.int64)  # row → position of the last token
         self._offsets = np.zeros(num_rows, dtype=np.int64)  # row → offset in the pool
         self._ordinary = np.ones(num_rows, dtype=np.int32)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[ScheduledBatch, float]] = deque()  # batch, end
         self._device_free = 0.0
         self._completes = False  # this turn begins with the oldest batch's end
 
     def submit(self, now: float, request: Request, num_output_tokens: int, offset: int) -> None:
-        """Queue a request that stops at token `num_output_tokens`, unknown to the scheduler."""
+        """Queue a request that stops after `num_output_tokens`, unknown to the scheduler."""
         self._inbox.append((now, request, request.num_prompt_tokens + num_output_tokens - 1, offset))
 
     def turn(self, now: float) -> float | None:
@@ -75,20 +68,20 @@ class Replica:
             self._apply(batch, end)
         self._receive(now)
         if self._has_deadlines:
-            for request in self._scheduler.expire(now):
+            for request in self.scheduler.expire(now):
                 self._end(request)
-        batch_or_none = self._scheduler.schedule(now)
-        if batch_or_none is not None:
-            self._launch(batch_or_none, now)
-        next_turn = self._next_turn(now, is_full=batch_or_none is None)
+        scheduled = self.scheduler.schedule(now)
+        if scheduled is not None:
+            self._launch(scheduled, now)
+        next_turn = self._next_turn(now, is_full=scheduled is None)
         self.is_idle = next_turn is None
         return next_turn
 
     def _next_turn(self, now: float, *, is_full: bool) -> float | None:
         if not self._in_flight:
             self._completes = False
-            return now + IDLE_POLL_S if self._scheduler.has_unfinished else None
-        self._completes = is_full or len(self._in_flight) == self._scheduler.max_inflight_steps
+            return now + IDLE_POLL_S if self.scheduler.has_unfinished else None
+        self._completes = is_full or len(self._in_flight) == self.scheduler.max_inflight_steps
         batch, end = self._in_flight[0]
         host_seconds = self._cost.turn_seconds(len(batch.rows))
         return (max(now, end) if self._completes else now) + host_seconds
@@ -98,7 +91,7 @@ class Replica:
         while inbox and inbox[0][0] <= now:
             _, request, last_position, offset = inbox.popleft()
             try:
-                evicted = self._scheduler.add(request, now)
+                evicted = self.scheduler.add(request, now)
             except TidewheelError as error:
                 request.error = error
                 self._ended(self.number, request)
@@ -112,13 +105,13 @@ class Replica:
             self._last_positions[new.row], self._offsets[new.row] = self._lasts[new.request_id]
         seconds = self._cost.step_seconds(step_features(batch))
         self._device_free = max(now, self._device_free) + seconds
-        self._in_flight.append(_InFlight(batch, self._device_free))
+        self._in_flight.append((batch, self._device_free))
         self.busy_seconds += seconds
         self.num_steps += 1
         self.num_tokens += batch.num_tokens
 
     def _apply(self, batch: ScheduledBatch, end: float) -> None:
-        outputs = self._scheduler.apply(batch, SampledTokens(batch.step_id, self._tokens(batch)), end)
+        outputs = self.scheduler.apply(batch, SampledTokens(batch.step_id, self._tokens(batch)), end)
         for request in outputs.finished:
             self._end(request)
 

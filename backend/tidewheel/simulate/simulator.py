@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidewheel.fleet.router import RouteKey, Router
+from tidewheel.record.recorded_events import STOP_TOKEN
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.simulate.contents import STOP_TOKEN, Contents
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.replica import Replica
-from tidewheel.simulate.traces import NOBODY, Trace
+from tidewheel.workload.traces import Contents, Trace
 
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
 
@@ -53,7 +53,6 @@ class Simulator:
         self._router = router
         self._max_tokens = max_tokens or int(trace.output_tokens.max())
         self._contents = Contents(trace)
-        self._uses_keys = bool(trace.session_names or trace.prefix_names)
         self._loads = [0] * num_replicas
         self.outcomes = Outcomes(trace)
         self.replicas = [
@@ -89,11 +88,10 @@ class Simulator:
                 heapq.heapreplace(turns, (next_turn, number))
 
     def _arrive(self, turns: list[tuple[float, int]], index: int, now: float) -> None:
-        number = self._router.choose(self._route_key(index), self._loads)
+        trace = self._trace
+        number = self._router.choose(RouteKey(trace.session(index), trace.prefix_group(index)), self._loads)
         replica = self.replicas[number]
-        replica.submit(
-            now, self._request(index, now), int(self._trace.output_tokens[index]), self._contents.offset(index)
-        )
+        replica.submit(now, self._request(index, now), int(trace.output_tokens[index]), self._contents.offset(index))
         self._loads[number] += 1
         if replica.is_idle:
             replica.is_idle = False
@@ -103,20 +101,10 @@ class Simulator:
         self._loads[number] -= 1
         self.outcomes.record(int(request.request_id), number, request)
 
-    def _route_key(self, index: int) -> RouteKey:
-        if not self._uses_keys:
-            return _NO_KEY
-        trace = self._trace
-        session, group = int(trace.sessions[index]), int(trace.prefix_groups[index])
-        return RouteKey(
-            session="" if session == NOBODY else trace.session_names[session],
-            prefix="" if group == NOBODY else trace.prefix_names[group],
-        )
-
     def _request(self, index: int, now: float) -> Request:
         trace = self._trace
         prompt = self._contents.prompt(index)
-        session, deadline = int(trace.sessions[index]), float(trace.deadlines[index])
+        deadline = float(trace.deadlines[index])
         return Request(
             str(index),
             prompt,
@@ -124,13 +112,9 @@ class Simulator:
             max_tokens=min(self._max_tokens, max(self._settings.max_model_len - len(prompt), 1)),
             arrival_time=now,
             priority=_PRIORITIES[int(trace.priorities[index])],
-            stop_token_ids=_STOP,
-            tenant=trace.tenant_names[trace.tenants[index]],
+            stop_token_ids=(STOP_TOKEN,),
+            tenant=trace.tenant(index),
             deadline=now + deadline if deadline < math.inf else None,
-            session_id="" if session == NOBODY else trace.session_names[session],
+            session_id=trace.session(index),
             session_ttl=self._settings.session_ttl_s,
         )
-
-
-_NO_KEY = RouteKey()
-_STOP = (STOP_TOKEN,)

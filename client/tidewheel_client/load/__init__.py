@@ -1,1 +1,1 @@
-"""Load from many users, run by locust with `locustfile.py`. Needs the extra `load`."""
+"""Load from many users, with locust; needs the extra `load`."""

@@ -2,9 +2,8 @@
 
     locust -f client/tidewheel_client/load/locustfile.py --headless -u 200 -r 50 -t 2m GrpcStreamUser
 
-Name the users: GrpcStreamUser, HttpStreamUser, HttpInferUser; without a name, all three in equal shares. Leave out
---headless for the web page. `locust -f … --help` lists options; `tidewheel_client/load/report.py` explains the rows
-of the statistics.
+Users are GrpcStreamUser, HttpStreamUser and HttpInferUser (none named: all three); without --headless there is a
+web page. `tidewheel_client/load/locust_rows.py` explains the rows of the statistics.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import gevent
 from grpc.experimental import gevent as grpc_gevent
 from locust import events
 
-from tidewheel_client.load.options import LoadOptions, OptionError, add_arguments
+from tidewheel_client.load.load_options import LoadOptions, OptionError, add_arguments
 from tidewheel_client.load.users import GrpcStreamUser, HttpInferUser, HttpStreamUser
 
 __all__ = ["GrpcStreamUser", "HttpInferUser", "HttpStreamUser"]
@@ -32,14 +31,14 @@ def _add_options(parser: Any) -> None:
 
 @events.init.add_listener  # type: ignore[untyped-decorator]
 def _let_grpc_yield(environment: Any, **kwargs: Any) -> None:
-    """Let waiting calls yield to other users; worker processes fork before this event, so not earlier."""
+    """Let waiting calls yield to other users. Worker processes have forked by now."""
     del environment, kwargs
     grpc_gevent.init_gevent()
 
 
 @events.test_start.add_listener  # type: ignore[untyped-decorator]
 def _check_options(environment: Any, **kwargs: Any) -> None:
-    """Check options from the web page; bad ones end the test at once."""
+    """End a test with bad options from the web page."""
     del kwargs
     try:
         LoadOptions.from_arguments(environment.parsed_options)

@@ -1,8 +1,6 @@
 """Users that stream over gRPC, stream over HTTP, or wait for whole answers over HTTP.
 
-Each has its own connections, as client programs do. The gRPC user needs the raw stub: `tritonclient`'s callback
-stream and gevent do not end together. HTTP users need `requests`, which delivers a body as it comes; locust's
-FastHttpUser first collects a kilobyte and so shows a late first token.
+HTTP users need `requests`: locust's FastHttpUser collects a kilobyte and so shows a late first token.
 """
 
 from __future__ import annotations
@@ -16,17 +14,16 @@ import requests
 from gevent import GreenletExit
 from locust import User, task
 
-from tidewheel_client.client import Client
-from tidewheel_client.errors import RequestError, RequestTimeout, ServerUnavailable, from_text
-from tidewheel_client.load.options import LoadOptions, OptionError
-from tidewheel_client.load.report import Reporter, Timing
-from tidewheel_client.load.work import Ask, Work
+from tidewheel_client.grpc_client import Client
+from tidewheel_client.load.load_options import Ask, LoadOptions, OptionError, Work
+from tidewheel_client.load.locust_rows import Reporter, Timing
+from tidewheel_client.request_errors import RequestError, RequestTimeout, ServerUnavailable, from_text
 
 _INCOMPLETE = "the stream ended before its last response"
 
 
 class LoadUser(User):
-    """User that asks, reads the answer, thinks and repeats, but not before a refusal's retry time."""
+    """User that asks and thinks, after a refusal at least its retry time."""
 
     abstract = True
     kind: ClassVar[str]
@@ -73,7 +70,7 @@ class LoadUser(User):
         raise NotImplementedError
 
     def send(self, ask: Ask, timing: Timing) -> None:
-        """Return after a complete answer; raise `RequestError`."""
+        """Raise `RequestError` unless the answer is complete."""
         raise NotImplementedError
 
 
@@ -177,17 +174,12 @@ def _tensor(name: str, datatype: str, value: object) -> dict[str, object]:
 
 
 def _events(response: Any) -> Iterator[dict[str, Any]]:
-    """Yield server-sent events as they come.
-
-    Whole body chunks cost 3 µs an event; a chunk_size of 1 is no sooner and takes 130.
-    """
-    for line in response.iter_lines(chunk_size=None):
+    for line in response.iter_lines(chunk_size=None):  # a chunk_size of 1 is no sooner and takes 130 µs, not 3
         if line.startswith(b"data:"):
             yield json.loads(line[5:])
 
 
 def _error_text(body: str) -> str:
-    """Return Triton's JSON error, or a proxy's answer as it is."""
     try:
         return str(json.loads(body)["error"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Compiled C sources, one library per element type and processor."""
+"""Compile and load the C sources: one library for each element type and processor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 ELEMENTS = {torch.float32: "ELEMENT_FLOAT32", torch.bfloat16: "ELEMENT_BFLOAT16"}
-# Sums may be reordered. Not all of -ffast-math: NaN must stay NaN, and in a shared library it changes how the whole
-# process treats tiny numbers.
+# Not all of -ffast-math: NaN must stay NaN, and tiny numbers must not become zero in the whole process.
 FLAGS = (
     "-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math",
     "-fno-signed-zeros", "-fopenmp", "-fvisibility=hidden", "-shared", "-fPIC",
@@ -32,15 +32,50 @@ CPU_INFO = Path("/proc/cpuinfo")
 MAPS = Path("/proc/self/maps")
 FOLDER = Path("tidewheel", "kernels")
 TIMEOUT_S = 120
+# A row takes as long as waking a thread.
+MIN_ROWS_TO_SHARE = 4
+POINTER, LONG, FLOAT, THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32
 
 
 class NativeUnavailable(RuntimeError):
-    """The kernels cannot be compiled or loaded here; the message says why."""
+    """The kernels cannot be compiled or loaded."""
+
+
+class NativeKernel:
+    """C function; its source describes the arguments."""
+
+    def __init__(self, name: str, *types: Any) -> None:
+        self._name = name
+        self._types = types
+        self._functions: dict[torch.dtype, Callable[..., None]] = {}
+
+    def of(self, dtype: torch.dtype) -> Callable[..., None]:
+        function = self._functions.get(dtype)
+        if function is None:
+            library = native_library(dtype)
+            assert library is not None, f"no native kernels for {dtype}"
+            function = getattr(library, self._name)
+            function.argtypes, function.restype = self._types, None
+            self._functions[dtype] = function
+        return function
+
+
+def address(tensor: torch.Tensor | None, like: torch.Tensor) -> int | None:
+    """Raise `TypeError` for elements of another type."""
+    if tensor is None:
+        return None
+    if tensor.dtype != like.dtype:
+        raise TypeError(f"a native kernel for {like.dtype} was given {tensor.dtype}: convert it")
+    return tensor.data_ptr()
+
+
+def num_threads(num_rows: int) -> int:
+    return torch.get_num_threads() if num_rows >= MIN_ROWS_TO_SHARE else 1
 
 
 @functools.cache
 def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Return the kernels for `dtype`; log and return None if unavailable."""
+    """Return the kernels for `dtype`, or None."""
     if dtype not in ELEMENTS:
         return None
     try:
@@ -53,19 +88,18 @@ def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
 def _compiled_and_loaded(dtype: torch.dtype, compiler: str) -> ctypes.CDLL:
     folder = _private(cache_folder(os.environ))
     if folder is None:
-        with tempfile.TemporaryDirectory() as scratch:  # a loaded library needs no name
+        with tempfile.TemporaryDirectory() as scratch:
             return _loaded(_compiled(dtype, compiler, Path(scratch)))
     path = _compiled(dtype, compiler, folder)
     try:
         return _loaded(path)
-    except OSError as error:  # otherwise a damaged file would slow down every start
+    except OSError as error:  # a damaged file
         logger.warning("%s is compiled anew: %s", path, error)
         path.unlink(missing_ok=True)
         return _loaded(_compiled(dtype, compiler, folder))
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return the user's folder of compiled kernels."""
     caches = environment.get("XDG_CACHE_HOME") or str(Path(environment.get("HOME") or "/") / ".cache")
     return Path(caches) / FOLDER
 
@@ -79,7 +113,6 @@ def _compiler(environment: Mapping[str, str]) -> str:
 
 
 def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
-    """Return the library in the folder, compiled if absent."""
     sources = sorted(SOURCES.glob("*.c"))
     options = [*FLAGS, f"-D{ELEMENTS[dtype]}"]
     digest = hashlib.sha256(repr((options, compiler, _version(compiler), _processor())).encode())
@@ -88,7 +121,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
     path = folder / f"native-{digest.hexdigest()[:24]}.so"
     if path.is_file():
         return path
-    # Another process may compile too: each writes its own file, and the last replaces the first.
+    # Processes may compile at once: the last replaces the others.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / path.name
         _run([compiler, *options, *map(str, sources), "-o", str(made), "-lm"])
@@ -96,7 +129,7 @@ def _compiled(dtype: torch.dtype, compiler: str, folder: Path) -> Path:
 
 
 def _private(folder: Path) -> Path | None:
-    """Return the folder if only this user can write to it: its files are loaded as code."""
+    """Return the folder if only this user can write to it: files in it are run."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -113,7 +146,7 @@ def _version(compiler: str) -> str:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603 - no shell, the compiler of this machine
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)  # noqa: S603
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or [f"status {error.returncode}"]
         raise NativeUnavailable(f"{command[0]} failed: {last[0]}") from error
@@ -123,7 +156,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Identify the processor: a home folder may serve several machines, and -march=native is specific to each."""
+    """Identify the processor: several machines may share a home folder."""
     try:
         lines = CPU_INFO.read_text(errors="replace").lower().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Measurements without a server: a target in this process, outcomes by hand, a stage of both."""
+"""Measurements without a server: a target in this process, and outcomes made by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def outcome(
     streamed: bool = True,
     **parameters: Any,
 ) -> Outcome:
-    """An answered request with evenly spaced tokens; with a `code`, one that failed after `ttft`."""
+    """Make an answered request with evenly spaced tokens, or with a `code` one that failed after `ttft`."""
     one = Outcome(Offered(sent, [5, 6], wanted or tokens, parameters), sent, streamed=streamed, num_prompt_tokens=2)
     if code:
         one.error, one.code, one.ended = "refused", code, ttft
@@ -47,7 +47,7 @@ def outcome(
 
 
 class FakeTransport:
-    """Answers at once with as many tokens as were asked for; `answer` may do something else first."""
+    """A target that answers at once with as many tokens as were asked for; `answer` may act first."""
 
     def __init__(self, answer: Callable[[Outcome], Any] | None = None) -> None:
         self._answer = answer
@@ -97,7 +97,7 @@ def stage(
 
 
 def measured(of: Stage, make: Callable[[Run], list[Outcome]]) -> StageResult:
-    """As if every run of the stage had given the outcomes that `make` says."""
+    """Build a stage whose every run gave the outcomes of `make`."""
     result = StageResult(of)
     for run in of.runs():
         result.runs.append(RunResult(run, make(run), {"batch_size": 4.0, "device_busy": 0.5}))

@@ -23,7 +23,7 @@ VLLM = ("text_input", "stream", "sampling_parameters")
 
 
 def count_up(asked: Asked) -> Answer:
-    """As many tokens as were asked for: the first alone, the rest together."""
+    """Answer with as many tokens as were asked for: the first alone, the rest together."""
     wanted = asked.sampling["max_tokens"]
     for count in (1, wanted - 1):
         yield response(
@@ -36,7 +36,7 @@ def count_up(asked: Asked) -> Answer:
 
 
 class BenchTriton(FakeTriton):
-    """`inputs` by model; a model that ends with `_infer`, or takes batches, is not decoupled."""
+    """A gRPC server with `inputs` by model; a model that ends with `_infer`, or takes batches, is not decoupled."""
 
     inputs: ClassVar[dict[str, tuple[str, ...]]] = {
         "demo": OURS,

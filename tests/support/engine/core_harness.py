@@ -9,19 +9,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from support.engine.fake_runner import FakeRunner, naive_output
+from support.engine.fake_runner import FakeRunner
+from support.engine.request_ledger import RequestLedger
 from support.scheduler.scheduling import make_config, make_request
-from tidewheel.batch import StepOutputs
 from tidewheel.engine.core import EngineCore
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.request import FinishReason, Priority, Request
+from tidewheel.request import Priority, Request
 from tidewheel.scheduler.scheduler import Scheduler
 
 Event = tuple[str, object]  # add with a request, cancel with an id, idle
 
 
-class Harness:
-    """A core whose deliveries are checked: tokens in order, one end each, and the end that `naive_output` says."""
+class CoreHarness(RequestLedger):
+    """A core on a scripted clock, whose deliveries go into the ledger."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Harness:
         runner: type[FakeRunner] = FakeRunner,
         **changes: int,
     ) -> None:
+        super().__init__()
         config = make_config(**changes)
         self.scheduler = Scheduler(
             config, KVCacheManager(num_blocks, block_size, enable_prefix_caching=prefix_caching)
@@ -47,23 +48,19 @@ class Harness:
         self.core = EngineCore(
             self.scheduler,
             self.runner,
-            self.deliver,
+            self.take,
             receive=self.receive,
             clock=lambda: self.now,
         )
         self.commands: deque[Callable[[], object]] = deque()  # one is carried out at each `receive`
-        self.requests: dict[str, Request] = {}
-        self.delivered: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason] = {}
 
     def add(self, request: Request) -> Request:
         self.core.add(request)
-        self.requests[request.request_id] = request
-        self.delivered[request.request_id] = []
+        self.accept(request)
         return request
 
     def play(self, events: Iterable[Event]) -> None:
-        """One of them at each `receive`, from now on."""
+        """Carry out one event at each `receive`, from now on."""
         actions: dict[str, Callable[[Any], object]] = {
             "add": self.add,
             "cancel": self.core.cancel,
@@ -76,24 +73,6 @@ class Harness:
         if self.commands:
             self.commands.popleft()()
 
-    def deliver(self, outputs: StepOutputs) -> None:
-        for request, token_id in zip(outputs.requests, outputs.token_ids, strict=True):
-            assert request.request_id not in self.ended
-            self.delivered[request.request_id].append(token_id)
-        for request in outputs.finished:
-            assert request.request_id not in self.ended, "ended twice"
-            assert request.finish_reason is not None
-            self.ended[request.request_id] = request.finish_reason
-            self.check_end(request)
-
-    def check_end(self, request: Request) -> None:
-        output, reason = naive_output(request)
-        delivered = self.delivered[request.request_id]
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert (delivered, request.finish_reason) == (output, reason)
-        else:
-            assert delivered == output[: len(delivered)]
-
     def run(self) -> None:
         for _ in range(5000):
             worked = self.core.step()
@@ -101,15 +80,12 @@ class Harness:
             if not worked and not self.commands:
                 break
         assert not self.core.has_unfinished
-        assert self.ended.keys() == self.requests.keys()
-        stats = self.core.stats()
-        assert stats.num_free_blocks == stats.num_blocks
-        assert (stats.num_running, stats.num_waiting) == (0, 0)
+        self.check_all_over(self.core.stats())
 
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> list[Event]:
-    """Each `receive`, of which a step has two, carries out one of these."""
+    """Draw requests and cancels; each `receive`, of which a step has two, carries out one event."""
     events: list[Event] = []
     for index in range(draw(st.integers(1, 14))):
         shared = draw(st.integers(0, 12))

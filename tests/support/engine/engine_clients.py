@@ -9,10 +9,10 @@ from pathlib import Path
 
 from support.engine.faulty_engine import prompt_bytes
 from tidewheel.config import EngineConfig
-from tidewheel.engine.backoff import RestartPolicy
-from tidewheel.engine.client import ClientOptions, EngineClient
-from tidewheel.engine.messages import AddRequest, Delta, Room
-from tidewheel.engine.status import Status, read_status
+from tidewheel.engine.engine_client import ClientOptions, EngineClient
+from tidewheel.engine.folder import Status, read_status
+from tidewheel.engine.launcher import RestartPolicy
+from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import TidewheelError
 from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats
@@ -97,6 +97,11 @@ class Client(EngineClient):
         super().__init__(engine_dir, config, self.recorder, name=name, options=ClientOptions(**settings))
 
     @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None
+        return self._info
+
+    @property
     def status(self) -> Status:
         status = read_status(self._engine_dir)
         assert status is not None
@@ -109,5 +114,5 @@ def request(key: int, *token_ids: int, max_tokens: int = 8, **fields: object) ->
 
 
 def endless(key: int, **fields: object) -> AddRequest:
-    """Runs for seconds."""
+    """Make a request that runs for seconds."""
     return request(key, 1, 2, 3, max_tokens=4000, **fields)

@@ -11,7 +11,7 @@ from pathlib import Path
 from support.frontend.tokenizers_on_the_spot import NAMED, byte_level_bpe
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.errors import TidewheelError
-from tidewheel.frontend.values import Chunk, Response, is_last
+from tidewheel.frontend.interface import Chunk, Response, is_last
 
 TIMEOUT_S = 30.0  # of waits that end at once unless something is broken
 TEMPLATE = (
@@ -30,7 +30,7 @@ def make_info(folder: Path, *, vocab_size: int, max_model_len: int = 256, num_bl
 
 
 def write_model_folder(folder: Path, *, template: str | None = TEMPLATE, **generation: object) -> int:
-    """Files of a model that the front end reads; returns the size of the vocabulary."""
+    """Write the files of a model that the front end reads; return the size of the vocabulary."""
     backend = byte_level_bpe()
     backend.save(str(folder / "tokenizer.json"))
     named = NAMED if template is None else {**NAMED, "chat_template": template}
@@ -41,7 +41,7 @@ def write_model_folder(folder: Path, *, template: str | None = TEMPLATE, **gener
 
 
 class FakeEngine:
-    """Records what it is asked; `refusal` is raised by `add`."""
+    """An engine that records its calls; `add` raises `refusal`."""
 
     def __init__(self) -> None:
         self.added: dict[int, AddRequest] = {}
@@ -80,12 +80,12 @@ class FakeEngine:
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Until it is true after a call."""
+        """Wait until the condition is true after a call."""
         with self._changed:
             assert self._changed.wait_for(condition, TIMEOUT_S)
 
     def wait_added(self, count: int) -> list[int]:
-        """Keys of the requests, once there are so many."""
+        """Wait for so many requests; return their keys."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.added) >= count, TIMEOUT_S)
             return list(self.added)
@@ -96,7 +96,7 @@ class FakeEngine:
 
 
 class RecordingSink:
-    """A client. `gate`, where given, holds each `send` until it is set. `chunks` are those of the first sequence."""
+    """A client. A `gate` holds each `send` until it is set. `chunks` belong to the first sequence."""
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.responses: list[Response] = []
@@ -146,7 +146,7 @@ class RecordingSink:
         return "".join(chunk.text for chunk in self.chunks)
 
     def texts(self) -> list[str]:
-        """Of all sequences."""
+        """Return the text of each sequence."""
         return ["".join(chunk.text for chunk in chunks) for chunks in zip(*self.responses, strict=True)]
 
     @property

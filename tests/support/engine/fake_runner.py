@@ -32,14 +32,14 @@ def prefix_hash(parent: int, token_id: int) -> int:
 
 
 def next_token(content: int, num_output_tokens: int, min_tokens: int, stop_token_ids: Sequence[int]) -> int:
-    """The fake model: the token after a prefix with this hash, stop ids masked until `min_tokens` are there."""
+    """Return the token after a prefix with this hash; stop ids are masked until `min_tokens` are there."""
     masked = stop_token_ids if num_output_tokens < min_tokens else ()
     candidates = ((content + offset) % VOCAB_SIZE for offset in range(VOCAB_SIZE))
     return next(token_id for token_id in candidates if token_id not in masked)
 
 
 def naive_output(request: Request) -> tuple[list[int], FinishReason]:
-    """What the request must come to, computed from scratch and alone."""
+    """Return output and end of the request, computed from scratch and alone."""
     content = 0
     for token_id in request.prompt_token_ids.tolist():
         content = prefix_hash(content, token_id)
@@ -55,7 +55,7 @@ def naive_output(request: Request) -> tuple[list[int], FinishReason]:
 
 @dataclass(eq=False)
 class Row:
-    """One stay of a request in a row."""
+    """Stay of a request in a row."""
 
     new_row: NewRow
     salt: str
@@ -77,13 +77,13 @@ class PendingTokens:
     holders: dict[int, set[Row]]  # of the blocks that the batch names
 
     def wait(self) -> SampledTokens:
-        """Batches end in the order of their launch."""
+        """Return the tokens; batches end in the order of their launch."""
         assert self.runner.in_flight.pop(0) is self
         return self.sampled
 
 
 class FakeRunner:
-    """`salt_of` tells what the device never needs to know: the salt of a request."""
+    """A runner over a checked cache; `salt_of` gives the salt of a request, which a device never needs."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class FakeRunner:
             self.rows[row_index].block_table.append(block_id)
 
     def _transfer(self, batch: ScheduledBatch) -> None:
-        """Out, in, then copies; the content of a block is what its slots hold."""
+        """Move blocks out, then in, then copy; the content of a block is what its slots hold."""
         for block_id, slot in zip(batch.swap_out_blocks.tolist(), batch.swap_out_slots.tolist(), strict=True):
             self.host[slot] = self._read_block(block_id)
         for slot, block_id in zip(batch.swap_in_slots.tolist(), batch.swap_in_blocks.tolist(), strict=True):

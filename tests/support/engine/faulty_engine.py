@@ -30,7 +30,7 @@ LAUNCH_SECONDS = 0.0005  # a device takes its time: what is in flight stays so f
 
 
 class FaultyRunner(FakeRunner):
-    """Does what the first token of a new request says, in the middle of a step."""
+    """A runner that misbehaves in the middle of a step, as the first token of a new request says."""
 
     def __init__(self, config: EngineConfig) -> None:
         block_size, num_blocks = config.block_size or 16, config.num_blocks or 1024
@@ -70,7 +70,7 @@ class FaultyRunner(FakeRunner):
         return super().launch(batch)
 
     def _attend(self, batch: ScheduledBatch) -> None:
-        """Left out: its cost grows with the square of the length, and these tests are about processes."""
+        """Skip the check: its cost grows with the square of the length."""
 
 
 def load(config: EngineConfig, progress: Progress) -> FaultyRunner:

@@ -10,7 +10,7 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 
 
 class OutOfMemoryError(RuntimeError):
-    """Has the name of torch's."""
+    """Error with the name of torch's."""
 
 
 @dataclass(eq=False)
@@ -25,10 +25,10 @@ class LatePending:
 
 
 class LateRunner(FakeRunner):
-    """What it is given must hold until then: a batch that shares an array with the scheduler would show.
+    """A runner that reads a batch late, so that an array shared with the scheduler would show.
 
     `fails_at_launch` and `fails_late` say how often a step runs out of memory, by its number. After a step that
-    failed and is not run again nobody knows what its rows hold.
+    failed and is not run again the content of its rows is unknown.
     """
 
     def __init__(self, **arguments: object) -> None:
@@ -60,7 +60,7 @@ class LateRunner(FakeRunner):
         return is_due
 
     def finish(self, pending: LatePending) -> SampledTokens:
-        """Everything up to it, in the order of the launches."""
+        """Compute all launches up to this one, in order."""
         while True:
             entry = self._queue.pop(0)
             sampled = self._execute(entry)
@@ -81,7 +81,7 @@ class LateRunner(FakeRunner):
         return None if entry.fails else self._compute(entry.batch)
 
     def _break_rows(self) -> None:
-        """Of the step that failed for good, if one did: the next one reads what it did not write."""
+        """Poison the rows of a step that failed for good: the next step reads what it did not write."""
         if self._failed is None:
             return
         for (row, start, end), samples in zip(self._chunks(self._failed), self._failed.samples.tolist(), strict=True):

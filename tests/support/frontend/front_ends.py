@@ -1,4 +1,4 @@
-"""A front end over a scripted engine, and what its clients should see."""
+"""A front end over a scripted engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from support.engine.fake_engine import FakeEngine, RecordingSink, make_info, write_model_folder
+from support.engine.request_ledger import check_all_over
 from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
+from tidewheel.frontend.interface import GenerateRequest, ParameterSource
 from tidewheel.frontend.tokenizer import Tokenizer
-from tidewheel.frontend.values import GenerateRequest, ParameterSource
 
 
 class Submitted(NamedTuple):
@@ -24,8 +25,8 @@ class Submitted(NamedTuple):
     sink: RecordingSink
 
 
-class Harness:
-    """`submit` waits until the engine has the request; deltas are then delivered by the test."""
+class FrontendHarness:
+    """A front end; `submit` waits until the engine has the request, and the test delivers its deltas."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Harness:
             num_senders=num_senders,
             poll_interval_s=poll_interval_s,
         )
+        self._sinks: list[RecordingSink] = []
         self._arrivals = itertools.count(time.monotonic_ns())
 
     def submit(self, text: str = "Hello", sink: RecordingSink | None = None, **asked: object) -> Submitted:
@@ -60,27 +62,38 @@ class Harness:
         prompt = {} if {"input_ids", "messages"} & asked.keys() else {"text": text}
         request = GenerateRequest(arrival_ns=arrival_ns, parameters=sources, **prompt, **asked)  # type: ignore[arg-type]
         num_added = len(self.engine.added)
-        self.frontend.submit(request, sink)
+        self._send(request, sink)
         self.engine.wait_added(num_added + 1)
         (key,) = (key for key, message in self.engine.added.items() if message.arrival_ns == arrival_ns)
         return Submitted(key, sink)
 
     def submit_at_now(self, **asked: object) -> RecordingSink:
-        """Not waited for: an answer may come without the engine."""
+        """Submit and return at once: an answer may come without the engine."""
         sink = RecordingSink()
         parameters = asked.pop("parameters", {})
         sources = (ParameterSource(origin="sampling_parameters", values=parameters),)  # type: ignore[arg-type]
-        self.frontend.submit(GenerateRequest(parameters=sources, **{"text": "Hello", **asked}), sink)  # type: ignore[arg-type]
+        self._send(GenerateRequest(parameters=sources, **{"text": "Hello", **asked}), sink)  # type: ignore[arg-type]
         return sink
 
     def refuse(self, **asked: object) -> str:
-        """The error that a request is answered with."""
+        """Submit and return the error that the request is answered with."""
         sink = RecordingSink()
         parameters = (ParameterSource(origin="sampling_parameters", values=asked.pop("parameters", {})),)  # type: ignore[arg-type]
-        self.frontend.submit(GenerateRequest(parameters=parameters, **asked), sink)  # type: ignore[arg-type]
+        self._send(GenerateRequest(parameters=parameters, **asked), sink)  # type: ignore[arg-type]
         sink.wait_end()
         assert sink.error is not None
         return str(sink.error)
+
+    def _send(self, request: GenerateRequest, sink: RecordingSink) -> None:
+        self.frontend.submit(request, sink)
+        self._sinks.append(sink)
+
+    def close(self) -> None:
+        """Close the front end, which ends all requests."""
+        self.frontend.close()
+        for sink in self._sinks:
+            sink.wait_end()
+        check_all_over({id(sink): sink.num_ends for sink in self._sinks}, self.frontend.stats().num_live)
 
     def message(self, key: int) -> AddRequest:
         return self.engine.added[key]
@@ -92,7 +105,7 @@ class Harness:
         self.frontend.on_deltas([delta(key, token_ids, finish_reason, **fields)])
 
     def finish(self, submitted: Submitted, text: str, finish_reason: str = "length") -> RecordingSink:
-        """All of the output in one delta."""
+        """Deliver the whole output in one delta, and wait for the end."""
         self.deliver(submitted.key, self.encode(text), finish_reason)
         submitted.sink.wait_end()
         return submitted.sink

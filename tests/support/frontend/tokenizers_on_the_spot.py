@@ -19,7 +19,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 
 
 def byte_level_bpe() -> tokenizers.Tokenizer:
-    """As in GPT-2, Llama 3, Qwen."""
+    """Train a tokenizer like those of GPT-2, Llama 3 and Qwen."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
 
 
 def byte_fallback_bpe() -> tokenizers.Tokenizer:
-    """As in Llama 2 and Mistral: SentencePiece pieces, and bytes for what the vocabulary lacks."""
+    """Train a tokenizer like Llama 2 and Mistral: SentencePiece pieces, and bytes for what the vocabulary lacks."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=150, limit_alphabet=60, special_tokens=SPECIAL, show_progress=False)
@@ -57,7 +57,7 @@ def byte_fallback_bpe() -> tokenizers.Tokenizer:
 
 
 def word_piece() -> tokenizers.Tokenizer:
-    """As in BERT."""
+    """Train a tokenizer like that of BERT."""
     backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
@@ -67,7 +67,7 @@ def word_piece() -> tokenizers.Tokenizer:
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """As in T5 and XLNet."""
+    """Train a tokenizer like those of T5 and XLNet."""
     backend = tokenizers.Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()

@@ -1,4 +1,4 @@
-"""Builds paged batches with poisoned caches, and compares kernels with references."""
+"""Paged batches with poisoned caches, and the comparison of kernels with references."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIO = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def assert_close(name: str, ref: torch.Tensor, tri: torch.Tensor, ratio: float) -> None:
-    """Same shape, dtype and NaN-free elements, and a relative RMS difference below `ratio`."""
+    """Check for the same shape and dtype, no NaN, and a relative RMS difference below `ratio`."""
     assert ref.shape == tri.shape and ref.dtype == tri.dtype, (
         f"{name}: {ref.shape} {ref.dtype}, {tri.shape} {tri.dtype}"
     )
@@ -48,7 +48,7 @@ def paged_batch(
     device: str = "cpu",
     seed: int = 0,
 ) -> PagedBatch:
-    """Random queries, and caches that hold NaN wherever no sequence has a token; block tables end in -1."""
+    """Make random queries, and caches that hold NaN wherever no sequence has a token; block tables end in -1."""
     generator = torch.Generator().manual_seed(seed)
     query_lens = [query_len for query_len, _ in lengths]
     seq_lens = [seq_len for _, seq_len in lengths]

@@ -1,4 +1,4 @@
-"""Sampling parameters row by row, and what an exact sampler could draw."""
+"""Sampling parameters row by row, and the tokens that an exact sampler could draw."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensors(rows: list[Row], device: str = "cpu") -> SamplingTensors:
 
 
 def kept_weights(logits: np.ndarray, row: Row, top_p: float) -> np.ndarray:
-    """[V] float64 weights of the tokens that stay, by sorting; `top_p` in place of the row's."""
+    """Return [V] float64 weights of the kept tokens, by sorting; `top_p` replaces the row's."""
     weights = np.exp((logits - logits.max()) / row.temperature)
     if 0 < row.top_k < len(logits):
         weights = np.where(logits >= np.sort(logits)[-row.top_k], weights, 0.0)
@@ -49,7 +49,7 @@ def kept_weights(logits: np.ndarray, row: Row, top_p: float) -> np.ndarray:
 
 
 def possible_draws(logits: torch.Tensor, row: Row, uniform: float) -> set[int]:
-    """Tokens that a sampler may draw whose sums of weights are off by EPSILON; exactly one, but near a boundary."""
+    """Return the tokens that a sampler may draw whose sums are off by EPSILON: one, except near a boundary."""
     values = logits.double().numpy()
     if row.temperature == 0:
         return {int(values.argmax())}

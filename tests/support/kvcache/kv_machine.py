@@ -19,8 +19,8 @@ import numpy as np
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tidewheel.errors import NotFound
-from tidewheel.kvcache.hits import NO_HIT, PrefixHit
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.prefix import NO_HIT, PrefixHit
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
@@ -45,7 +45,7 @@ def kv_request(
     request_id: str = "a", prompt: list[int] | int = 4, *, tenant: str = "", salt: str = "", session_id: str = "",
     session_ttl: float = 60.0, output: list[int] | None = None,
 ) -> Request:  # fmt: skip
-    """A number as `prompt` is a length: tokens 0, 1, 2, …"""
+    """Make a request; a number as `prompt` is a length, of tokens 0, 1, 2, …"""
     tokens = np.array(list(range(prompt)) if isinstance(prompt, int) else prompt, dtype=np.int32)
     request = Request(
         request_id, tokens, SamplingParams(), max_tokens=1000, arrival_time=0.0, tenant=tenant, cache_salt=salt,
@@ -60,7 +60,7 @@ def tokens_of(request: Request) -> tuple[int, ...]:
 
 
 def prefixes_of(request: Request) -> list[Written]:
-    """What belongs into the slots of its tokens."""
+    """Return the content that belongs into the slots of its tokens."""
     owner, digests = (request.tenant, request.cache_salt), accumulate(tokens_of(request), _chain, initial=1)
     return [(owner, digest) for digest in islice(digests, 1, None)]
 
@@ -140,7 +140,7 @@ class KVMachine(RuleBasedStateMachine):
         return request.tenant, request.cache_salt
 
     def block_contents(self, request: Request) -> list[Written]:
-        """What the last slots of its full blocks hold."""
+        """Return the content of the last slot of each full block."""
         return prefixes_of(request)[self.kv.block_size - 1 :: self.kv.block_size]
 
     def references(self) -> Counter[int]:
@@ -149,29 +149,29 @@ class KVMachine(RuleBasedStateMachine):
         return Counter(block_id for table in tables for block_id in table)
 
     def num_free(self) -> int:
-        """Of the blocks that no row names, those that no transfer holds either."""
+        """Count the blocks that neither a row nor a transfer holds."""
         held = self.references().keys() | set(self.kv._transfers.held_sources())
         return self.kv.num_blocks - len(held)
 
     def num_pool_hits(self, request: Request) -> int:
-        """Leading blocks that are in the pool."""
+        """Count the leading blocks that are in the pool."""
         known = set(self.findable.values())
         limit = (request.num_tokens - 1) // self.kv.block_size
         return sum(1 for _ in takewhile(known.__contains__, self.block_contents(request)[:limit]))
 
     def num_host_hits(self, request: Request, num_pool_hits: int) -> int:
-        """Blocks that the host tier has behind those."""
+        """Count the blocks behind them that the host tier has."""
         pending = dict(zip(self.kv._transfers._out_slots, self.kv._transfers._out_blocks, strict=True))
-        tails = {session.tail_key for session in self.kv._sessions._sessions.values()}
+        tails = {session.tail_key for session in self.kv.sessions.table._sessions.values()}
         slots = [slot for key, slot in self.kv._host._slots.items() if key not in tails]
         known = {(self.memory[pending[slot]] if slot in pending else self.host_memory[slot])[-1] for slot in slots}
         limit = (request.num_tokens - 1) // self.kv.block_size
         return sum(1 for _ in takewhile(known.__contains__, self.block_contents(request)[num_pool_hits:limit]))
 
     def num_session_tokens(self, request: Request, num_hit_blocks: int) -> int:
-        """What the session, while it is in the pool, must bring beyond whole blocks."""
+        """Count the tokens beyond whole blocks that a session in the pool must bring."""
         session = self.sessions.get((request.tenant, request.session_id))
-        actual = self.kv._sessions.get(request.tenant, request.session_id)
+        actual = self.kv.sessions.table.get(request.tenant, request.session_id)
         if session is None or actual is None or not actual.blocks or session.owner != self.owner(request):
             return 0
         size = self.kv.block_size
@@ -202,7 +202,7 @@ class KVMachine(RuleBasedStateMachine):
         self.keeps_its_promises()
 
     def turn(self) -> None:
-        """One request of a session from its entry to its end, while others stand still."""
+        """Run a request of a session from its entry to its end, while others stand still."""
         if self.sessions and self.random.random() < 0.6:
             self.resume()
         else:
@@ -224,7 +224,7 @@ class KVMachine(RuleBasedStateMachine):
         self.enter_request(self.request(prompt, owner, draw.choice(SESSIONS), ttl), draw.choice([0, 0, 1]))
 
     def resume(self) -> None:
-        """The next turn of a session, at times of one that was edited, or under another salt."""
+        """Begin the next turn of a session, at times of an edited one, or under another salt."""
         draw = self.random
         if not self.sessions:
             return
@@ -243,7 +243,7 @@ class KVMachine(RuleBasedStateMachine):
         )
 
     def enter_request(self, request: Request, keep_free: int = 0) -> None:
-        hit = self.kv.find_prefix(request)
+        hit = self.kv.prefixes.find(request)
         assert hit.num_tokens <= request.num_tokens - 1
         assert len(hit.block_ids) == self.num_pool_hits(request)
         assert len(hit.host_keys) == self.num_host_hits(request, len(hit.block_ids))
@@ -291,10 +291,10 @@ class KVMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> tuple[object, ...]:
         kv = self.kv
-        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._slots), len(kv._sessions)
+        return list(kv._pool.free_blocks()), list(kv._pool.ref_count), dict(kv._host._slots), len(kv.sessions.table)
 
     def take(self, block_ids: list[int]) -> None:
-        """They are new to their row: nobody else may hold them, and what was in them is given up."""
+        """Note blocks that are new to their row: no other row may hold them, and their content is given up."""
         references = self.references()
         for block_id in block_ids:
             assert references[block_id] == 0
@@ -305,7 +305,7 @@ class KVMachine(RuleBasedStateMachine):
     # --- batches ------------------------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Every row that has just entered, and some of the others, compute some tokens."""
+        """Compute some tokens of every row that has just entered, and of some others."""
         if not self.rows or len(self.batches) == 2:
             return
         step_id, self.num_steps = self.num_steps, self.num_steps + 1
@@ -324,8 +324,8 @@ class KVMachine(RuleBasedStateMachine):
         self.batches[step_id] = batch
 
     def move(self, step_id: int) -> None:
-        """The transfers of the batch, in the order that it promises."""
-        arriving = dict(self.kv._transfers._arrivals)
+        """Carry out the transfers of the batch in the promised order."""
+        arriving = dict(self.kv._transfers.arrivals)
         moves = self.kv.take_transfers(step_id)
         for target in (moves.copy_targets, moves.swap_in_blocks):
             assert len(set(target.tolist())) == len(target), "a block is filled twice"
@@ -343,7 +343,7 @@ class KVMachine(RuleBasedStateMachine):
             self.note_commit(row, row.num_written // self.kv.block_size if arrival.keys else 0)
 
     def write(self, row: NaiveRow, end: int) -> None:
-        """Computes up to `end`; all that it attends to must be there."""
+        """Compute up to `end`; all that the row attends to must be there."""
         size, references, contents = self.kv.block_size, self.references(), prefixes_of(row.request)
         for position in range(row.num_written, end):
             block_id = row.table[position // size]
@@ -370,18 +370,18 @@ class KVMachine(RuleBasedStateMachine):
     def commit(self, index: int) -> None:
         row = self.rows[index]
         self.kv.commit(index, row.request, row.num_computed)
-        if not self.kv._transfers.is_arriving(index):
+        if index not in self.kv._transfers.arrivals:
             self.note_commit(row, row.num_computed // self.kv.block_size)
 
     def note_commit(self, row: NaiveRow, num_full: int) -> None:
-        """Its first blocks can be found. Where a content is in two blocks, the first keeps its name."""
+        """Note that its full blocks can be found; of two blocks with the same content the first keeps its name."""
         first, row.num_sealed = row.num_sealed, max(row.num_sealed, num_full)
         for index, content in enumerate(self.block_contents(row.request)[first:num_full], first):
             if content not in self.findable.values():
                 self.findable[row.table[index]] = content
 
     def sample(self) -> None:
-        """A row gains tokens; it grows by a block when they no longer fit."""
+        """Add tokens to a row; it grows by a block when they no longer fit."""
         index = self.any_row()
         row = self.rows[index]
         row.request.output_token_ids.extend(self.random.choices(range(4), k=self.random.randint(1, 4)))
@@ -399,11 +399,11 @@ class KVMachine(RuleBasedStateMachine):
     # --- requests go --------------------------------------------------------------------------------------------
 
     def finish(self, index: int | None = None) -> None:
-        """What the session keeps is what the row has computed."""
+        """End a row; its session keeps what the row has computed."""
         if index is None:
             index = self.any_row()
         row = self.rows[index]
-        is_arriving = self.kv._transfers.is_arriving(index)
+        is_arriving = index in self.kv._transfers.arrivals
         self.commit(index)
         self.kv.keep_session(index, row.request, row.num_computed, self.now)
         if row.request.session_id and not is_arriving:
@@ -429,7 +429,7 @@ class KVMachine(RuleBasedStateMachine):
         self.leave(index)
 
     def forget(self) -> None:
-        """Its numbers were not finite: nothing of it is found again."""
+        """Drop a row whose numbers were not finite: none of its blocks is found again."""
         index = self.any_row()
         table = self.rows[index].table
         names = [name for block_id in table if (name := self.kv._pool.hash_of(block_id)) is not None]
@@ -453,7 +453,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def expire(self) -> None:
         self.now += self.random.choice([1.0, 6.0, 60.0])
-        self.kv.expire_sessions(self.now)
+        self.kv.sessions.expire(self.now)
         self.sessions = {name: s for name, s in self.sessions.items() if s.expires_at > self.now}
         self.note_sessions()
 
@@ -461,7 +461,7 @@ class KVMachine(RuleBasedStateMachine):
         tenant, session_id = self.random.choice(TENANTS), self.random.choice(SESSIONS[1:])
         known = self.sessions.pop((tenant, session_id), None)
         try:
-            self.kv.close_session(tenant, session_id)
+            self.kv.sessions.close(tenant, session_id)
         except NotFound:
             assert known is None
         else:
@@ -469,8 +469,8 @@ class KVMachine(RuleBasedStateMachine):
         self.note_sessions()
 
     def note_sessions(self) -> None:
-        """Sessions that went under pressure are those whose last use is longest ago, of their tenant or of all."""
-        actual = self.kv._sessions._sessions
+        """Check that evicted sessions were the least recently used, of their tenant or of all."""
+        actual = self.kv.sessions.table._sessions
         assert list(actual) == [name for name in self.sessions if name in actual]
         for name in self.sessions.keys() - actual.keys():
             survivors = [other for other in list(self.sessions)[: list(self.sessions).index(name)] if other in actual]
@@ -488,7 +488,7 @@ class KVMachine(RuleBasedStateMachine):
         assert kv.num_free_blocks == self.num_free()
         assert kv.update_stats().num_sessions == len(self.sessions) <= MAX_SESSIONS
         for tenant in TENANTS:
-            assert self.max_tenant_blocks is None or kv.session_blocks(tenant) <= self.max_tenant_blocks
+            assert self.max_tenant_blocks is None or kv.sessions.table.num_blocks(tenant) <= self.max_tenant_blocks
         for row in self.rows.values():
             if row.last_step >= 0:
                 self.read(row, row.num_written)
@@ -509,7 +509,7 @@ class KVMachine(RuleBasedStateMachine):
         self.kv.check_invariants()
         assert self.kv.num_free_blocks == self.kv.num_blocks
         assert self.kv.num_held_blocks == 0
-        self.kv.expire_sessions(self.now + 1000.0)
+        self.kv.sessions.expire(self.now + 1000.0)
         stats = self.kv.update_stats()
         assert stats.num_free_host_blocks == stats.num_host_blocks
         assert (stats.num_sessions, stats.num_session_blocks) == (0, 0)

@@ -1,10 +1,11 @@
-"""Small random models of many architectures, made on the spot, and what transformers generates with them."""
+"""Small random models of many architectures, made on the spot, and the tokens that transformers generates."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -26,6 +27,9 @@ SHAPE = {
     "num_key_value_heads": 2,
     "initializer_range": 0.15,
 }
+# In float32, rounding moves the logits of these models by about 1e-6: a token that is better by this is the best on
+# every processor.
+MARGIN = 1e-4
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -105,7 +109,7 @@ def granite() -> PreTrainedModel:
 
 
 def save(make: Callable[[], PreTrainedModel], folder: Path, *, shard_size: str = "1GB") -> PreTrainedModel:
-    """Random weights, biases and norms included, saved as safetensors; the model in float32, ready to generate."""
+    """Save random weights, biases and norms included, as safetensors; return the model in float32."""
     torch.manual_seed(0)
     model = make()
     with torch.no_grad():
@@ -117,15 +121,16 @@ def save(make: Callable[[], PreTrainedModel], folder: Path, *, shard_size: str =
     return model.eval()
 
 
-def save_byte_llama(folder: Path) -> None:
-    """A Llama with a tokenizer, whose token ids are bytes; greedy by default, ids 250 and 251 end a text."""
-    save(lambda: llama(vocab_size=256), folder)
+def save_byte_llama(folder: Path) -> PreTrainedModel:
+    """Save a Llama whose token ids are bytes, with its tokenizer; greedy by default, ids 250 and 251 end a text."""
+    model = save(lambda: llama(vocab_size=256), folder)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [250, 251]}))
+    return model
 
 
 def prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> list[Int32Array]:
@@ -134,13 +139,38 @@ def prompts(count: int, shortest: int, longest: int, *, seed: int = 0) -> list[I
     return [generator.integers(0, VOCAB_SIZE, length, dtype=np.int32) for length in lengths]
 
 
+class Greedy(NamedTuple):
+    tokens: list[int]
+    margin: float  # by which the logit of each token exceeds every other, at least
+
+
 @torch.inference_mode()
-def transformers_tokens(model: PreTrainedModel, prompts: Sequence[Int32Array], num_tokens: int) -> list[list[int]]:
-    """What `generate` answers to each prompt alone, greedily."""
-    config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-    answers = []
-    for prompt in prompts:
-        ids = torch.from_numpy(prompt).long().unsqueeze(0).to(model.device)
-        full = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        answers.append(full[0, len(prompt) :].tolist())
-    return answers
+def greedy(model: PreTrainedModel, prompt: Int32Array, num_tokens: int) -> Greedy:
+    """Return what `generate` of transformers answers to one prompt."""
+    config = GenerationConfig(
+        max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    ids = torch.from_numpy(prompt).long().unsqueeze(0).to(model.device)
+    answer = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+    best = torch.cat(answer.logits).float().topk(2).values
+    return Greedy(answer.sequences[0, len(prompt) :].tolist(), float((best[:, 0] - best[:, 1]).min()))
+
+
+def transformers_tokens(
+    model: PreTrainedModel, prompts: Sequence[Int32Array], num_tokens: int, *, margin: float = MARGIN
+) -> list[list[int]]:
+    """Return the greedy tokens of transformers for each prompt alone, all of them clear by the margin."""
+    answers = [greedy(model, prompt, num_tokens) for prompt in prompts]
+    assert min(answer.margin for answer in answers) >= margin, "rounding may decide here: choose other prompts"
+    return [answer.tokens for answer in answers]
+
+
+def clear_prompts(
+    model: PreTrainedModel, candidates: Sequence[Int32Array], count: int, num_tokens: int
+) -> tuple[list[Int32Array], list[list[int]]]:
+    """Return the first prompts with clear answers, and the greedy tokens of transformers for them."""
+    answers = [(prompt, greedy(model, prompt, num_tokens)) for prompt in candidates]
+    clear = [(prompt, answer.tokens) for prompt, answer in answers if answer.margin >= MARGIN][:count]
+    assert len(clear) == count, "too few candidates"
+    return [prompt for prompt, _ in clear], [tokens for _, tokens in clear]

@@ -12,25 +12,24 @@ from unittest import mock
 
 import torch
 
-from tidewheel_kernels import activation, attention, rope, sampling
-from tidewheel_kernels.activation import silu_and_mul_cpu
-from tidewheel_kernels.attention_cpu import paged_attention_cpu
-from tidewheel_kernels.metadata import AttentionMetadata
-from tidewheel_kernels.rms_norm import _OP as RMS_NORM
-from tidewheel_kernels.rms_norm import rms_norm_cpu, rms_norm_reference
-from tidewheel_kernels.rope import rotate_neox
-from tidewheel_kernels.sampling_reference import sample_reference
+from tidewheel_kernels import AttentionMetadata, activation, attention, norm, rope, sampling
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu
+from tidewheel_kernels.attention.cpu import paged_attention_cpu
+from tidewheel_kernels.norm.cpu import rms_norm_cpu
+from tidewheel_kernels.norm.reference import normalized
+from tidewheel_kernels.rope.reference import rotate_neox
+from tidewheel_kernels.sampling.reference import sample_reference
 
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Inside, they run on a CPU in place of its own."""
+    """Run these operations on a CPU in place of its own."""
     with ExitStack() as stack:
         for operation, function in (
             (attention._OP, paged_attention),
             (rope._OP, rope_and_cache),
             (sampling._OP, sample_reference),
-            (RMS_NORM, rms_norm_cpu),
+            (norm._OP, rms_norm_cpu),
             (activation._OP, silu_and_mul_cpu),
         ):
             stack.enter_context(mock.patch.object(operation, "on", return_value=function))
@@ -47,7 +46,7 @@ def paged_attention(
     sliding_window: int,
     soft_cap: float,
 ) -> None:
-    """Steps with prompts are nobody's graph and go where they always go."""
+    """Attend; steps with prompts belong to no graph and run as always."""
     if meta.num_decodes < meta.num_seqs:
         return paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     out.copy_(decode_attention(q, k_cache, v_cache, meta, scale, sliding_window, soft_cap))
@@ -63,7 +62,7 @@ def decode_attention(
     sliding_window: int,
     soft_cap: float,
 ) -> torch.Tensor:
-    """Gathers the keys of `max_seq_len` positions of every row, then masks those that are not there."""
+    """Gather the keys of `max_seq_len` positions of every row, then mask the absent ones."""
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     positions = torch.arange(meta.max_seq_len)
     seq_lens = meta.seq_lens.unsqueeze(1)
@@ -97,21 +96,20 @@ def rope_and_cache(
     slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    *,
-    q_norm_weight: torch.Tensor | None = None,
-    k_norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
+    eps: float,
 ) -> None:
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     for heads, weight in ((q, q_norm_weight), (k, k_norm_weight)):
-        normed = heads.float() if weight is None else rms_norm_reference(heads.float(), weight, eps)
+        normed = heads.float() if weight is None else normalized(heads.float(), weight, eps)
         heads.copy_(rotate_neox(normed, cos, sin))
     write_cache(k, slot_mapping, k_cache)
     write_cache(v, slot_mapping, v_cache)
 
 
 def write_cache(values: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor) -> None:
-    """Padding writes what the first row writes, to the same slot; where there is nothing but padding, nothing new."""
+    """Write the cache; padding repeats the write of the first row, and padding alone writes nothing."""
     flat = cache.view(-1, *values.shape[1:])
     first = slot_mapping[:1].clamp(min=0)
     written = torch.where((slot_mapping[:1] >= 0)[:, None, None], values[:1], flat.index_select(0, first))

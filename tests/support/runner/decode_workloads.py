@@ -34,12 +34,12 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def pairs_of(outputs: Sequence[Sequence[int]]) -> Words:
-    """The second and third token of each output: words that change what follows where they are forbidden."""
+    """Return the second and third token of each output: forbidding these words changes what follows."""
     return tuple({(tokens[1], tokens[2]) for tokens in outputs})
 
 
 class PipelinedLoop(StepLoop):
-    """Up to two steps in flight: a step is launched before the tokens of the last are applied."""
+    """A loop with two steps in flight: a step is launched before the tokens of the last are applied."""
 
     def __init__(self, runner: ModelRunner, **settings: object) -> None:
         super().__init__(runner, max_inflight_steps=2, **settings)
@@ -64,8 +64,10 @@ LOOPS = {"one step in flight": StepLoop, "two steps in flight": PipelinedLoop}
 
 
 def workload(kinds: Sequence[SamplingParams], count: int = 24, *, seed: int = 0, words: Words = ()) -> list[Request]:
-    """Requests of many lengths, so that rows come and go; every third shares the beginning of its prompt, and every
-    other one must not complete the words."""
+    """Make requests of many lengths, so that rows come and go.
+
+    Every third shares the beginning of its prompt, and every second must not complete the words.
+    """
     generator = np.random.default_rng(seed)
     prompts = tiny_models.prompts(count, 1, 40, seed=seed)
     shared = tiny_models.prompts(1, 33, 33, seed=seed + 1)[0]
@@ -79,6 +81,6 @@ def workload(kinds: Sequence[SamplingParams], count: int = 24, *, seed: int = 0,
 
 
 def decoding(count: int, sampling: SamplingParams = GREEDY) -> list[Request]:
-    """They start together, and end together after seven decodes."""
+    """Make requests that start together, and end together after seven decodes."""
     prompts = tiny_models.prompts(count, 3, 30, seed=count)
     return [request(f"r{i}", prompt, 8, sampling, seed=i) for i, prompt in enumerate(prompts)]

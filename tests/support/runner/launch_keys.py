@@ -1,4 +1,4 @@
-"""What triton-lang would compile, without a GPU: launches are noted by the key under which it keeps kernels.
+"""Record without a GPU what triton-lang would compile: launches, by the key under which it keeps kernels.
 
 The key is made by triton-lang's own code. Launchers run on tensors in host memory and kernels do not run, so what is
 computed is meaningless; integers are zeroed where they would be left as they are found, so that token ids stay valid.
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any
 from unittest import mock
 
 import torch
 
-from tidewheel_kernels import jit
-from tidewheel_kernels.backend import Op
+import tidewheel_kernels
+from tidewheel_kernels.choice import Op
 from tidewheel_kernels.launch_config import compile_target
 
 
 class LaunchKeys:
-    """The keys of all launches so far; the first launch of each, in words."""
+    """Keys of all launches so far, each with its first launch in words."""
 
     def __init__(self, architecture: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -56,7 +56,7 @@ class LaunchKeys:
 
 @contextmanager
 def recorded_keys(architecture: int = 90, num_sms: int = 132) -> Iterator[LaunchKeys]:
-    """Every operation is its kernel's launcher, as on a GPU of this architecture and size; launches are noted."""
+    """Make every operation its kernel's launcher, as on a GPU of this architecture and size, and note launches."""
     from triton.runtime.jit import KernelInterface
 
     keys = LaunchKeys(architecture)
@@ -87,8 +87,9 @@ def _empty(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> torc
 
 @contextmanager
 def _multiprocessors(count: int) -> Iterator[None]:
-    """Launchers import the function by name, each its own."""
-    modules = [import_module(f"{jit.__name__}.{item.name}") for item in iter_modules(jit.__path__)]
+    """Replace the function in every launcher: each imports it by name."""
+    names = [module.name for module in walk_packages(tidewheel_kernels.__path__, "tidewheel_kernels.")]
+    modules = [import_module(name) for name in names if name.rpartition(".")[2].startswith("triton_")]
     users = [module for module in modules if hasattr(module, "multiprocessors")]
     assert users, "no launcher asks for the number of multiprocessors"
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tidewheel.runner.cuda_graphs import Captured
+from tidewheel.runner.accelerator import Captured
 
 # Results whose size or presence depends on values, and reads of values.
 READING_OPERATIONS = {
@@ -32,11 +32,11 @@ READING_CALLS = {
 
 
 class NotCapturable(AssertionError):
-    """A CUDA graph could not hold this."""
+    """Error: a CUDA graph could not hold this operation."""
 
 
 class Watch(TorchFunctionMode):
-    """Inside, calls that read values of tensors, or make tensors of host values, raise."""
+    """Make calls raise that read values of tensors, or make tensors of host values."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
@@ -124,7 +124,7 @@ class RecordingPool:
         return tensor
 
     def spoil_others(self, running: RecordedGraph) -> None:
-        """All that other graphs made, except what `running` reads, which was held while it was captured."""
+        """Overwrite what other graphs made, except what `running` reads, which was held while it was captured."""
         kept = [graph for graph in self._holding if graph is running or graph.storages & running.read]
         for graph in self._holding:
             for tensor in graph.made if graph is not running else ():
@@ -134,7 +134,7 @@ class RecordingPool:
 
 
 class RecordedEvent:
-    """`log` gets what happens to all events of an accelerator, in order."""
+    """An event; `log` gets what happens to all events of an accelerator, in order."""
 
     def __init__(self, log: list[tuple[str, int]], number: int) -> None:
         self._log, self._number = log, number

@@ -23,7 +23,7 @@ def request(
 
 
 def poison(runner: ModelRunner) -> None:
-    """NaN in every slot of the cache: a read of what no step has written shows in the tokens."""
+    """Put NaN in every slot of the cache, so that a read of an unwritten slot shows in the tokens."""
     for keys, values in runner.kv.layers:
         keys.fill_(float("nan"))
         values.fill_(float("nan"))
@@ -57,7 +57,7 @@ class StepLoop:
         self.runner = runner
 
     def run(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each request, after all have ended. Those that name a leader form one group with it."""
+        """Run all requests to their end; return their tokens. Requests that name a leader form a group with it."""
         for leader in [item for item in requests if item.leader is None]:
             self.scheduler.add_group([leader, *(item for item in requests if item.leader is leader)], 0.0)
         now = 0.0

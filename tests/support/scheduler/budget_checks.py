@@ -1,17 +1,17 @@
-"""What must hold of any step: no token of the budget is left over, and a prompt that is cut short has its share."""
+"""Checks of any step: no token of the budget is left over, and a prompt that is cut short has its share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from support.scheduler.scheduler_model import Model
-from support.scheduler.scheduling import Driver
+from support.scheduler.scheduling import SchedulerDriver
 from tidewheel.batch import ScheduledBatch
 from tidewheel.request import Request
 
 
-def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) -> None:
-    """Nothing is left while a prompt could take it: one that is under way, or one of those that may enter."""
+def check_budget(driver: SchedulerDriver, batch: ScheduledBatch, waiting: list[Request]) -> None:
+    """Check that nothing is left while a prompt could take it: a running one, or one that may enter."""
     config, stats = driver.config, driver.scheduler.stats()
     if batch.num_tokens >= stats.token_budget:
         return
@@ -29,10 +29,12 @@ def check_budget(driver: Driver, batch: ScheduledBatch, waiting: list[Request]) 
         assert stats.num_free_blocks < most_blocks + int(config.watermark * stats.num_blocks) + growth
 
 
-def check_shares(driver: Driver, batch: ScheduledBatch, model: Model, num_victims: int) -> None:
-    """A prompt that is cut short gets at least as much as those behind it together; they are of its level, or of
-    the level it would have without ageing, and have less than half as much to compute. Tokens of rows that left
-    while the step was planned go to those behind."""
+def check_shares(driver: SchedulerDriver, batch: ScheduledBatch, model: Model, num_victims: int) -> None:
+    """Check that a prompt that is cut short gets at least as much as the prompts behind it together.
+
+    Prompts behind it are of its level, or of its level without ageing, and have less than half as much to compute.
+    Tokens of rows that left while the step was planned go to them.
+    """
     if model.config.policy == "fair":
         return  # counters, which move in the step, decide who is behind whom
     missing, counts = missing_tokens(driver), scheduled_tokens(batch)
@@ -50,20 +52,20 @@ def check_shares(driver: Driver, batch: ScheduledBatch, model: Model, num_victim
 
 
 def overtakes(model: Model, request: Request, cut: Request) -> bool:
-    """Whether a cached prefix may have taken the request past one that entered in the same step."""
+    """Return whether a cached prefix may have taken the request past one that entered in the same step."""
     return model.config.policy == "priority" and model.class_of(request) == model.class_of(cut)
 
 
-def most_growth_of(driver: Driver) -> int:
-    """Tokens that running requests may still add."""
+def most_growth_of(driver: SchedulerDriver) -> int:
+    """Count the tokens that running requests may still add."""
     columns = driver.scheduler._state.columns
     lefts = columns.max_num_tokens - columns.num_tokens
     return int(lefts[columns.running].clip(0).sum())
 
 
-def may_await_prefix(driver: Driver, request: Request, left: Sequence[Request] = ()) -> bool:
-    """Whether a running request, or one that `left` its row in this step, has a full block of the same tokens."""
-    if not driver.kv.enable_prefix_caching:
+def may_await_prefix(driver: SchedulerDriver, request: Request, left: Sequence[Request] = ()) -> bool:
+    """Return whether a running request, or one that `left` its row now, has a full block of the same tokens."""
+    if not driver.kv.prefixes.is_enabled:
         return False
     salt, wanted = driver._salt_of(request.request_id), tokens_of(request)[:-1]
     running = [r for r in driver.requests.values() if r.row >= 0 or r in left]
@@ -76,12 +78,12 @@ def tokens_of(request: Request) -> list[int]:
 
 
 def scheduled_tokens(batch: ScheduledBatch) -> dict[int, int]:
-    """By row."""
+    """Return the number of scheduled tokens by row."""
     return dict(zip(batch.rows.tolist(), batch.num_scheduled_tokens.tolist(), strict=True))
 
 
-def missing_tokens(driver: Driver) -> dict[int, int]:
-    """Of running rows: tokens neither computed nor in flight; below 0: that are still to be sampled."""
+def missing_tokens(driver: SchedulerDriver) -> dict[int, int]:
+    """Count, for running rows, the tokens neither computed nor in flight; below 0, those still to be sampled."""
     columns = driver.scheduler._state.columns
     missing = columns.num_tokens - columns.num_computed_tokens - columns.num_inflight_tokens
     return {row: int(missing[row]) for row in columns.running.nonzero()[0].tolist()}

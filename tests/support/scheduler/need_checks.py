@@ -1,17 +1,17 @@
-"""Whether rows that left were needed, counted anew from what each of them held."""
+"""Checks that rows had to leave, counted anew from what each of them held."""
 
 from __future__ import annotations
 
 from support.scheduler.budget_checks import may_await_prefix
 from support.scheduler.scheduler_model import Model
-from support.scheduler.scheduling import Driver
+from support.scheduler.scheduling import SchedulerDriver
 from tidewheel.request import Priority, Request
 
 
 class Blocks:
     """Block tables before a step, by request id, and what was free then."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: SchedulerDriver) -> None:
         state = driver.scheduler._state
         rows = state.columns.running.nonzero()[0].tolist()
         self.tables = {state.columns.request(row).request_id: set(driver.kv.block_table(row)) for row in rows}
@@ -25,18 +25,23 @@ class Blocks:
         self.has_free_row = state.columns.num_free_rows > 0
 
     def num_only_of(self, request_id: str) -> int:
-        """Blocks of the request that no other one names."""
+        """Count the blocks of the request that no other request names."""
         others = [table for name, table in self.tables.items() if name != request_id]
         return len(self.tables[request_id].difference(*others))
 
     def gain(self, request_id: str) -> int:
-        """Blocks that are there for others if it leaves alone."""
+        """Count the blocks that others could take if the request left alone."""
         return self.num_only_of(request_id) + (request_id in self.growing)
 
 
-def check_need(driver: Driver, blocks: Blocks, victims: list[Request], entered: list[Request], model: Model) -> None:
-    """For a driver with one step in flight: rows that leave for a CRITICAL let it enter in the same step, and none of
-    them could have stayed; a CRITICAL waits only where all lower classes together would not be enough."""
+def check_need(
+    driver: SchedulerDriver, blocks: Blocks, victims: list[Request], entered: list[Request], model: Model
+) -> None:
+    """Check the rows that left for a CRITICAL, with one step in flight.
+
+    They let it enter in the same step, and none of them could have stayed. A CRITICAL waits only where all lower
+    classes together would not be enough.
+    """
     if len(victims) == 1 and not any(r.num_reused_blocks for r in entered):
         _check_choice(driver, blocks, victims[0], model)
     is_scarce = blocks.num_growing > blocks.num_free
@@ -50,8 +55,8 @@ def check_need(driver: Driver, blocks: Blocks, victims: list[Request], entered: 
         _check_wait(driver, blocks, model)
 
 
-def _check_choice(driver: Driver, blocks: Blocks, victim: Request, model: Model) -> None:
-    """Of those that free as much alone, the victim loses least: no better class, no more computed, no older."""
+def _check_choice(driver: SchedulerDriver, blocks: Blocks, victim: Request, model: Model) -> None:
+    """Check that of the rows that free as much alone the victim loses least: class, computed tokens, age."""
     limit, requests = driver.config.max_preemptions, driver.requests
 
     def loss(request: Request, num_preemptions: int) -> tuple[float, ...]:
@@ -71,8 +76,8 @@ def _check_choice(driver: Driver, blocks: Blocks, victim: Request, model: Model)
         assert least < loss(other, other.num_preemptions), f"{other} would have lost less than {victim}"
 
 
-def _check_each(driver: Driver, blocks: Blocks, victims: list[Request], critical: Request) -> None:
-    """Every victim was needed for its row, or for its blocks: with it, fewer would be free than must be."""
+def _check_each(driver: SchedulerDriver, blocks: Blocks, victims: list[Request], critical: Request) -> None:
+    """Check that every victim was needed for its row or for its blocks."""
     columns, kv = driver.scheduler._state.columns, driver.kv
     needs_row = not blocks.has_free_row or columns.num_running >= driver.scheduler.stats().max_num_seqs
     if critical.num_preemptions or (needs_row and len(victims) == 1):
@@ -87,8 +92,8 @@ def _check_each(driver: Driver, blocks: Blocks, victims: list[Request], critical
         assert kv.num_free_blocks - num_lost < keep_free + 1, f"{victim} need not have left"
 
 
-def _check_wait(driver: Driver, blocks: Blocks, model: Model) -> None:
-    """A CRITICAL that waits first in line would not fit even if all lower classes left."""
+def _check_wait(driver: SchedulerDriver, blocks: Blocks, model: Model) -> None:
+    """Check that a CRITICAL first in line would not fit even if all lower classes left."""
     config, state = driver.config, driver.scheduler._state
     if config.policy in ("fifo", "fair") or config.strategy.name != "continuous":
         return

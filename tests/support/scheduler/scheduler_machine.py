@@ -1,14 +1,14 @@
 """Random life of a scheduler: arrivals, groups, deadlines, cancels, steps, faults, in tiny pools and waiting sets.
 
-Output, sharing and the batch protocol are checked by `Driver` and `FakeRunner`; here are the rules and the promises
-that concern more than one request. Classes, victims and order are compared with those of `scheduler_model.Model`.
+`SchedulerDriver` and `FakeRunner` check output, sharing and the batch protocol; the machine checks rules and promises
+that concern more than one request, and compares classes, victims and order with `scheduler_model.Model`.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -18,7 +18,7 @@ from support.engine.fake_runner import VOCAB_SIZE
 from support.scheduler.budget_checks import check_budget, check_shares, may_await_prefix
 from support.scheduler.need_checks import Blocks, check_need
 from support.scheduler.scheduler_model import Model, follows
-from support.scheduler.scheduling import Driver, make_request
+from support.scheduler.scheduling import SchedulerDriver, make_request
 from tidewheel.batch import ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, InternalError, InvalidRequest, NumericError
 from tidewheel.request import FinishReason, Priority, Request, RequestState
@@ -70,19 +70,21 @@ SETTINGS = st.fixed_dictionaries(
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    driver: Driver
+    driver: SchedulerDriver
+    bugs: ClassVar[dict[str, Any]] = {}  # settings of the scheduler that driver and model do not know
 
     @initialize(settings=SETTINGS, pool=POOLS, seed=st.integers(0, 99))
     def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
         if not settings["enable_prefix_caching"]:
             settings["num_host_blocks"] = 0
-        self.driver = Driver(
+        self.driver = SchedulerDriver(
             num_blocks=pool[0],
             block_size=pool[1],
             max_waiting_requests=MAX_WAITING_REQUESTS,
             max_waiting_tokens=MAX_WAITING_TOKENS,
             preemption_mode="swap" if settings["num_host_blocks"] else "auto",
             tenants=TENANTS,
+            bugs=self.bugs,
             **settings,
         )
         self.model = Model(self.driver.config)
@@ -108,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(2, 4), priority=st.sampled_from(Priority))
     def add_some(self, count: int, priority: Priority) -> None:
-        """Sequences that share a prompt."""
+        """Add sequences that share a prompt."""
         leader = self.random_request(priority)
         self.add_group([leader, *(self.twin(leader) for _ in range(count - 1))])
 
@@ -130,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=tuple(draw.sample(range(VOCAB_SIZE), k=draw.randint(0, 3))),
             cache_salt=draw.choice(["", "", "x"]),
             tenant=draw.choice(["", "", "", "other", "quota", "slow"]),
-            session_id=draw.choice(["", "", "", "s" if self.driver.kv.enable_prefix_caching else ""]),
+            session_id=draw.choice(["", "", "", "s" if self.driver.kv.prefixes.is_enabled else ""]),
             session_ttl=20.0,
             deadline=None if time_left is None else self.driver.now + time_left,
             soft_deadline=None if soft_time_left is None else self.driver.now + soft_time_left,
@@ -194,17 +196,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.model.standings[request.request_id].was_over_quota = True
 
     def new(self) -> list[Request]:
-        """Those that may lose their place: neither they nor the leader of their group has started."""
+        """Return the requests that may lose their place: neither they nor the leader of their group has started."""
         return [request for request in self.having(RequestState.WAITING) if not has_begun(request)]
 
     def is_over_quota(self, request: Request) -> bool:
-        """Blocks of the tenant's running requests and sessions, and those that the request needs."""
+        """Count the blocks of the tenant's running requests and sessions, and the blocks that the request needs."""
         quota = TENANTS.get(request.tenant, TenantLimits()).max_blocks
         if quota is None:
             return False
         running = [r for r in self.having(RequestState.RUNNING) if r.tenant == request.tenant]
         used = sum(len(self.driver.runner.rows[r.row].block_table) for r in running)
-        used += self.driver.kv.session_blocks(request.tenant)
+        used += self.driver.kv.sessions.table.num_blocks(request.tenant)
         return used + -(-request.num_tokens // self.driver.runner.block_size) > quota
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -247,21 +249,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             check_shares(driver, batch, self.model, len(victims))
 
     def note_releases(self, followers: list[Request], now: float) -> None:
-        """Followers whose leader let them go begin to age by themselves."""
+        """Let followers age by themselves once their leader has let them go."""
         for request in followers:
             if not request.is_finished and not follows(request):
                 self.model.release(request, now)
 
     def waiting(self) -> list[Request]:
-        """Requests without a row, but for followers."""
+        """Return the requests without a row, except followers."""
         return [r for r in self.having(RequestState.WAITING, RequestState.PREEMPTED) if not follows(r)]
 
     def enterable(self, victims: list[Request]) -> list[Request]:
-        """Waiting requests that nothing but rows, blocks, budget and strategy can keep out."""
+        """Return the waiting requests that only rows, blocks, budget and strategy can keep out."""
         return [request for request in self.waiting() if not may_await_prefix(self.driver, request, victims)]
 
     def follow_quotas(self, now: float) -> None:
-        """A request that reaches the head while its tenant is over its quota drops a class, its followers with it."""
+        """Drop the class of a request at the head whose tenant is over its quota, and of its followers."""
         for request in self.unfinished():
             if follows(request):
                 continue
@@ -272,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.model.follow(self.unfinished())
 
     def check_victims(self, were_running: list[Request], victims: list[Request], entered: list[Request]) -> None:
-        """The oldest of the highest class leaves for nothing but a CRITICAL request."""
+        """Check that the oldest of the highest class leaves only for a CRITICAL request."""
         waiting = self.having(RequestState.WAITING, RequestState.PREEMPTED)
         has_critical = self.driver.config.policy != "fifo" and any(
             request.service_class is Priority.CRITICAL for request in (*entered, *waiting)
@@ -280,8 +282,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.model.protected(were_running) not in victims or has_critical
 
     def check_order(self, batch: ScheduledBatch, started: set[str], victims: list[Request]) -> None:
-        """Nothing enters while a request that is served earlier waits, but past one that waits for a prefix, or for
-        the strategy, or that may be overtaken; decodes are never left out for prompts."""
+        """Check that nothing enters while a request that is served earlier waits.
+
+        Exceptions are requests that wait for a prefix or the strategy, or that may be overtaken. Decodes are never
+        left out for prompts.
+        """
         driver, config, model = self.driver, self.driver.config, self.model
         entered = [driver.requests[new.request_id] for new in batch.new_rows]
         for request in entered:
@@ -295,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     continue
                 earlier = model.key(request) < model.key(rival)
                 assert earlier or model.may_overtake(request, rival, driver.now)
-        joined = [r for r in entered if r.request_id not in started and (r.leader is None or not r.leader.has_begun)]
+        joined = [r for r in entered if r.request_id not in started and (r.leader is None or r.leader.is_new)]
         self.num_joined += len(joined)
         assert config.strategy.name != "static" or self.num_joined <= config.strategy.batch_size
         assert batch.num_scheduled_tokens.max() <= (config.long_prefill_token_threshold or 99)
@@ -328,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["cancel", "cancel", "cancel", "numerics", "fail_all"]), number=st.integers(0, 40))
     def mishap(self, kind: str, number: int) -> None:
-        """Also of requests that are unknown, in flight, or over."""
+        """Cancel or fail a request, which may be unknown, in flight, or over."""
         followers = [request for request in self.unfinished() if follows(request)]
         if kind == "cancel":
             self.driver.cancel(f"r{number}", FinishReason.DEADLINE if number % 4 == 0 else FinishReason.CANCELLED)
@@ -370,38 +375,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.run()
 
 
-class CrowdedMachine(SchedulerMachine):
-    """Nothing but requests that outgrow the pool, so that rows are preempted again and again."""
+def crowded_machine(**changes: Any) -> type[SchedulerMachine]:
+    """Return a machine whose rows soon compete for blocks, by the simplest rules but for `changes`."""
+    fixed = {
+        "enable_prefix_caching": False,
+        "max_num_seqs": 6,
+        "max_inflight_steps": 1,
+        "policy": "priority",
+        "watermark": 0.0,
+        "admit_by_growth": False,
+        "max_preemptions": 1,
+        "strategy": StrategyConfig(),
+        "enable_seqs_governor": False,
+    } | changes
 
-    @initialize(
-        settings=SETTINGS.map(
-            lambda settings: {
-                **settings,
-                "enable_prefix_caching": False,
-                "max_num_seqs": 6,
-                "max_inflight_steps": 1,
-                "policy": "priority",
-                "watermark": 0.0,
-                "admit_by_growth": False,
-                "max_preemptions": 1,
-                "strategy": StrategyConfig(),
-                "enable_seqs_governor": False,
-            }
-        ),
-        pool=st.sampled_from([(24, 1), (32, 1), (16, 2)]),
-        seed=st.integers(0, 99),
-    )
-    def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
-        super().start(settings, pool, seed)
+    class CrowdedMachine(SchedulerMachine):
+        @initialize(
+            settings=SETTINGS.map(lambda settings: settings | fixed),
+            pool=st.sampled_from([(24, 1), (32, 1), (16, 2)]),
+            seed=st.integers(0, 99),
+        )
+        def start(self, settings: dict[str, Any], pool: tuple[int, int], seed: int) -> None:
+            super().start(settings, pool, seed)
+
+    return CrowdedMachine
 
 
 def has_begun(request: Request) -> bool:
-    """Whether it, or the leader of its group, has been scheduled."""
+    """Return whether the request, or the leader of its group, has been scheduled."""
     first = request if request.leader is None else request.leader
     return first.first_scheduled_time is not None
 
 
 def unchanged(after: EngineStats, before: EngineStats) -> bool:
-    """But for the counts of refusals."""
+    """Compare figures, except the counts of refusals."""
     counts = {"num_hopeless": 0, "num_rate_limited": 0, "tenants": {}}
     return replace(after, **counts) == replace(before, **counts)

@@ -1,4 +1,4 @@
-"""The rules of the scheduler once more, as plain loops over all requests: what the real one is compared with."""
+"""Rules of the scheduler as plain loops over all requests, to compare the real one with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = tuple[float, ...]
 
 @dataclass
 class Standing:
-    """What the model knows of one request."""
+    """State of a request in the model."""
 
     number: int  # of its arrival
     service_class: Priority
@@ -26,7 +26,7 @@ class Standing:
 
 
 def follows(request: Request) -> bool:
-    """Whether it waits for its leader to compute the prompt that they share."""
+    """Return whether it waits for its leader to compute the prompt that they share."""
     return request.leader is not None and request in request.leader.followers
 
 
@@ -53,8 +53,10 @@ class Model:
         self._drop(standing, now)
 
     def pass_time(self, requests: Iterable[Request], prefilling: set[str], now: float) -> None:
-        """Lifts first, then drops; `requests` have not ended. Followers go with their leader. A running request ages
-        until all of its prompt is scheduled: `prefilling` has the ids of those before that."""
+        """Lift, then drop requests that have not ended; followers go with their leader.
+
+        A running request ages until all of its prompt is scheduled: `prefilling` has the ids until then.
+        """
         for request in requests:
             standing = self.standings[request.request_id]
             if request.state is RequestState.RUNNING and request.request_id not in prefilling:
@@ -73,14 +75,14 @@ class Model:
         self.follow(requests)
 
     def follow(self, requests: Iterable[Request]) -> None:
-        """Followers are in the class of their leader, and have dropped with it."""
+        """Put followers in the class of their leader, with its drops."""
         for request in requests:
             if request.leader is not None and follows(request):
                 standing, leading = self.standings[request.request_id], self.standings[request.leader.request_id]
                 standing.service_class, standing.was_over_quota = leading.service_class, leading.was_over_quota
 
     def release(self, request: Request, now: float) -> None:
-        """A follower waits by itself from now on, and has waited in its class as long as its leader."""
+        """Let a follower wait by itself from now on; it has waited in its class as long as its leader."""
         assert request.leader is not None
         leading = self.standings[request.leader.request_id]
         has_aged = leading.is_overdue or math.isinf(leading.waits_since)
@@ -95,14 +97,14 @@ class Model:
         return self.standings[request.request_id].service_class
 
     def counts(self, request: Request) -> int:
-        """The class where classes count."""
+        """Return the class, where classes count."""
         return 0 if self.config.policy == "fifo" else self.class_of(request)
 
     def arrival(self, request: Request) -> Key:
         return request.arrival_time, self.standings[request.request_id].number
 
     def key(self, request: Request) -> Key:
-        """Place of a waiting request; under `fair`, among those of its tenant."""
+        """Return the place of a waiting request; under `fair`, among the requests of its tenant."""
         own: Key = ()
         left = request.predicted_output_tokens - request.num_output_tokens
         match self.config.policy:
@@ -120,19 +122,21 @@ class Model:
         return (self.counts(request), *own, *self.arrival(request))
 
     def level(self, request: Request) -> Key:
-        """What two requests have in common of which the second one may have tokens that the first one leaves."""
+        """Return the part of the key that is equal in requests of which the second may have what the first leaves."""
         return self.key(request)[: 2 if self.config.policy == "deadline" else 1]
 
     def shared_level(self, request: Request) -> Key:
-        """The highest level that may have tokens that this request leaves: that of its class before it aged."""
+        """Return the highest level that may have tokens that this request leaves: its class before it aged."""
         level = self.level(request)
         return level if self.config.policy == "fifo" else (max(level[0], request.priority), *level[1:])
 
     def victims_of(
         self, newcomer: Request, count: int, service_class: int, waiting: list[Request]
     ) -> list[str] | None:
-        """Which of those that never started give way to `count` newcomers; None: not enough of them. A group goes as
-        one, its followers first."""
+        """Return the requests, none started, that give way to `count` newcomers, or None if they are too few.
+
+        A group goes as one, its followers first.
+        """
         left = sorted(waiting, key=lambda request: (self.class_of(request), *self.arrival(request)))
         num_tokens = count * newcomer.num_tokens
         victims: list[str] = []
@@ -149,7 +153,7 @@ class Model:
         return victims
 
     def _victim_of(self, newcomer: Request, count: int, service_class: int, left: list[Request]) -> Request | None:
-        """`left` is in order: the last one of those who may go."""
+        """Return the last request of `left`, which is in order, that may go."""
         entries = [request for request in left if not follows(request)]
         lower = [request for request in entries if self.class_of(request) > service_class]
         if self.config.policy == "fair":
@@ -162,16 +166,16 @@ class Model:
         return lower[-1] if lower else None
 
     def may_overtake(self, request: Request, rival: Request, now: float) -> bool:
-        """Whether a cached prefix may take the request past one that came earlier in its class, and is new."""
+        """Return whether a cached prefix may take the request past a new one that came earlier in its class."""
         return (
             self.config.policy in ("priority", "fair")
             and self.class_of(request) == self.class_of(rival)
-            and not rival.has_begun
+            and rival.is_new
             and rival.arrival_time > now - self.config.ageing_s
         )
 
     def crowd(self, tenant: str, waiting: list[Request]) -> float:
-        """Waiting requests over weight."""
+        """Return the number of waiting requests divided by the weight of the tenant."""
         return sum(request.tenant == tenant for request in waiting) / self.config.limits_of(tenant).weight
 
     def protected(self, running: list[Request]) -> Request | None:

@@ -1,14 +1,15 @@
-"""Factories for scheduler tests, and a driver that plays the engine and keeps the books."""
+"""Factories for scheduler tests, and a driver that plays the engine."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from support.engine.fake_runner import FakeRunner, PendingTokens, naive_output
+from support.engine.fake_runner import FakeRunner, PendingTokens
+from support.engine.request_ledger import RequestLedger
 from tidewheel.batch import ScheduledBatch, StepOutputs
 from tidewheel.errors import Busy, TidewheelError
 from tidewheel.kvcache.manager import KVCacheManager
@@ -30,7 +31,7 @@ def make_request(
     cache_salt: str = "",
     **fields: Any,
 ) -> Request:
-    """A number as `prompt` is a length: tokens 0, 1, 2, …"""
+    """Make a request; a number as `prompt` is a length, of tokens 0, 1, 2, …"""
     token_ids = range(prompt) if isinstance(prompt, int) else prompt
     return Request(
         request_id,
@@ -46,7 +47,7 @@ def make_request(
 
 
 def numbered(request: Request, number: int) -> Request:
-    """The request as the scheduler numbers arrivals, for tests of parts of it."""
+    """Number the request as the scheduler numbers arrivals, for tests of its parts."""
     request.sequence = number
     return request
 
@@ -78,20 +79,18 @@ def make_scheduler(
     return Scheduler(make_config(**changes), kv)
 
 
-class Driver:
-    """Scheduler and fake runner together. Everything that comes out is checked against what may come out:
+class SchedulerDriver(RequestLedger):
+    """Scheduler and fake runner together, stepped by a test; what comes out goes into the ledger."""
 
-    tokens only of requests that have not ended, in order, one end each, and the end that `naive_output` says.
-    """
-
-    def __init__(self, *, num_blocks: int = 32, block_size: int = 4, **changes: Any) -> None:
-        self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **changes)
+    def __init__(
+        self, *, num_blocks: int = 32, block_size: int = 4, bugs: Mapping[str, Any] | None = None, **changes: Any
+    ) -> None:
+        """`bugs` are settings of the scheduler that the books do not know."""
+        super().__init__()
+        self.scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, **changes | dict(bugs or {}))
         for name in ("enable_prefix_caching", "num_host_blocks"):
             changes.pop(name, None)
         self.config = config = make_config(**changes)
-        self.requests: dict[str, Request] = {}  # every request that was accepted
-        self.delivered: dict[str, list[int]] = {}
-        self.ended: set[str] = set()
         self.in_flight: deque[tuple[ScheduledBatch, PendingTokens]] = deque()
         self.expired: list[Request] = []  # of the last `expire`
         self.now = 0.0
@@ -109,25 +108,25 @@ class Driver:
         return self.scheduler._state.kv
 
     def num_computed_tokens(self, request: Request) -> int:
-        """Of a running request, as of the last batch that was applied."""
+        """Return the count of a running request after the last batch that was applied."""
         return int(self.scheduler._state.columns.num_computed_tokens[request.row])
 
     def prefilling(self) -> set[str]:
-        """Ids of running requests that entered with tokens which are not all scheduled."""
+        """Return the ids of running requests whose tokens at entry are not all scheduled."""
         columns = self.scheduler._state.columns
         starts = columns.num_computed_tokens + columns.num_inflight_tokens
         rows = (columns.running & (starts < columns.num_entered_tokens)).nonzero()[0].tolist()
         return {columns.request(row).request_id for row in rows}
 
     def ending(self) -> set[str]:
-        """Ids of running requests that end by length with a token in flight."""
+        """Return the ids of running requests that end by length with a token in flight."""
         columns = self.scheduler._state.columns
         ends = columns.num_tokens + columns.num_inflight_samples
         rows = (columns.running & (ends >= columns.max_num_tokens)).nonzero()[0].tolist()
         return {columns.request(row).request_id for row in rows}
 
     def _salt_of(self, request_id: str) -> str:
-        """Who may share blocks: requests of one tenant under one salt."""
+        """Name the requests that may share blocks: one tenant under one salt."""
         request = self.requests[request_id]
         return f"{request.tenant}/{request.cache_salt}"
 
@@ -136,11 +135,10 @@ class Driver:
         return request
 
     def add_group(self, requests: list[Request]) -> list[Request]:
-        """Those that were evicted."""
+        """Return the evicted requests."""
         evicted = self.scheduler.add_group(requests, self.now)
         for request in requests:
-            self.requests[request.request_id] = request
-            self.delivered[request.request_id] = []
+            self.accept(request)
         for request in evicted:
             assert isinstance(request.error, Busy) and request.error.retry_after_ms
             assert request.finish_reason is FinishReason.ERROR and request.first_scheduled_time is None
@@ -155,7 +153,7 @@ class Driver:
         return expired
 
     def schedule(self) -> ScheduledBatch | None:
-        """As the engine does: who is too late ends first."""
+        """Schedule as the engine does: requests that are too late end first."""
         self.now += self.tick
         self.expire()
         batch = self.scheduler.schedule(self.now)
@@ -168,16 +166,11 @@ class Driver:
         self.now += self.tick
         sampled = pending.wait()
         outputs = self.scheduler.apply(batch, sampled, self.now)
-        assert len(set(map(id, outputs.requests))) == len(outputs.requests) == len(outputs.token_ids)
-        for request, token_id in zip(outputs.requests, outputs.token_ids, strict=True):
-            assert request.request_id not in self.ended
-            self.delivered[request.request_id].append(token_id)
-        for request in outputs.finished:
-            self.end(request)
+        self.take(outputs)
         return outputs
 
     def step(self) -> StepOutputs | None:
-        """Keeps as many batches in flight as are allowed, then applies one; None if there was none."""
+        """Launch as many batches as are allowed, then apply one; return None if there was none."""
         while len(self.in_flight) < self.config.max_inflight_steps and self.schedule() is not None:
             pass
         return self.apply() if self.in_flight else None
@@ -202,19 +195,12 @@ class Driver:
         return failed
 
     def end(self, request: Request) -> None:
-        assert request.request_id not in self.ended, "a request ended twice"
-        self.ended.add(request.request_id)
+        super().end(request)
         assert request.state is RequestState.FINISHED and request.row == -1
-        output, reason = naive_output(request)
-        delivered = self.delivered[request.request_id]
-        assert request.output_token_ids == delivered
-        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-            assert (delivered, request.finish_reason) == (output, reason)
-        else:
-            assert delivered == output[: len(delivered)]
+        assert request.output_token_ids == self.delivered[request.request_id]
 
     def run(self, max_steps: int = 5000) -> None:
-        """Until everything has ended and nothing is in flight."""
+        """Step until everything has ended and nothing is in flight."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished and not self.in_flight:
                 break
@@ -223,6 +209,4 @@ class Driver:
         else:
             raise AssertionError(f"still not done after {max_steps} steps")
         self.scheduler.check_invariants()
-        assert self.ended == self.requests.keys()
-        stats = self.scheduler.stats()
-        assert stats.num_free_blocks == stats.num_blocks
+        self.check_all_over(self.scheduler.stats())

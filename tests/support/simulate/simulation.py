@@ -11,10 +11,11 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.lengths import Lengths
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator
-from tidewheel.simulate.traces import Trace, poisson_arrivals, synthesise
+from tidewheel.workload.arrival_times import poisson_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Trace, synthesise
 
 COST = CostModel(name="plain", overhead_s=0.010, seconds_per_token=(1e-4,), turn_overhead_s=1e-3)
 
@@ -33,7 +34,7 @@ def make_trace(
     **extra: Any,
 ) -> Trace:
     rng = np.random.default_rng(seed)
-    return synthesise(count, poisson_arrivals(count, rate, rng), lengths(prompt), lengths(output), rng, **extra)
+    return synthesise(poisson_arrivals(count, rate, rng), lengths(prompt), lengths(output), rng, **extra)
 
 
 def make_scheduler(

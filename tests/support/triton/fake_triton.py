@@ -165,7 +165,7 @@ class _Metric:
 
 
 class MetricFamily:
-    """All series of all front ends, as the server holds them: one value per name and labels."""
+    """Series of all front ends, as the server holds them: one value per name and labels."""
 
     COUNTER, GAUGE = range(2)
     values: ClassVar[defaultdict[tuple[str, ...], float]] = defaultdict(float)
@@ -181,7 +181,7 @@ class MetricFamily:
 
     @classmethod
     def value(cls, name: str, **labels: str) -> float:
-        """Sum over the series of one name whose labels match."""
+        """Sum the series of one name whose labels match."""
         wanted = {f"{key}={value}" for key, value in labels.items()}
         found = [value for key, value in cls.values.items() if key[0] == name and wanted <= set(key[1:])]
         assert found, f"no series {name} {labels}"

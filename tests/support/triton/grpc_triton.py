@@ -44,7 +44,7 @@ class Asked:
 
 
 def response(request: pb.ModelInferRequest, **outputs: Any) -> pb.ModelStreamInferResponse:
-    """Outputs named by keyword: text as str or list of str, (datatype, format, values) for numbers."""
+    """Make a response; keywords name outputs: str or list of str, or (datatype, format, values) for numbers."""
     answer = pb.ModelStreamInferResponse()
     infer = answer.infer_response
     infer.model_name, infer.id = request.model_name, request.id
@@ -63,7 +63,7 @@ def response(request: pb.ModelInferRequest, **outputs: Any) -> pb.ModelStreamInf
 
 @dataclass
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """`answer(asked)` yields the responses of a request; the default says its words one by one."""
+    """A server; `answer(asked)` yields the responses of a request, by default its words one by one."""
 
     answer: Callable[[Asked], Answer] | None = None
     ready: bool = True
@@ -109,7 +109,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
 @contextmanager
 def running(fake: FakeTriton) -> Iterator[FakeTriton]:
-    """Serves on a free port of the loopback, `fake.port`."""
+    """Serve on a free port of the loopback, `fake.port`."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=40))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
     fake.port = server.add_insecure_port("127.0.0.1:0")
@@ -119,7 +119,7 @@ def running(fake: FakeTriton) -> Iterator[FakeTriton]:
 
 
 class Refused(Exception):
-    """Raised by an answer: ends the call with a gRPC status."""
+    """Error that an answer raises to end the call with a gRPC status."""
 
     def __init__(self, code: grpc.StatusCode, text: str) -> None:
         super().__init__(text)

@@ -15,7 +15,7 @@ Body = dict[str, Any]
 
 
 class HttpError(Exception):
-    """Raised by an answer before its first event: the status and text of the whole response."""
+    """Error that an answer raises before its first event: status and text of the whole response."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ def error_body(message: str) -> str:
 
 
 def say_words(body: Body) -> Iterator[Body]:
-    """The words of the prompt, an event each."""
+    """Yield the words of the prompt, an event each."""
     words = body["text_input"].split()
     for index, word in enumerate(words):
         last = index == len(words) - 1
@@ -45,7 +45,7 @@ def one_answer(body: Body) -> Body:
 
 @dataclass
 class FakeHttpTriton:
-    """A context manager; `events` answers `/generate_stream`, `answer` answers `/infer`."""
+    """A server as a context manager; `events` answers `/generate_stream`, `answer` answers `/infer`."""
 
     events: Callable[[Body], Iterator[Body]] = say_words
     answer: Callable[[Body], Body] = one_answer
@@ -76,7 +76,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is part of a test."""
+        """Ignore errors: a client that went away is part of a test."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -120,6 +120,6 @@ def _handler(fake: FakeHttpTriton) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
         def log_message(self, *args: object) -> None:
-            """Silent."""
+            """Log nothing."""
 
     return Handler

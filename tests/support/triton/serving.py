@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import random
 import shutil
 import signal
 import socket
@@ -12,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,22 +27,27 @@ import tritonclient.grpc as grpcclient
 ROOT = Path(__file__).parents[3]
 REPOSITORY = ROOT / "model_repository"
 WEIGHTS = REPOSITORY / "demo" / "1" / "weights"
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 START_LIMIT_S = 180.0
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Choose free ports below the range from which the system serves other programs until the server has them."""
+    first_of_system = int(PORT_RANGE.read_text().split()[0])
+    ours = range(max(1024, first_of_system - 20_000), first_of_system)
+    candidates = random.SystemRandom().sample(ours, min(len(ours), 64)) + [0] * count  # 0: the system chooses
+    with contextlib.ExitStack() as held:
+        found: list[int] = []
+        while len(found) < count:
+            one = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # in use
+                one.bind(("127.0.0.1", candidates.pop(0)))
+                found.append(one.getsockname()[1])
+        return found
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
-    """Poll until the condition is true; its value. Fails the test after the limit."""
+    """Poll until the condition is true and return its value. Fail the test after the limit."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         value = condition()
@@ -81,13 +87,13 @@ class Server:
         return answer
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics: `name{labels}` → value."""
+        """Return every sample of /metrics: `name{labels}` → value."""
         text = requests.get(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10).text
         samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum over the samples of one name whose labels match."""
+        """Sum the samples of one name whose labels match."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
             value
@@ -108,7 +114,7 @@ class Server:
         return None
 
     def is_ready(self) -> bool:
-        """Triton opens its metrics port after the others."""
+        """Return whether all ports answer: Triton opens that of the metrics last."""
         metrics = f"http://127.0.0.1:{self.metrics_port}/metrics"
         try:
             return all(requests.get(url, timeout=2).ok for url in (f"{self.http}/v2/health/ready", metrics))
@@ -146,7 +152,7 @@ def stop_server(server: Server) -> int:
 
 
 def grpc_inputs(text: str | None = None, **tensors: Any) -> list[grpcclient.InferInput]:
-    """InferInputs of a text prompt and any scalars or lists, typed by their Python values."""
+    """Make the inputs of a text prompt and any scalars or lists, typed by their Python values."""
     values = {} if text is None else {"text_input": text}
     values.update(tensors)
     inputs = []
@@ -168,13 +174,13 @@ def grpc_inputs(text: str | None = None, **tensors: Any) -> list[grpcclient.Infe
 
 
 class StreamError(Exception):
-    """The message of an error response on a gRPC stream."""
+    """Error response on a gRPC stream."""
 
 
 def grpc_stream(
     server: Server, inputs: list[grpcclient.InferInput], *, model: str = "demo", **options: Any
 ) -> list[grpcclient.InferResult]:
-    """All responses of one request on a stream of its own, in order; `StreamError` when one is an error."""
+    """Return the responses of one request on a stream of its own. Raise `StreamError` when one is an error."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with grpcclient.InferenceServerClient(server.grpc) as client:
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
@@ -200,14 +206,14 @@ def token_ids(results: list[grpcclient.InferResult]) -> list[int]:
 
 
 def sse_events(response: requests.Response) -> list[dict[str, Any]]:
-    """The JSON of every `data:` line of a `/generate_stream` answer."""
+    """Return the JSON of every `data:` line of a `/generate_stream` answer."""
     lines = response.iter_lines(decode_unicode=True)
     return [json.loads(line.removeprefix("data:")) for line in lines if line.startswith("data:")]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving_demo(folder: Path, config: str) -> Iterator[Server]:
-    """The demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
+    """Serve the demo model with another `config.pbtxt`, from a repository made in `folder`; it must end cleanly."""
     shutil.copytree(REPOSITORY / "demo", folder / "demo")
     (folder / "demo" / "config.pbtxt").write_text(config)
     log = folder / "serve.log"

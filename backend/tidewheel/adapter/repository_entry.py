@@ -1,0 +1,166 @@
+"""Settings of a repository entry, from `config.pbtxt` and `model.json`. A mistake raises `ConfigError`."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidewheel.config import EngineConfig, setting_names
+from tidewheel.errors import ConfigError
+from tidewheel.frontend.model_files import read_object
+from tidewheel.settings import coerce_setting, unknown_setting
+
+BACKEND = "tidewheel"
+MODEL_JSON = "model.json"
+
+# Read by Triton's Python backend.
+TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+_MAX_SENDER_THREADS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendSettings:
+    num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
+    REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
+            raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    name: str
+    folder: Path  # absolute
+    version: str
+    parameters: Mapping[str, str]  # of config.pbtxt
+
+    @property
+    def repository(self) -> Path:
+        return self.folder.parent
+
+    @property
+    def version_folder(self) -> Path:
+        return self.folder / self.version
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return vLLM's and Triton's labels of metrics."""
+        return {"model_name": self.name, "engine": "0", "model": self.name, "version": self.version}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    engine: EngineConfig
+    frontend: FrontendSettings
+    decoupled: bool
+    has_native_queue: bool  # Triton's queue sets the order
+    entry: ModelEntry
+    owner: ModelEntry  # of the engine
+
+
+def load_settings(args: Mapping[str, str]) -> ModelSettings:
+    config = json.loads(args["model_config"])
+    entry = ModelEntry(
+        name=args["model_name"],
+        folder=Path(args["model_repository"]).resolve(),
+        version=args["model_version"],
+        parameters={key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()},
+    )
+    settings = _read(entry)
+    frontend = _take_frontend(settings)
+    engine_of = settings.pop("engine_of", None)
+    owner = entry
+    if engine_of is not None:
+        if settings:
+            raise ConfigError(
+                f"{', '.join(sorted(settings))}: engine settings belong to {str(engine_of)!r}, "
+                f"whose engine {entry.name!r} shares by engine_of"
+            )
+        owner, settings = _read_sibling(entry, str(engine_of))
+    return ModelSettings(
+        engine=EngineConfig.from_settings(settings, base_dir=owner.version_folder),
+        frontend=frontend,
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        has_native_queue="dynamic_batching" in config,
+        entry=entry,
+        owner=owner,
+    )
+
+
+def _read(entry: ModelEntry) -> dict[str, object]:
+    settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in TRITON_PARAMETERS}
+    for key, value in read_object(entry.version_folder / MODEL_JSON).items():
+        if key in settings and not _same(settings[key], value):
+            raise ConfigError(
+                f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
+            )
+        settings[key] = value
+    known = {*setting_names(), *_frontend_hints(), "engine_of"}
+    for key in settings:
+        if key not in known:
+            raise ConfigError(unknown_setting(key, known))
+    return settings
+
+
+def _same(text: object, value: object) -> bool:
+    left, right = str(text).strip(), str(value).strip()
+    try:
+        return bool(json.loads(left) == value) if isinstance(value, dict) else float(left) == float(right)
+    except ValueError:
+        return left.lower() == right.lower() if isinstance(value, bool) else left == right
+
+
+def _frontend_hints() -> dict[str, object]:
+    return typing.get_type_hints(FrontendSettings)
+
+
+def _take_frontend(settings: dict[str, object]) -> FrontendSettings:
+    hints = _frontend_hints()
+    values: dict[str, Any] = {
+        key: coerce_setting(key, settings.pop(key), hints[key]) for key in hints.keys() & settings
+    }
+    return FrontendSettings(**values)
+
+
+def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, object]]:
+    """Return the owner of a twin's engine, and its settings."""
+    path = twin.repository / name / "config.pbtxt"
+    if Path(name).name != name or not path.is_file():
+        raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")
+    owner = ModelEntry(
+        name=name, folder=path.parent, version=_latest_version(path.parent), parameters=_read_pbtxt(path)
+    )
+    settings = _read(owner)
+    _take_frontend(settings)
+    if "engine_of" in settings:
+        raise ConfigError(
+            f"engine_of of {twin.name!r} is {name!r}, itself a twin: name {settings['engine_of']!r} instead"
+        )
+    return owner, settings
+
+
+def _latest_version(folder: Path) -> str:
+    versions = [int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
+    if not versions:
+        raise ConfigError(f"model {folder.name!r} has no version folder, such as {folder.name}/1")
+    return str(max(versions))
+
+
+def _read_pbtxt(path: Path) -> dict[str, str]:
+    # Only twins need these imports, which bring all of gRPC.
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    where = f"{path.parent.name}/{path.name}"
+    try:
+        config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except (text_format.ParseError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from None
+    if config.backend != BACKEND:
+        raise ConfigError(f"{where} has backend {config.backend!r}: only a {BACKEND!r} model has an engine to share")
+    return {key: value.string_value for key, value in config.parameters.items()}

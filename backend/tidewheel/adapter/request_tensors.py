@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tidewheel.adapter.responder import ResponseFormat
+from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
+from tidewheel.batch import Int32Array
+from tidewheel.errors import InvalidRequest
+from tidewheel.frontend.coercion import check_size, parse_json, to_text
+from tidewheel.frontend.interface import GenerateRequest, ParameterSource
+
+MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
+_LENGTH_BYTES = 4  # before each string of a STRING tensor
+
+_SAMPLING_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS)
+_LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-1,))
+
+
+def read_request(
+    request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
+) -> tuple[GenerateRequest, ResponseFormat]:
+    """Raise `InvalidRequest`."""
+    inputs = {tensor.name(): tensor for tensor in request.inputs()}
+    stream = _flag(inputs, "stream")
+    if stream and not decoupled:
+        raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
+    # By default only a text prompt is echoed: the client did not write the rendered template.
+    exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
+    if stream and not exclude_input:
+        raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
+    response_format = ResponseFormat(
+        accumulate=_flag(inputs, "accumulate_tokens"),
+        **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
+    )
+    return GenerateRequest(
+        request_id=request.request_id(),
+        text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
+        input_ids=_token_ids(inputs, max_prompt_bytes),
+        messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
+        parameters=_parameters(request, inputs, response_format),
+        stream=stream,
+        echo=not exclude_input,
+        arrival_ns=arrival_ns,
+        timeout_us=request.timeout(),
+    ), response_format
+
+
+def _parameters(
+    request: Any, inputs: Mapping[str, Any], response_format: ResponseFormat
+) -> tuple[ParameterSource, ...]:
+    tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
+    sources = [
+        ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
+        ParameterSource(origin="request parameter", values=_request_parameters(request)),
+        ParameterSource(origin="input tensor", values=tensors),
+    ]
+    wants_logprobs = response_format.logprobs or response_format.cumulative_logprob
+    if wants_logprobs and all(source.values.get("logprobs") is None for source in sources):
+        tensors["logprobs"] = 0  # the chosen token alone
+    return tuple(source for source in sources if source.values)
+
+
+def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
+    data = _bytes(inputs, "sampling_parameters", MAX_PARAMETER_BYTES)
+    if not data:
+        return {}
+    values = parse_json(data, "sampling_parameters")
+    if not isinstance(values, dict):
+        raise InvalidRequest(f"sampling_parameters must be a JSON object, not a {type(values).__name__}")
+    return values
+
+
+def _request_parameters(request: Any) -> dict[str, object]:
+    values: dict[str, object] = json.loads(request.parameters() or "{}")
+    values.pop("id", None)  # of `/generate`
+    return values
+
+
+def _parameter(tensor: Any) -> object:
+    name = tensor.name()
+    items = tensor.as_numpy().reshape(-1)
+    if items.dtype == np.object_:
+        check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
+    if name in _LIST_NAMES:
+        return [to_text(name, item) for item in items]
+    value = _scalar(tensor)
+    return to_text(name, value) if isinstance(value, bytes) else value
+
+
+def _scalar(tensor: Any) -> Any:
+    array = tensor.as_numpy().reshape(-1)
+    if array.size != 1:
+        raise InvalidRequest(f"{tensor.name()} has {array.size} elements: it must have one")
+    if array.dtype == np.float32:
+        return float(str(array[0]))  # 0.7, not 0.699999988
+    return array[0] if array.dtype == np.object_ else array[0].item()
+
+
+def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    return bool(_scalar(inputs[name])) if name in inputs else default
+
+
+def _bytes(inputs: Mapping[str, Any], name: str, limit: int, setting: str = "") -> bytes | None:
+    if name not in inputs:
+        return None
+    value: bytes = _scalar(inputs[name])
+    check_size(name, len(value), limit, setting)
+    return value
+
+
+def _token_ids(inputs: Mapping[str, Any], limit: int) -> Int32Array | None:
+    """Copy them, because Triton may free its memory after `execute`."""
+    if "input_ids" not in inputs:
+        return None
+    ids = inputs["input_ids"].as_numpy().reshape(-1)
+    check_size("input_ids", ids.nbytes, limit, "max_prompt_bytes")
+    copy: Int32Array = np.array(ids, dtype=np.int32)
+    return copy

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.connection import Connection, Outbox
+from tidewheel.engine.folder import read_status, settings_digest
+from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
+from tidewheel.engine.messages import (
+    PROTOCOL,
+    RETRY_AFTER_MS,
+    AddRequest,
+    CloseSession,
+    Delta,
+    Deltas,
+    Dropped,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Goodbye,
+    Hello,
+    Ping,
+    Ready,
+    Room,
+    Stats,
+    encoder,
+)
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError
+from tidewheel.request import FinishReason
+from tidewheel.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 200
+SEEK_POLL_MS = 20
+MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
+
+
+class EngineListener(Protocol):
+    """Callbacks on the client's thread, which must not block."""
+
+    def on_deltas(self, deltas: list[Delta]) -> None: ...
+
+    def on_lost(self, keys: list[int], error: TidewheelError) -> None:
+        """End the requests. Without keys, the engine is gone and nothing was in flight."""
+
+    def on_stats(self, stats: EngineStats) -> None: ...
+
+    def on_room(self, room: Room) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientOptions:
+    command: Sequence[str] = field(default_factory=engine_command)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    hold_s: float = 10.0  # wait of requests for a restarting engine
+    hang_timeout_s: float = 60.0  # silence, longer than any step, until an engine is killed
+    ping_interval_s: float = 1.0
+
+
+class EngineClient:
+    """Client of a folder's engine: start or join it, send requests, end them if it dies.
+
+    Everything that can block or fail runs on one thread. A request accepted by `add` ends exactly once, with a final
+    delta or `on_lost`.
+    """
+
+    def __init__(
+        self,
+        engine_dir: Path,
+        config: EngineConfig,
+        listener: EngineListener,
+        *,
+        name: str,
+        options: ClientOptions | None = None,
+    ) -> None:
+        self._engine_dir = engine_dir
+        self._listener = listener
+        self._hello = Hello(PROTOCOL, name, settings_digest(config.to_settings()))
+        self._options = options = options or ClientOptions()
+        self._launcher = EngineLauncher(engine_dir, config, command=options.command, policy=options.restart)
+        self._outbox = Outbox(hold_s=options.hold_s)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._connection: Connection | None = None
+        self._refused: Counter[str] = Counter()  # by tenant
+        self._refused_lock = threading.Lock()
+        self._poller = self._make_poller()
+        self._info: EngineInfo | None = None
+        self._is_ready = False
+        self._seeking_since_ns = time.monotonic_ns()
+        self._next_ping = 0.0
+        self._failure = ""
+        self._settled = threading.Event()  # ready, or failed to load
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
+
+    # --- any thread -------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float) -> EngineInfo:
+        """Wait until the engine serves. Raise `ConfigError` if it cannot."""
+        self._thread.start()
+        if not self._settled.wait(timeout_s):
+            status = read_status(self._engine_dir)
+            stage = f" ({status.state} {status.stage})".replace(" )", ")") if status is not None else ""
+            raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
+        if self._failure:
+            raise ConfigError(self._failure)
+        assert self._info is not None
+        return self._info
+
+    @property
+    def is_owner(self) -> bool:
+        """Return whether this client keeps the engine alive."""
+        return self._launcher.is_owner
+
+    def add(self, message: AddRequest | CloseSession) -> None:
+        """Raise `Busy`, `EngineDead`, `Draining` or `InternalError` if the request is not accepted."""
+        num_sequences = message.n if isinstance(message, AddRequest) else 1
+        self._outbox.put(message.key, encoder.encode(message), num_sequences)
+
+    def count_refused(self, tenant: str, count: int) -> None:
+        """Report refused requests with the next ping."""
+        with self._refused_lock:
+            known = tenant in self._refused or len(self._refused) < MAX_REFUSED_TENANTS
+            self._refused[tenant if known else ""] += count
+
+    def cancel(self, keys: Iterable[int]) -> None:
+        """Ask for a final delta of each sequence, unless one is already on its way."""
+        self._outbox.put_cancel(list(keys))
+
+    def cancel_sequence(self, key: int, index: int) -> None:
+        self._outbox.put_cancel([], [(key, index)])
+
+    def close(self) -> None:
+        """End requests in flight with `on_lost`. May be called twice."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._outbox.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._leave()
+
+    # --- the io thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+        except Exception as error:
+            log.exception("the engine client failed")
+            self._fail(InternalError(f"the engine client failed: {type(error).__name__}"))
+        finally:
+            self._leave()
+
+    def _turn(self) -> None:
+        timeout_ms = SEEK_POLL_MS if self._connection is None and not self._failure else POLL_MS
+        self._poller.poll(timeout_ms)
+        cancelled = self._outbox.take()
+        if cancelled:
+            self._notify(self._listener.on_deltas, [Delta.whole(key, FinishReason.CANCELLED) for key in cancelled])
+        try:
+            if self._connection is not None:
+                self._talk(self._connection)
+            elif not self._failure:
+                self._seek()
+        except ConfigError as error:
+            self._fail(EngineDead(str(error)))
+        except Draining as error:
+            self._fail(error)
+        self._lose(self._outbox.lose_expired(), _lost(f"the engine is not back after {self._options.hold_s:g} s"))
+
+    def _seek(self) -> None:
+        status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
+        if status is not None:
+            self._connection = Connection(self._context, self._engine_dir, status)
+            self._poller = self._make_poller()
+            self._connection.send(self._hello)
+
+    def _talk(self, connection: Connection) -> None:
+        for message in connection.receive():
+            self._handle(message)
+        if self._connection is not connection:
+            return
+        now = time.monotonic()
+        if connection.process.has_ended:
+            for message in connection.last_words():
+                self._handle(message)
+            self._disconnect(_lost("the engine process ended; it is being started again"))
+        elif now - connection.last_heard > self._options.hang_timeout_s and self.is_owner:
+            silence_s = now - connection.last_heard
+            log.error("engine %d has said nothing for %.0f s: killed", connection.process.pid, silence_s)
+            connection.kill_hung_engine()
+            self._disconnect(_lost("the engine hung and was killed; it is being started again"))
+        elif self._is_ready:
+            self._outbox.flush(connection.send_encoded)
+        if now >= self._next_ping and self._connection is not None:
+            self._next_ping = now + self._options.ping_interval_s
+            connection.send(Ping(self._take_refused()))
+            self._launcher.try_lock()
+
+    def _take_refused(self) -> dict[str, int]:
+        with self._refused_lock:
+            refused, self._refused = self._refused, Counter()
+        return refused
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Deltas():
+                self._outbox.ended(message.deltas)
+                self._notify(self._listener.on_deltas, message.deltas)
+            case Stats():
+                self._notify(self._listener.on_stats, message.stats)
+            case Room():
+                self._notify(self._listener.on_room, message)
+            case Ready():
+                self._info = message.info
+                self._is_ready = True
+                self._settled.set()
+            case Dropped():
+                self._disconnect(message.error.to_error())
+            case Failed():
+                raise ConfigError(message.message)
+
+    def _disconnect(self, error: TidewheelError) -> None:
+        """End what is in flight. The next turn looks for another engine."""
+        if self._connection is None:
+            return
+        log.warning("connection to the engine lost: %s", error.message)
+        self._connection.close()
+        self._connection = None
+        self._is_ready = False
+        self._seeking_since_ns = time.monotonic_ns()
+        self._poller = self._make_poller()
+        self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
+
+    def _fail(self, error: TidewheelError) -> None:
+        """End all requests and refuse new ones."""
+        log.error("%s", error.message)
+        self._failure = error.message
+        self._lose(self._outbox.refuse(error), error)
+        self._disconnect(error)
+        self._settled.set()
+
+    def _lose(self, keys: list[int], error: TidewheelError) -> None:
+        if keys:
+            self._notify(self._listener.on_lost, keys, error)
+
+    def _notify(self, callback: Callable[..., None], *arguments: object) -> None:
+        try:
+            callback(*arguments)
+        except Exception:
+            log.exception("a listener of the engine failed")
+
+    def _leave(self) -> None:
+        if not self._failure:
+            self._failure = "the front end was closed"
+            closed = Draining(self._failure)
+            self._lose(self._outbox.refuse(closed), closed)
+        self._settled.set()
+        if self._connection is not None:
+            self._connection.send(Goodbye())
+            self._connection.close()
+            self._connection = None
+        self._launcher.release(end_engine_that_loads=self._info is None)
+        self._context.term()
+        self._outbox.close()
+
+    def _make_poller(self) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._outbox.wake_fd, zmq.POLLIN)
+        if self._connection is not None:
+            self._connection.register(poller)
+        return poller
+
+
+def _lost(reason: str) -> EngineDead:
+    return EngineDead(reason, retry_after_ms=RETRY_AFTER_MS)

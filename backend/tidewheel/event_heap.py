@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+_SLACK = 64
+
+
+class Event(NamedTuple, Generic[T]):
+    time: float  # seconds, monotonic
+    number: int  # order of pushes, breaks ties
+    subject: T
+
+
+class EventHeap(Generic[T]):
+    """Timed events. Dead ones stay until due, or until they outnumber `num_live`: so removal is free."""
+
+    def __init__(self, is_live: Callable[[Event[T]], bool]) -> None:
+        self._is_live = is_live
+        self._heap: list[Event[T]] = []
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[T]:
+        return (event.subject for event in self._heap)
+
+    def push(self, time: float, subject: T, num_live: int) -> None:
+        """Add an event; `num_live` is the most that may be live."""
+        if len(self._heap) >= 2 * num_live + _SLACK:
+            self._heap = [event for event in self._heap if self._is_live(event)]
+            heapq.heapify(self._heap)
+        self._num_pushed += 1
+        heapq.heappush(self._heap, Event(time, self._num_pushed, subject))
+
+    def pop_due(self, now: float) -> Iterator[Event[T]]:
+        """Yield due live events, including events pushed meanwhile."""
+        while self._heap and self._heap[0].time <= now:
+            event = heapq.heappop(self._heap)
+            if self._is_live(event):
+                yield event

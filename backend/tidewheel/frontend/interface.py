@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from tidewheel.batch import Int32Array, TopLogprobs
+from tidewheel.engine.messages import RequestStats
+from tidewheel.errors import TidewheelError
+from tidewheel.frontend.request_options import RequestOptions
+from tidewheel.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSource:
+    origin: str  # for errors: "sampling_parameters", "request parameter", "input tensor"
+    values: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    request_id: str = ""
+    text: str | bytes | None = None
+    input_ids: Int32Array | None = None  # [num_prompt_tokens]
+    messages: str | bytes | None = None  # JSON list of chat messages
+    parameters: tuple[ParameterSource, ...] = ()
+    stream: bool = False
+    echo: bool = False  # prompt before the text (not when streaming)
+    arrival_ns: int = 0  # monotonic
+    timeout_us: int = 0  # Triton's deadline; 0: none
+
+    @property
+    def prompt_bytes(self) -> int:
+        """Return a lower bound."""
+        ids = 0 if self.input_ids is None else self.input_ids.nbytes
+        return len(self.text or "") + len(self.messages or "") + ids
+
+
+class Generation(NamedTuple):
+    prompt_ids: Int32Array  # [num_prompt_tokens]
+    sampling: SamplingParams
+    options: RequestOptions
+    prompt_name: str = "input_ids"  # field of the prompt, for errors
+    prompt_text: str | None = None  # None: token ids
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """New output of a sequence."""
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
+    token_texts: Mapping[int, str] = field(default_factory=dict)  # of ids in `logprobs` and `token_ids`
+    cumulative_logprob: float | None = None  # of all output
+    num_input_tokens: int = 0
+    finish_reason: str | None = None  # in every response after the end
+    stats: RequestStats | None = None  # in every response after the engine's end
+
+
+Response = Sequence[Chunk]  # by sequence
+
+
+def is_last(response: Response) -> bool:
+    return all(chunk.finish_reason is not None for chunk in response)
+
+
+class Sink(Protocol):
+    """Receiver of one request's responses, from one thread at a time. The last `send` or `fail` ends it."""
+
+    def send(self, response: Response) -> None: ...
+
+    def fail(self, error: TidewheelError) -> None: ...
+
+    def is_cancelled(self) -> bool: ...

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tidewheel.errors import InvalidRequest
+from tidewheel.frontend import coercion
+from tidewheel.frontend.coercion import Coercion
+from tidewheel.request import Priority
+
+_OFF: tuple[object, ...] = ("", False, [])
+
+
+def _to_priority(name: str, value: object) -> Priority:
+    number = coercion.to_int(name, value)
+    try:
+        return Priority.from_wire(number)
+    except ValueError:
+        raise InvalidRequest(f"{name} is {number}: it must be 0 (default) to {max(Priority)} (lowest)") from None
+
+
+OPTIONS: dict[str, Coercion] = {
+    "n": coercion.to_int,
+    "priority": _to_priority,
+    **dict.fromkeys(("tenant", "cache_salt", "session_id"), coercion.to_text),
+    **dict.fromkeys(("deadline_ms", "soft_deadline_ms", "session_ttl_s"), coercion.to_float),
+    "close_session": coercion.to_bool,
+}
+COERCIONS: dict[str, Coercion] = {
+    **OPTIONS,
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), coercion.to_int),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), coercion.to_float),
+    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), coercion.to_float),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), coercion.to_bool),
+    **dict.fromkeys(("stop", "bad_words"), coercion.to_texts),
+    "stop_token_ids": coercion.to_ints,
+    "logit_bias": coercion.to_bias,
+    "best_of": coercion.to_int,
+    "end_id": coercion.to_int,  # an additional stop token
+    "pad_id": coercion.to_int,  # ignored
+}
+ALIASES = {
+    "num_return_sequences": "n",
+    "max_new_tokens": "max_tokens",
+    "min_length": "min_tokens",
+    "stop_words": "stop",
+    "random_seed": "seed",
+}
+
+
+class AbsentFeature(NamedTuple):
+    """Parameter that is refused, unless its value requests nothing."""
+
+    reason: str
+    neutral: tuple[object, ...] = _OFF  # beside null
+
+    def is_neutral(self, value: object) -> bool:
+        return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
+
+
+def _each(names: str, reason: str, neutral: tuple[object, ...] = _OFF) -> dict[str, AbsentFeature]:
+    return dict.fromkeys(names.split(), AbsentFeature(reason, neutral))
+
+
+ABSENT: dict[str, AbsentFeature] = {
+    **_each("beam_width num_beams use_beam_search early_stopping", "beam search is not offered", (*_OFF, 1, "1")),
+    **_each("length_penalty len_penalty", "beam search is not offered, and only it uses the penalty", (0, 1, "1")),
+    **_each("guided_json guided_regex guided_choice guided_grammar", "structured output is not offered"),
+    **_each("guided_json_object guided_whitespace_pattern structured_outputs", "structured output is not offered"),
+    **_each("guided_decoding guided_decoding_backend", "structured output is not offered"),
+    **_each("guided_decoding_guide guided_decoding_guide_type", "structured output is not offered"),
+    **_each("lora_name lora_task_id adapter_id", "adapters are not offered", (*_OFF, 0)),
+    **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
+    **_each("prompt_embedding_table prompt_embeds image", "prompts are text or token ids"),
+    **_each("return_context_logits return_generation_logits", "logits are not returned: ask for logprobs"),
+    **_each("chat_template chat_template_kwargs continue_final_message documents", "the template is the model's own"),
+    **_each("tools tool_choice", "tool calls are not offered", (*_OFF, "none")),
+    **_each("embedding_bias_words embedding_bias_weights", "use logit_bias, which takes token ids"),
+    "prompt_logprobs": AbsentFeature("log-probabilities of the prompt are not offered"),
+    "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
+    "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
+    "logits_processors": AbsentFeature("code of clients is never run"),
+    "allowed_token_ids": AbsentFeature("use logit_bias to steer away from tokens"),
+    "truncate_prompt_tokens": AbsentFeature("prompts are never cut: send what fits the context"),
+    "detokenize": AbsentFeature("text is always returned", (True,)),
+    "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
+    "return_log_probs": AbsentFeature("ask for return_logprobs"),
+    "add_generation_prompt": AbsentFeature("it is always added", (True,)),
+    "timeout": AbsentFeature("it is a field of Triton's infer requests: set deadline_ms", (*_OFF, 0)),
+    "typical_p": AbsentFeature("typical sampling is not offered", (1,)),
+    "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),
+    "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
+}
+
+KNOWN = (*COERCIONS, *ALIASES, *ABSENT)

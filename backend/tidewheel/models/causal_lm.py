@@ -1,0 +1,56 @@
+"""Interface of a model to the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tidewheel_kernels import AttentionMetadata
+
+KVLayer = tuple[torch.Tensor, torch.Tensor]  # keys and values, each [num_blocks, block_size, num_kv_heads, head_dim]
+Progress = Callable[[str, float], None]  # stage name, fraction done in [0, 1]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class ModelShape(NamedTuple):
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int  # output width
+    hidden_size: int
+    intermediate_size: int  # widest activation of a layer
+
+
+class CausalLM(Protocol):
+    @property
+    def shape(self) -> ModelShape: ...
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """Return whether `forward` neither waits for the device nor reads its values."""
+        ...
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [T] int32 or int64
+        positions: torch.Tensor,  # [T] int64
+        meta: AttentionMetadata,
+        kv_layers: Sequence[KVLayer],
+        logit_indices: torch.Tensor,  # [S] int64, tokens whose logits are wanted, ascending, unique
+    ) -> torch.Tensor:
+        """Return logits [S, vocab_size] in the model's dtype."""
+        ...
+
+
+def no_progress(stage: str, fraction: float) -> None:
+    pass

@@ -1,0 +1,142 @@
+"""Folder of a Hugging Face model, and its untrusted `config.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from tidewheel.errors import ConfigError
+
+MAX_CONFIG_BYTES = 16 << 20
+MAX_INT = 2**31 - 1
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+# Data only: code and pickled weights are never fetched.
+WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
+UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
+
+
+def read_json(path: Path) -> dict[str, object]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes: it is no configuration of a model")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: give the folder of a Hugging Face model") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}: it must be a JSON object")
+    return value
+
+
+def read_config(folder: Path) -> Fields:
+    """Return the checked fields of `config.json`."""
+    path = folder / "config.json"
+    fields = Fields(read_json(path), str(path))
+    values = fields.values
+    if "auto_map" in values:
+        raise ConfigError(f"{path}: auto_map asks to run code from the model folder, which is never done")
+    for key in ("quantization_config", "compression_config"):
+        if values.get(key):
+            raise ConfigError(f"{path}: {key} says the weights are quantised; only float weights are served")
+    return fields
+
+
+class Fields:
+    """Typed access to a JSON object; errors name file, key and value."""
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def section(self, key: str) -> Fields:
+        value = self.values.get(key)
+        if value is None:
+            return Fields({}, f"{self.where}: {key}")
+        if not isinstance(value, dict):
+            raise self.error(key, "an object")
+        return Fields(value, f"{self.where}: {key}")
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1, high: int = MAX_INT) -> int:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(key, f"an integer from {low} to {high}")
+        return value
+
+    def optional_integer(self, key: str) -> int | None:
+        return None if self.values.get(key) is None else self.integer(key)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise self.error(key, "a positive number")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "text")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        value = self.values.get(key)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(key, "a list of texts")
+        return tuple(value)
+
+    def error(self, key: str, wanted: str) -> ConfigError:
+        if key not in self.values:
+            return ConfigError(f"{self.where}: {key} is missing")
+        return ConfigError(f"{self.where}: {key} is {self.values[key]!r}, it must be {wanted}")
+
+    def _value(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        return default if value is None else value
+
+
+def architecture(fields: Fields) -> str:
+    names = fields.texts("architectures")
+    if len(names) != 1:
+        raise fields.error("architectures", "a list of one name")
+    return names[0]
+
+
+def checkpoint_dtype(fields: Fields) -> str | None:
+    """Return the weights' dtype, if stated and served."""
+    name = fields.values.get("dtype") or fields.values.get("torch_dtype")
+    return name if isinstance(name, str) and name in DTYPE_NAMES else None
+
+
+def one_line(error: Exception, limit: int = 400) -> str:
+    return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def resolve_folder(model: str) -> Path:
+    """Return the folder, or that of a Hugging Face repository, which is downloaded unless it is cached."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists() or folder.is_absolute() or model.count("/") != 1:
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
+    try:
+        return Path(snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+    except HFValidationError:
+        raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {model!r} is no folder and cannot be fetched from Hugging Face: {one_line(error)}"
+        ) from None

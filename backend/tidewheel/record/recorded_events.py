@@ -1,0 +1,137 @@
+"""Events of a recording: one JSON array a line, the event's name first.
+
+Decisions depend only on which requests share a prefix, and on which token ends a request. So instead of a token there
+is a hash of the prefix it ends, or 0 if it stops a request. Session, salt and tenant names are hashed too, except
+tenants that the settings name.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from tidewheel.batch import ScheduledBatch
+
+SCHEMA = 1
+STOP_TOKEN = 0
+ORDINARY_TOKEN = 1  # undelivered, or without prefix caching
+
+
+class StepFeatures(NamedTuple):
+    """Contents of a step that decide its time."""
+
+    num_rows: int
+    num_tokens: int
+    num_samples: int
+    num_new_rows: int
+    kv_tokens: int  # cached tokens that attention reads
+    chunk_pairs: int  # (query, key) pairs of chunks over one token
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+class Header(Event, frozen=True, tag="tidewheel-recording"):
+    schema: int
+    version: str
+    settings: dict[str, object]  # `EngineConfig.to_settings`
+    info: dict[str, object]  # `EngineInfo`
+
+
+class RecordedRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    request_id: str
+    num_prompt_tokens: int
+    prompt: bytes  # int32 token names; empty without prefix caching
+    max_tokens: int
+    min_tokens: int
+    can_stop: bool
+    arrival_time: float
+    priority: int
+    cache_salt: str
+    tenant: str
+    deadline: float | None
+    soft_deadline: float | None
+    session_id: str
+    session_ttl: float
+
+
+class Added(Event, frozen=True, tag="add"):
+    now: float
+    requests: list[RecordedRequest]  # a leader, then its followers
+    refused: str  # error tag; empty: accepted
+    evicted: list[str]
+
+
+class Cancelled(Event, frozen=True, tag="cancel"):
+    request_id: str
+    reason: str
+    was_there: bool
+
+
+class Expired(Event, frozen=True, tag="expire"):
+    now: float
+    ended: list[str]
+
+
+class Failed(Event, frozen=True, tag="fail-all"):
+    ended: list[str]
+
+
+class SessionClosed(Event, frozen=True, tag="close-session"):
+    tenant: str
+    session_id: str
+    was_there: bool
+
+
+class Scheduled(Event, frozen=True, tag="schedule"):
+    now: float
+    expired: bool  # `expire` ran just before and ended nothing
+    step_id: int = -1  # -1: nothing was scheduled
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_samples: int = 0
+    num_new_rows: int = 0
+    kv_tokens: int = 0
+    chunk_pairs: int = 0
+    digest: str = ""
+    new_requests: list[str] = []
+    freed_rows: list[int] = []
+
+    @property
+    def features(self) -> StepFeatures:
+        return StepFeatures(
+            self.num_rows, self.num_tokens, self.num_samples, self.num_new_rows, self.kv_tokens, self.chunk_pairs
+        )
+
+
+class Applied(Event, frozen=True, tag="apply"):
+    now: float
+    step_id: int
+    tokens: bytes  # int32 token names by row; empty: all ORDINARY_TOKEN
+    num_delivered: int
+    ended: list[tuple[str, str]]  # id, finish reason
+
+
+class Full(Event, frozen=True, tag="full"):
+    """End of a recording at its size limit."""
+
+
+AnyEvent = Header | Added | Cancelled | Expired | Failed | SessionClosed | Scheduled | Applied | Full
+
+
+def step_features(batch: ScheduledBatch) -> StepFeatures:
+    num_decodes, num_rows = batch.num_decodes, len(batch.rows)
+    kv_tokens = int(batch.start_positions.sum()) + batch.num_tokens
+    num_samples, chunk_pairs = num_decodes, 0
+    if num_decodes < num_rows:
+        num_samples += int(batch.samples[num_decodes:].sum())
+        starts = batch.start_positions[num_decodes:].tolist()
+        counts = batch.num_scheduled_tokens[num_decodes:].tolist()
+        chunk_pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
+    return StepFeatures(num_rows, batch.num_tokens, num_samples, len(batch.new_rows), kv_tokens, chunk_pairs)
+
+
+encoder = msgspec.json.Encoder()
+decoder: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)

@@ -1,0 +1,126 @@
+"""Host tier of the KV cache: its size, memory, and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tidewheel.batch import Int32Array
+from tidewheel.errors import ConfigError
+from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, index_on
+
+# torch rounds pinned memory up to a power of two: one large tensor could take twice its size.
+SLAB_BYTES = 1024 * MIB
+STAGING_BYTES = 64 * MIB
+GIB = 1 << 30
+MEMORY_INFO = Path("/proc/meminfo")
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
+
+
+def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STAGING_BYTES) -> int:
+    return min(max(1, staging_bytes // block_bytes), num_slots)
+
+
+class HostBlocks:
+    """Slots, pinned on CUDA, of one block of all layers each.
+
+    A block is gathered into a staging buffer on the device and crosses the bus in one piece. CUDA copies are queued
+    without waiting, all on one stream.
+    """
+
+    def __init__(
+        self, kv: KVTensors, num_slots: int, *, slab_bytes: int = SLAB_BYTES, staging_bytes: int = STAGING_BYTES
+    ) -> None:
+        """Raise `RuntimeError` if the memory cannot be allocated."""
+        self.num_slots = num_slots
+        self._blocks = kv.blocks
+        shape, dtype = self._blocks.shape[1:], self._blocks.dtype
+        slot_bytes = shape.numel() * dtype.itemsize
+        num_staged = num_staged_blocks(slot_bytes, num_slots, staging_bytes)
+        pinned = kv.device.type == "cuda"
+        self._slab_slots = max(1, slab_bytes // slot_bytes)
+        self._slabs = [
+            torch.empty(min(self._slab_slots, num_slots - first), *shape, dtype=dtype, pin_memory=pinned)
+            for first in range(0, num_slots, self._slab_slots)
+        ]
+        self._staging = torch.empty(num_staged, *shape, dtype=dtype, device=kv.device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self._slabs)
+
+    def slot(self, index: int) -> torch.Tensor:
+        """Return [2 * num_layers, block_size, num_kv_heads, head_dim]."""
+        return self._slabs[index // self._slab_slots][index % self._slab_slots]
+
+    def write_out(self, block_ids: Int32Array, slots: Int32Array) -> None:
+        for index, chunk in self._chunks(block_ids, slots):
+            staged = self._staging[: len(chunk)]
+            torch.index_select(self._blocks, 0, index, out=staged)
+            for row, slot in enumerate(chunk):
+                self.slot(slot).copy_(staged[row], non_blocking=True)
+
+    def read_in(self, slots: Int32Array, block_ids: Int32Array) -> None:
+        for index, chunk in self._chunks(block_ids, slots):
+            staged = self._staging[: len(chunk)]
+            for row, slot in enumerate(chunk):
+                staged[row].copy_(self.slot(slot), non_blocking=True)
+            self._blocks.index_copy_(0, index, staged)
+
+    def _chunks(self, block_ids: Int32Array, slots: Int32Array) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Yield block ids on the device, and slots, in chunks that fit the staging buffer."""
+        size = len(self._staging)
+        for first in range(0, len(slots), size):
+            index = index_on(self._staging.device, block_ids[first : first + size])
+            yield index, slots[first : first + size].tolist()
+
+
+def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_bytes: int | None) -> int:
+    """Return the blocks in `swap_space` GiB. Raise `ConfigError` if below one block or above available memory."""
+    if swap_space == 0.0:
+        return 0
+    num_bytes = int(swap_space * GIB)
+    if available_bytes is not None and num_bytes > available_bytes:
+        raise ConfigError(
+            f"swap_space is {swap_space:g} GiB, but {available_bytes / GIB:.1f} GiB of host memory are available: "
+            "lower it"
+        )
+    num_blocks = num_bytes // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"swap_space is {swap_space:g} GiB, which does not hold one block of {layout.block_bytes / MIB:.1f} MiB: "
+            "raise it, or set it to 0"
+        )
+    return num_blocks
+
+
+def available_host_bytes(
+    memory_info: Path = MEMORY_INFO, limit: Path = CONTAINER_LIMIT, use: Path = CONTAINER_USE
+) -> int | None:
+    """Return the bytes that machine and container allow, if known."""
+    amounts = [amount for amount in (_available(memory_info), _left(limit, use)) if amount is not None]
+    return min(amounts, default=None)
+
+
+def _available(memory_info: Path) -> int | None:
+    for line in _read(memory_info).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _left(limit: Path, use: Path) -> int | None:
+    allowed, used = _read(limit).strip(), _read(use).strip()
+    if not allowed.isdecimal() or not used.isdecimal():  # "max": no limit
+        return None
+    return max(int(allowed) - int(used), 0)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

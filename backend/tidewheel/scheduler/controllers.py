@@ -1,0 +1,181 @@
+"""Limits of the next step, learned from earlier steps."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from tidewheel.batch import ScheduledBatch
+from tidewheel.scheduler.commit import InFlight
+from tidewheel.scheduler.config import SchedulerConfig
+from tidewheel.scheduler.queue import WaitingSet
+from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_plan import StepLimits
+from tidewheel.scheduler.step_time import PreemptionCost, ServiceEstimate, StepTime
+from tidewheel.scheduler.strategy import JoinView, make_strategy
+
+MIN_TOKEN_BUDGET = 16
+KV_HIGH = 0.90
+KV_GOAL = 0.85
+KV_LOW = 0.80
+BUSY_LOW = 0.85
+GOVERNOR_PERIOD_S = 0.5
+
+_GAIN = 0.2
+_AIM = 0.97  # of the target, where the dead band ends
+_DEAD_BAND = 0.03  # around the aim
+_MAX_CHANGE = 0.25  # of the logarithm, per step
+_LIMITED = 0.9  # of the budget: emptier steps never raise it
+_LATENCY_LOW = 0.9  # of the target
+_MEMORY_S = 30.0  # time constant of peak use per request
+_NO_USE = 1e-6
+_MOST_LOWERED = 0.75  # of the running requests
+_SMOOTHING = 0.2  # weight of the newest step
+_BUSY_SECONDS = 1.0  # time constant of the busy fraction
+
+
+class AppliedStep(NamedTuple):
+    now: float  # seconds
+    seconds: float
+    num_decodes: int
+    num_tokens: int
+    num_running: int
+    kv_usage: float  # 0 to 1
+    busy: float  # step time over wall time, smoothed
+
+
+class TpotController:
+    """Controller of the token budget: decoding steps take `target_s`, their TPOT.
+
+    Clamped integral control:  ln B ← ln B + gain · ln(0.97 · target / step time)
+
+    In full steps, d ln t / d ln B is between 0 and 1 on any device, so the loop gain is at most 0.2: no overshoot,
+    even two steps late (z² - z + g has real roots for g ≤ 1/4). Only steps that use the budget raise it.
+    """
+
+    def __init__(self, target_s: float, max_budget: int, min_budget: int) -> None:
+        self.target_s = target_s
+        self._max_budget = max_budget
+        self._min_budget = min(min_budget, max_budget)
+        self._exact_budget = float(max_budget)
+
+    @property
+    def budget(self) -> int:
+        return round(self._exact_budget)
+
+    def observe(self, step: AppliedStep) -> None:
+        if step.num_decodes < 1 or step.seconds <= 0.0:
+            return  # no TPOT
+        error = math.log(_AIM * self.target_s / step.seconds)
+        if abs(error) < _DEAD_BAND or (error > 0.0 and step.num_tokens < _LIMITED * self.budget):
+            return
+        moved = self._exact_budget * math.exp(min(max(_GAIN * error, -_MAX_CHANGE), _MAX_CHANGE))
+        self._exact_budget = min(max(moved, self._min_budget), self._max_budget)
+
+
+class SeqsGovernor:
+    """Controller of the number of running requests, from 1 to `max_num_seqs`, twice a second.
+
+    Requests leave only when they end, so steady lowering would overshoot. Instead the limit falls, by at most a
+    quarter, to as many requests as use 85 % of the blocks and meet the target. It rises by 1/32 of `max_num_seqs`, to
+    at most 85 % at the peak blocks per request of the last half minute: young requests still grow. A loaded device is
+    always busy, so a reached limit rises too.
+    """
+
+    def __init__(self, max_num_seqs: int, target_latency_s: float | None = None) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.target_s = target_latency_s
+        self._most = max_num_seqs
+        self._latency: float | None = None
+        self._usage_each = 0.0  # peak share of the blocks, fading
+        self._decided_at = -math.inf
+
+    def observe(self, step: AppliedStep) -> None:
+        if self._latency is None:
+            self._latency = step.seconds
+        self._latency += _SMOOTHING * (step.seconds - self._latency)
+        if step.now - self._decided_at >= GOVERNOR_PERIOD_S:
+            self._usage_each *= math.exp((self._decided_at - step.now) / _MEMORY_S)
+            self._decided_at = step.now
+            self.max_num_seqs = self._review(step, self._latency)
+
+    def _review(self, step: AppliedStep, latency: float) -> int:
+        limit, kv_usage, running = self.max_num_seqs, step.kv_usage, max(step.num_running, 1)
+        slowness = 0.0 if self.target_s is None else latency / self.target_s
+        usage_each = max(kv_usage, _NO_USE) / running
+        self._usage_each = max(self._usage_each, usage_each)
+        if kv_usage > KV_HIGH or slowness > 1.0:
+            fitting = KV_GOAL / usage_each if kv_usage > KV_HIGH else limit
+            goal = math.floor(min(running / max(slowness, 1.0), fitting, limit))
+            return max(goal, math.floor(_MOST_LOWERED * min(limit, running)), 1)
+        is_relaxed = kv_usage < KV_LOW and slowness < _LATENCY_LOW
+        if is_relaxed and (step.busy < BUSY_LOW or step.num_running >= limit):
+            fitting = math.floor(KV_GOAL / self._usage_each)
+            return max(min(limit + max(self._most // 32, 1), self._most, fitting), limit)
+        return limit
+
+
+class StepControl:
+    """Strategy, controllers and learned costs."""
+
+    def __init__(self, config: SchedulerConfig, keep_free: int) -> None:
+        self._config = config
+        self._keep_free = keep_free
+        self._step_time = StepTime()
+        self.estimate = ServiceEstimate(self._step_time, config.max_num_batched_tokens)
+        self.preemption_cost = PreemptionCost(self._step_time, config.swap_seconds_per_block)
+        self.strategy = make_strategy(config.strategy)
+        self.token_budget = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs
+        self._tpot: TpotController | None = None
+        if config.target_tpot_s is not None:
+            self._tpot = TpotController(config.target_tpot_s, config.max_num_batched_tokens, MIN_TOKEN_BUDGET)
+        self._governor: SeqsGovernor | None = None
+        if config.enable_seqs_governor:
+            self._governor = SeqsGovernor(config.max_num_seqs, config.governor_target_latency_s)
+        self._last_applied: float | None = None
+        self._busy = 0.0
+
+    def limits(self, waiting: WaitingSet, num_running: int, now: float) -> StepLimits:
+        budget = max(self.token_budget, num_running + 1)  # each row decodes, one prompt progresses
+        return StepLimits(
+            min(budget, self._config.max_num_batched_tokens),
+            self._config.max_chunk_tokens,
+            self.max_num_seqs,
+            self._max_joins(waiting, num_running, now) if waiting else 0,
+            self._keep_free,
+        )
+
+    def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
+        """Learn from an applied batch, which started when the one before it ended."""
+        last = step.scheduled_at if self._last_applied is None else self._last_applied
+        seconds = max(now - max(step.scheduled_at, last), 0.0)
+        self._step_time.observe(batch.num_tokens - batch.num_decodes, seconds, now)
+        num_started_tokens = sum([request.num_prompt_tokens for request in step.started])
+        self.estimate.observe_step(now, num_started_tokens, state.waiting.num_new)
+        if step.started:
+            oldest = min([request.arrival_time for request in step.started])
+            self.strategy.observe_batch(max(now - oldest, 0.0))
+        if self._tpot is not None or self._governor is not None:
+            self._adjust(batch, state, seconds, now - last, now)
+        self._last_applied = now
+
+    def _adjust(self, batch: ScheduledBatch, state: State, seconds: float, elapsed: float, now: float) -> None:
+        if elapsed > 0.0:
+            weight = 1.0 - math.exp(-elapsed / _BUSY_SECONDS)
+            self._busy += weight * (min(seconds / elapsed, 1.0) - self._busy)
+        kv_usage = 1.0 - state.kv.num_free_blocks / state.kv.num_blocks
+        num_running = state.columns.num_running
+        step = AppliedStep(now, seconds, batch.num_decodes, batch.num_tokens, num_running, kv_usage, self._busy)
+        if self._tpot is not None:
+            self._tpot.observe(step)
+            self.token_budget = self._tpot.budget
+        if self._governor is not None:
+            self._governor.observe(step)
+            self.max_num_seqs = self._governor.max_num_seqs
+
+    def _max_joins(self, waiting: WaitingSet, num_running: int, now: float) -> int:
+        oldest = waiting.oldest_arrival
+        limit = max(self.max_num_seqs, num_running)  # lowering the limit ends no request
+        view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
+        return self.strategy.max_joins(now, view)

@@ -1,0 +1,292 @@
+"""Plan of one step: which rows get its tokens, and which requests enter.
+
+A request that cannot enter is not overtaken, or smaller ones would starve it, unless it waits for the strategy or for
+a prefix under computation.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+from tidewheel.batch import Int32Array
+from tidewheel.errors import InternalError
+from tidewheel.kvcache.prefix import PrefixHit
+from tidewheel.request import Priority, Request
+from tidewheel.scheduler.columns import RowArray
+from tidewheel.scheduler.policy import Rank, level_of, shared_level
+from tidewheel.scheduler.queue import next_in_line
+from tidewheel.scheduler.service_class import drop_over_quota
+from tidewheel.scheduler.state import State
+from tidewheel.scheduler.step_plan import StepLimits, StepPlan, new_row
+from tidewheel.scheduler.victims import free_blocks_to_grow, victims_for
+
+FloatArray = npt.NDArray[np.float64]
+
+AHEAD: FloatArray = 4.0 * 2.0 ** np.arange(16)  # steps from now: 4 to 131,072
+CAUTION = 2.0  # standard deviations that must be free beside the mean
+MAX_DIGESTS = 1024  # computed per step, to compare cached prefixes
+MAX_SKIPPED = 16  # requests per step that wait for a prefix
+
+
+class Entry(enum.Enum):
+    ENTERED = enum.auto()
+    SKIPPED = enum.auto()  # waits for a prefix; others may enter
+    MOVED = enum.auto()  # reordered
+    BLOCKED = enum.auto()  # nothing enters behind it
+
+
+def plan_step(state: State, limits: StepLimits, now: float) -> StepPlan:
+    """Plan decodes first, so that no prompt delays them, then prompts in order."""
+    plan = StepPlan(limits)
+    decode_rows, decode_starts, chunk_rows = state.columns.gaps()
+    _plan_decodes(state, plan, decode_rows, decode_starts, now)
+    _plan_prompts(state, plan, chunk_rows, now)
+    _grow(state, plan)
+    return plan
+
+
+def _plan_decodes(state: State, plan: StepPlan, rows: RowArray, starts: Int32Array, now: float) -> None:
+    columns = state.columns
+    full = starts >= columns.num_slots.take(rows)
+    if np.count_nonzero(full) > state.kv.num_free_blocks:
+        plan.is_scarce = True
+        sitting_out = free_blocks_to_grow(state, rows[full], now)
+        plan.num_sitting_out = len(sitting_out)
+        stays = columns.running[rows] & ~np.isin(rows, sitting_out)
+        rows, starts, full = rows[stays], starts[stays], full[stays]
+    plan.set_decodes(rows, starts, rows[full])
+
+
+def _grow(state: State, plan: StepPlan) -> None:
+    rows = plan.growing_rows
+    if not len(rows):
+        return
+    columns, block_size = state.columns, state.kv.block_size
+    num_slots = columns.num_slots.take(rows)
+    blocks = state.kv.grow(rows.tolist())
+    if blocks is None:
+        raise InternalError(f"admission left no blocks for {len(rows)} rows that grow")
+    plan.add_blocks(rows.tolist(), (num_slots // block_size).tolist(), blocks)
+    columns.num_slots[rows] = num_slots + block_size
+    columns.num_grown_blocks[rows] += 1
+
+
+def _plan_prompts(state: State, plan: StepPlan, rows: RowArray, now: float) -> None:
+    columns = state.columns
+    entering = _Entering(state, plan, now)
+    running = columns.requests(rows[columns.running[rows]])
+    for key, _, request in sorted((state.waiting.key(request), request.row, request) for request in running):
+        entering.run(before=key)
+        if plan.token_budget < 1:
+            return
+        row = request.row
+        if row < 0:
+            continue  # preempted for a CRITICAL request
+        start = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
+        end = int(columns.num_tokens[row])
+        if plan.may_share(level_of(state.policy, request)) and plan.is_short(end - start):
+            plan.add_chunk(row, start, end, shared_level(state.policy, request))
+    entering.run()
+    plan.give_back()
+
+
+class _Entering:
+    def __init__(self, state: State, plan: StepPlan, now: float) -> None:
+        self._state = state
+        self._plan = plan
+        self._now = now
+        self._is_open = True
+        self._by_cache = state.config.cache_aware_order and state.policy.by_arrival and state.policy.by_class
+        self._growth: Growth | None = None  # made on demand
+        self._skipped: set[str] = set()
+        self._digests_left = MAX_DIGESTS
+        self._cached: dict[str, int] = {}
+
+    def run(self, before: Rank | None = None) -> None:
+        """Admit requests before this key, until one cannot enter."""
+        while self._is_open and self._state.waiting:
+            request = self._next()
+            if request is None or (before is not None and self._state.waiting.key(request) >= before):
+                return
+            outcome = self._try(request)
+            if outcome is Entry.SKIPPED:
+                self._skipped.add(request.request_id)
+            self._is_open = len(self._skipped) < MAX_SKIPPED and (outcome is not Entry.BLOCKED or self._by_cache)
+            if outcome is Entry.BLOCKED:
+                self._by_cache = False  # an earlier one may fit
+
+    def _next(self) -> Request | None:
+        state = self._state
+        candidates = state.waiting.candidates(with_new=self._plan.joins_left > 0)
+        waiting = (request for request in candidates if request.request_id not in self._skipped)
+        if self._by_cache and not self._needs_row():
+            before = self._now - state.config.ageing_s
+            return next_in_line(waiting, self._num_cached_tokens, before=before, by_tenant=state.policy.by_tenant)
+        return next(waiting, None)
+
+    def _num_cached_tokens(self, request: Request) -> int:
+        """Return 0 if the step has too few digests left."""
+        count = self._cached.get(request.request_id)
+        if count is None:
+            kv = self._state.kv
+            num_digests = request.num_tokens // kv.block_size - len(request.block_hashes)
+            if num_digests > self._digests_left:
+                return 0
+            self._digests_left -= max(num_digests, 0)
+            count = self._cached[request.request_id] = kv.prefixes.estimate(request)
+        return count
+
+    def _try(self, request: Request) -> Entry:
+        """Admit the request with blocks for all its tokens, so that no prompt under way runs out."""
+        state, plan = self._state, self._plan
+        if not self._has_turn(request):
+            return Entry.BLOCKED
+        if drop_over_quota(state, request, self._now):
+            return Entry.MOVED
+        hit = state.find_hit(request)
+        if self._awaits_prefix(request, hit):
+            return Entry.SKIPPED
+        if not plan.is_short(request.num_tokens - hit.num_tokens):
+            return Entry.BLOCKED
+        if self._make_way(request, hit):
+            hit = state.find_hit(request)  # offloading may have evicted its host blocks
+        elif not self._fits(request, hit):
+            return Entry.BLOCKED
+        return Entry.ENTERED if self._enter(request, hit) else Entry.BLOCKED
+
+    def _has_turn(self, request: Request) -> bool:
+        plan = self._plan
+        if not plan.may_share(level_of(self._state.policy, request)):
+            return False
+        if self._may_make_way(request):
+            return plan.token_budget > 0 or not plan.chunk_ends  # may take tokens of decodes
+        return plan.token_budget > 0 and not plan.is_scarce and not self._needs_row()
+
+    def _enter(self, request: Request, hit: PrefixHit) -> bool:
+        state, plan = self._state, self._plan
+        was_new = request.is_new
+        blocks = state.enter(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
+        if blocks is None:
+            return False
+        if was_new:
+            plan.num_joined += 1 + len(request.followers)
+        if request.first_scheduled_time is None:
+            _start(state, plan, request, hit.num_tokens, self._now)
+        plan.new_rows.append(new_row(request))
+        plan.add_blocks([request.row] * len(blocks), range(len(blocks)), blocks)
+        plan.add_chunk(request.row, hit.num_tokens, request.num_tokens, shared_level(state.policy, request))
+        return True
+
+    def _fits(self, request: Request, hit: PrefixHit) -> bool:
+        """Return whether row and tokens, or blocks beyond the expected growth, are free."""
+        state, plan = self._state, self._plan
+        if self._may_make_way(request) or not state.columns.num_running or not state.config.admit_by_growth:
+            return not self._needs_row() and plan.token_budget > 0
+        if self._growth is None:
+            self._growth = Growth(state)
+        return self._growth.allows(request, hit, keep_free=plan.num_blocks_kept(state.columns.num_running))
+
+    def _make_way(self, request: Request, hit: PrefixHit) -> bool:
+        """Preempt rows for a CRITICAL request; return whether any left."""
+        state, plan = self._state, self._plan
+        if not self._may_make_way(request):
+            return False
+        victims = victims_for(state, plan, request, hit, needs_row=self._needs_row())
+        for row in victims:
+            state.preempt(row, self._now)
+        plan.drop_decodes(victims)
+        self._growth = None
+        return bool(victims)
+
+    def _may_make_way(self, request: Request) -> bool:
+        return self._state.policy.by_class and request.service_class is Priority.CRITICAL
+
+    def _needs_row(self) -> bool:
+        columns = self._state.columns
+        return not columns.num_free_rows or columns.num_running >= self._plan.limits.max_running
+
+    def _awaits_prefix(self, request: Request, hit: PrefixHit) -> bool:
+        """Return whether a row computes the prefix in this step, or most of the missing tokens later."""
+        state = self._state
+        num_blocks, row = state.kv.prefixes.find_computing(request, hit)
+        if not num_blocks:
+            return False
+        num_shared = num_blocks * state.kv.block_size
+        columns = state.columns
+        position = int(columns.num_computed_tokens[row] + columns.num_inflight_tokens[row])
+        reached = self._plan.chunk_ends.get(row, position)
+        if reached >= hit.num_blocks * state.kv.block_size + num_shared:
+            return True
+        is_behind = state.waiting.key(columns.request(row)) > state.waiting.key(request)  # the row may starve
+        return not is_behind and 2 * num_shared >= request.num_tokens - hit.num_tokens
+
+
+def _start(state: State, plan: StepPlan, request: Request, num_cached_tokens: int, now: float) -> None:
+    request.first_scheduled_time = now
+    request.num_cached_tokens = num_cached_tokens
+    plan.started.append(request)
+    if state.virtual_counters is not None:
+        state.virtual_counters.charge(request.tenant, request.num_prompt_tokens - num_cached_tokens, 0)
+    if state.kv.prefixes.is_enabled:
+        state.stats.num_prefix_queries += request.num_prompt_tokens
+        state.stats.num_prefix_hits += num_cached_tokens
+
+
+class Growth:
+    """Need for cache slots t steps from now: a request has grown by t, or ended and given back its own slots.
+
+    With p(t) the chance to be alive, from `OutputPredictor.survival`, and o its own slots, it adds
+
+        mean        p · (t + o) - o
+        variance    p · (1 - p) · (t + o)²
+
+    Past-Future scheduling (Gong et al., ASPLOS 2025) admits by the peak of predicted memory, too.
+    """
+
+    def __init__(self, state: State) -> None:
+        columns = state.columns
+        rows = columns.running.nonzero()[0]
+        self._state = state
+        self._rows = rows
+        self._num_most = int((columns.max_num_tokens[rows] - columns.num_slots[rows]).clip(0).sum())
+        self._newcomers: list[tuple[int, int, int]] = []  # output tokens, tokens left, own slots
+        self._curve: tuple[FloatArray, FloatArray] | None = None
+        self._of_rows = np.zeros((2, len(AHEAD)))
+
+    def allows(self, request: Request, hit: PrefixHit, *, keep_free: int) -> bool:
+        """Return whether the request may enter, and count it if so. Longest outputs that fit need no estimate."""
+        kv = self._state.kv
+        num_free = -kv.block_size * kv.num_missing_blocks(request.num_tokens, hit, keep_free=keep_free)
+        left = request.max_tokens - request.num_output_tokens
+        own = kv.block_size * (kv.num_blocks_for(request.num_tokens) - len(hit.block_ids))
+        newcomers = [*self._newcomers, (request.num_output_tokens, left, own)]
+        if self._num_most + left > num_free and self._need(newcomers) > num_free:
+            return False
+        self._num_most += left
+        self._newcomers = newcomers
+        return True
+
+    def _need(self, newcomers: list[tuple[int, int, int]]) -> float:
+        columns, rows = self._state.columns, self._rows
+        if self._curve is None:
+            outputs = (columns.num_tokens[rows] - columns.num_prompt_tokens[rows]).astype(np.float64)
+            lefts = (columns.max_num_tokens[rows] - columns.num_tokens[rows]).astype(np.float64)
+            self._curve = self._state.predictor.survival(outputs)
+            self._of_rows = _moments(self._curve, outputs, lefts, columns.num_own_slots(rows))
+        mean, variance = self._of_rows + _moments(self._curve, *np.array(newcomers, dtype=np.float64).T)
+        return float((mean + CAUTION * np.sqrt(variance)).max())
+
+
+def _moments(
+    curve: tuple[FloatArray, FloatArray], outputs: FloatArray, lefts: FloatArray, own: FloatArray
+) -> FloatArray:
+    """Return mean and variance, [2, len(AHEAD)]."""
+    now = np.interp(outputs, *curve).clip(1e-9)[:, None]
+    alive = np.interp(outputs[:, None] + AHEAD, *curve) / now
+    alive *= lefts[:, None] > AHEAD
+    held = AHEAD + own[:, None]
+    mean = (alive * held - own[:, None]).sum(axis=0)
+    return np.stack((mean, (alive * (1.0 - alive) * held * held).sum(axis=0)))

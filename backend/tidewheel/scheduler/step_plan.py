@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
+from tidewheel.kvcache.transfers import Transfers
+from tidewheel.request import Request
+from tidewheel.scheduler.columns import RowArray
+from tidewheel.scheduler.policy import Rank
+
+
+class StepLimits(NamedTuple):
+    token_budget: int
+    max_chunk_tokens: int  # per request
+    max_running: int  # for entering only
+    max_joins: int  # requests that never started
+    keep_free: int  # blocks that an admission leaves while others run
+
+
+class Chunk(NamedTuple):
+    row: int
+    start: int
+    num_tokens: int
+    samples: bool  # reaches the last token
+
+
+class Cut(NamedTuple):
+    position: int  # index of the chunk
+    num_missing: int  # uncomputed tokens of the request
+    level: Rank  # largest that may share the budget
+
+
+class StepPlan:
+    """Next batch, within a token budget.
+
+    A prompt that exceeds the budget left takes half of it. The other half goes to requests behind it, of its level,
+    with less than half as much to compute: they gain more than it loses. The unused rest returns to it.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
+        self.token_budget = limits.token_budget  # left
+        self.num_joined = 0  # including followers
+        self.started: list[Request] = []  # for the first time
+        self.decode_rows: RowArray = np.empty(0, dtype=np.intp)
+        self.growing_rows: RowArray = np.empty(0, dtype=np.intp)  # decode rows that need a block
+        self.num_sitting_out = 0  # decode rows that get none
+        self.is_scarce = False  # only CRITICAL requests enter
+        self._decode_starts = _ids([])
+        self._chunks: list[Chunk] = []
+        self._cut: Cut | None = None
+        self.new_rows: list[NewRow] = []
+        self._block_rows: list[int] = []
+        self._block_indices: list[int] = []
+        self._block_ids: list[int] = []
+
+    @property
+    def joins_left(self) -> int:
+        return self.limits.max_joins - self.num_joined
+
+    @property
+    def is_empty(self) -> bool:
+        return not len(self.decode_rows) and not self._chunks
+
+    def set_decodes(self, rows: RowArray, starts: Int32Array, growing_rows: RowArray) -> None:
+        self.decode_rows, self._decode_starts = rows, starts
+        self.growing_rows = growing_rows
+        self.token_budget -= len(rows)
+
+    def num_blocks_kept(self, num_running: int) -> int:
+        return len(self.growing_rows) + self.num_sitting_out + (self.limits.keep_free if num_running else 0)
+
+    def drop_decodes(self, victims: list[int]) -> None:
+        if not victims:
+            return
+        stays = ~np.isin(self.decode_rows, victims)
+        self.token_budget += len(stays) - int(np.count_nonzero(stays))
+        self.decode_rows, self._decode_starts = self.decode_rows[stays], self._decode_starts[stays]
+        self.growing_rows = self.growing_rows[~np.isin(self.growing_rows, victims)]
+
+    @property
+    def chunk_ends(self) -> dict[int, int]:
+        return {chunk.row: chunk.start + chunk.num_tokens for chunk in self._chunks}
+
+    def may_share(self, level: Rank) -> bool:
+        return self._cut is None or level <= self._cut.level
+
+    def is_short(self, num_missing: int) -> bool:
+        """Return whether so few tokens may share a cut budget."""
+        return self._cut is None or 2 * num_missing < self._cut.num_missing
+
+    def add_chunk(self, row: int, start: int, end: int, level: Rank) -> None:
+        num_tokens = min(end - start, self.limits.max_chunk_tokens)
+        if end - start > self.token_budget <= self.limits.max_chunk_tokens:
+            num_tokens = (self.token_budget + 1) // 2
+            self._cut = Cut(len(self._chunks), end - start, level)
+        self._chunks.append(Chunk(row, start, num_tokens, start + num_tokens == end))
+        self.token_budget -= num_tokens
+
+    def give_back(self) -> None:
+        if self._cut is not None:
+            position, num_missing, _ = self._cut
+            chunk = self._chunks[position]
+            num_tokens = min(chunk.num_tokens + self.token_budget, num_missing, self.limits.max_chunk_tokens)
+            self.token_budget -= num_tokens - chunk.num_tokens
+            self._chunks[position] = Chunk(chunk.row, chunk.start, num_tokens, num_tokens == num_missing)
+
+    def add_blocks(self, rows: Sequence[int], indices: Sequence[int], block_ids: Sequence[int]) -> None:
+        self._block_rows += rows
+        self._block_indices += indices
+        self._block_ids += block_ids
+
+    def to_batch(self, step_id: int, freed_rows: Int32Array, transfers: Transfers) -> ScheduledBatch:
+        chunks = sorted(self._chunks, key=lambda chunk: chunk.num_tokens > 1)  # stable: single tokens lead
+        num_decodes = len(self.decode_rows)
+        n = num_decodes + len(chunks)
+        rows, starts = np.empty(n, dtype=np.int32), np.empty(n, dtype=np.int32)
+        counts, samples = np.ones(n, dtype=np.int32), np.ones(n, dtype=np.bool_)
+        rows[:num_decodes], starts[:num_decodes] = self.decode_rows, self._decode_starts
+        for index, chunk in enumerate(chunks, num_decodes):
+            rows[index], starts[index], counts[index], samples[index] = chunk
+        return ScheduledBatch(
+            step_id=step_id,
+            rows=rows,
+            start_positions=starts,
+            num_scheduled_tokens=counts,
+            samples=samples,
+            num_decodes=num_decodes + sum([chunk.num_tokens == 1 for chunk in chunks]),
+            num_tokens=num_decodes + sum([chunk.num_tokens for chunk in chunks]),
+            new_rows=tuple(self.new_rows),
+            freed_rows=freed_rows,
+            block_rows=_ids(self._block_rows),
+            block_indices=_ids(self._block_indices),
+            block_ids=_ids(self._block_ids),
+            **transfers._asdict(),
+        )
+
+
+def new_row(request: Request) -> NewRow:
+    token_ids = request.prompt_token_ids
+    if request.output_token_ids:
+        token_ids = np.concatenate((token_ids, _ids(request.output_token_ids)))
+    return NewRow(
+        row=request.row,
+        request_id=request.request_id,
+        token_ids=token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        sampling=request.row_sampling,
+        seed=request.seed,
+        stop_token_ids=request.stop_token_ids,
+        bad_words_ids=request.bad_words_ids,
+    )
+
+
+def _ids(values: list[int]) -> Int32Array:
+    return np.array(values, dtype=np.int32)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from dataclasses import dataclass
+
+from tidewheel.server import ServeError
+
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - how to reach a server that listens everywhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Address and ports of a server."""
+
+    host: str = "127.0.0.1"
+    http: int = 0  # 0: a free port
+    grpc: int = 0
+    metrics: int = 0
+
+    def chosen(self) -> Endpoints:
+        """Replace every port 0 with a free one; all differ. Raise `ServeError` for a port in use."""
+        with contextlib.ExitStack() as held:
+            http = self._hold(held, self.http, "http")
+            grpc = self._hold(held, self.grpc, "grpc")
+            metrics = self._hold(held, self.metrics, "metrics")
+            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics)
+
+    def authority(self, port: int) -> str:
+        address = _ANY.get(self.host, self.host)
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+    def _hold(self, held: contextlib.ExitStack, port: int, name: str) -> int:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        # Like Triton: a port with only TIME_WAIT connections is free.
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind((self.host, port))
+            one.listen(1)
+        except socket.gaierror:
+            raise ServeError(f"--host is {self.host!r}: no such address") from None
+        except OSError as error:
+            raise ServeError(self._cannot_bind(port, name, error)) from None
+        return int(one.getsockname()[1])
+
+    def _cannot_bind(self, port: int, name: str, error: OSError) -> str:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} of {self.host} is in use: choose another with --{name}-port (0 takes a free one)"
+        if error.errno == errno.EADDRNOTAVAIL:
+            return f"--host is {self.host!r}: not an address of this machine"
+        return f"cannot listen on {self.host} port {port} (--{name}-port): {error.strerror}"
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"

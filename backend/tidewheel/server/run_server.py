@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidewheel.engine.folder import engine_dir, read_status
+from tidewheel.server import ServeError, launch, repository
+from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.locate import TritonInstall, locate
+from tidewheel.server.processes import StopSignals
+from tidewheel.server.server_log import ServerLog
+from tidewheel.server.supervisor import Supervisor
+from tidewheel.server.triton_http import DeployedModel, TritonHttp
+from tidewheel.server.workdir import WorkDir, work_dir
+
+FORCED_EXIT = 130  # a shell's code for Ctrl-C
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options, with either `model_repository` or `model`."""
+
+    model_repository: Path | None = None
+    models: tuple[str, ...] = ()  # entries to serve; empty: all
+    model: str | None = None  # folder or Hugging Face id
+    model_name: str = ""  # empty: last part of `model`
+    settings: Mapping[str, str]
+    endpoints: Endpoints
+    drain_s: float = 30.0
+    tritonserver: str | None = None
+    triton_arguments: tuple[str, ...] = ()
+    log_file: Path | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    install: TritonInstall
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    endpoints: Endpoints
+    engines: Mapping[str, Path]  # model name → folder
+
+
+def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
+    """Run until asked to stop, or until `session`, run beside the ready server, ends; return the exit code.
+
+    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. No process is left.
+    """
+    console = Console(verbose=options.verbose)
+    install = locate(options.tritonserver)
+    with StopSignals() as signals, work_dir() as work, _server_log(options.log_file) as log:
+        plan = _prepare(options, install, work)
+        console.note(f"starting tritonserver ({install.origin})")
+        with Supervisor(
+            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line
+        ) as supervisor:
+            if _wait_ready(supervisor, plan):
+                _announce(console, plan, log.version, with_endpoints=session is None)
+                _stay(supervisor, plan.endpoints, session)
+                console.note(_farewell(supervisor, options.drain_s))
+                supervisor.drain(list(plan.engines.values()), options.drain_s)
+        return FORCED_EXIT if supervisor.was_forced else 0
+
+
+def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _Plan:
+    models = _repository(options, work)
+    names = repository.entries(models)
+    endpoints = options.endpoints.chosen()
+    launch.assemble(install, work.backends)
+    environment = launch.environment(install, work)
+    command = launch.command(
+        install,
+        models,
+        endpoints,
+        work,
+        drain_s=options.drain_s,
+        flags=launch.known_flags(install, environment),
+        extra=options.triton_arguments,
+    )
+    return _Plan(
+        install=install,
+        command=tuple(command),
+        environment=environment,
+        endpoints=endpoints,
+        # Front ends identify their repository by an entry's real path.
+        engines={name: engine_dir((models / name).resolve().parent, name) for name in names},
+    )
+
+
+def _repository(options: ServeOptions, work: WorkDir) -> Path:
+    if options.model_repository is not None:
+        folder = options.model_repository.expanduser().resolve()
+        return repository.select(folder, options.models, work.repository) if options.models else folder
+    model = options.model or ""
+    name = options.model_name or repository.served_name(model)
+    repository.write_entry(work.repository, model, repository.check_name(name), options.settings)
+    return work.repository.resolve()
+
+
+@contextlib.contextmanager
+def _server_log(path: Path | None) -> Iterator[ServerLog]:
+    if path is None:
+        yield ServerLog()
+        return
+    try:
+        copy = path.open("wb")
+    except OSError as error:
+        raise ServeError(f"--log-file {str(path)!r} cannot be written: {error.strerror}") from None
+    with copy:
+        yield ServerLog(copy)
+
+
+def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
+    server = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
+    progress = LoadProgress(plan.engines)
+    try:
+        return supervisor.wait_ready(server.is_ready, progress.update)
+    finally:
+        progress.close()
+
+
+def _announce(console: Console, plan: _Plan, version: str, *, with_endpoints: bool) -> None:
+    models = _deployed(console, plan)
+    statuses = {name: read_status(folder) for name, folder in plan.engines.items()}
+    infos = {name: status.info for name, status in statuses.items() if status is not None and status.info is not None}
+    warning = version_warning(version, plan.endpoints.host)
+    if warning is not None:
+        console.note(f"warning: {warning}")
+    console.report(describe_models(version, plan.install.origin, models, infos))
+    if with_endpoints:
+        console.report(describe_endpoints(plan.endpoints, models))
+
+
+def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
+    try:
+        return TritonHttp(plan.endpoints.authority(plan.endpoints.http)).models()
+    except OSError as error:
+        console.note(f"warning: the server is ready and does not list its models: {error}")
+        return []
+
+
+def _stay(supervisor: Supervisor, endpoints: Endpoints, session: Callable[[Endpoints], None] | None) -> None:
+    if session is None:
+        supervisor.watch(lambda: False)
+        return
+    guest = threading.Thread(target=session, args=(endpoints,), daemon=True)
+    guest.start()
+    supervisor.watch(lambda: not guest.is_alive())
+
+
+def _farewell(supervisor: Supervisor, drain_s: float) -> str:
+    if not supervisor.stop_requested:
+        return "stopping"
+    return f"stopping: running requests have {drain_s:g} s to end (Ctrl-C again ends them now)"

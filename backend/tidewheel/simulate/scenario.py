@@ -1,0 +1,159 @@
+"""Simulations of a deployment under a load, one per policy and rate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import build_scheduler, is_async
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.fleet.router import make_router
+from tidewheel.simulate.cost_model import CostModel
+from tidewheel.simulate.outcomes import Figures, summarise, throughput
+from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
+from tidewheel.workload.lengths import Lengths
+from tidewheel.workload.traces import Prefixes, Tenants, Trace, synthesise
+
+ARRIVALS = {"poisson": poisson_arrivals, "bursty": bursty_arrivals, "switching": switching_arrivals}
+CAPACITY_BATCHES = 8  # full batches to measure the capacity
+UNBOUNDED = 1 << 30
+MODEL = "simulated"
+
+
+class Result(NamedTuple):
+    policy: str
+    load: float | None  # share of capacity; None: a given rate, or the file's
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    arrivals: str  # key of `ARRIVALS`, or a file's path
+    recorded_trace: Trace | None
+    num_requests: int
+    rate: float | None
+    loads: tuple[float, ...]
+    prompt: Lengths
+    output: Lengths
+    max_tokens: int | None
+    tenants: Tenants
+    prefixes: Prefixes | None
+    seed: int
+    policies: tuple[str, ...]
+    num_replicas: int
+    router: str
+    cost: CostModel
+    settings: dict[str, str]
+    record: str  # folder; empty: none
+
+    def config(self, policy: str) -> EngineConfig:
+        values = {"model": MODEL, **self.settings, "scheduling_policy": policy, "record": self.record}
+        return EngineConfig.from_settings(values)
+
+    def trace(self, rate: float | None) -> Trace:
+        """Return the trace at `rate`; None: the file's own rate."""
+        if self.recorded_trace is not None:
+            return self.recorded_trace if rate is None else self.recorded_trace.at_rate(rate)
+        assert rate is not None
+        rng = np.random.default_rng(self.seed)
+        return self._synthesise(ARRIVALS[self.arrivals](self.num_requests, rate, rng), rng)
+
+    def at_once(self, count: int) -> Trace:
+        if self.recorded_trace is None:
+            return self._synthesise(np.zeros(count), np.random.default_rng(self.seed))
+        return self.recorded_trace.at_once(count)
+
+    def _synthesise(self, arrivals: FloatArray, rng: np.random.Generator) -> Trace:
+        return synthesise(arrivals, self.prompt, self.output, rng, tenants=self.tenants, prefixes=self.prefixes)
+
+    def capacity(self, policy: str) -> float:
+        """Return requests per second of one replica while its batch stays full."""
+        config = dataclasses.replace(
+            self.config(policy),
+            record="",
+            max_waiting_requests=UNBOUNDED,
+            max_waiting_tokens=UNBOUNDED,
+            scheduling_policy="fifo",
+        )
+        trace = self.at_once(CAPACITY_BATCHES * config.max_num_seqs)
+        return throughput(self.simulator(config, trace, 1).run())
+
+    def results(self) -> Iterator[Result]:
+        for policy in self.policies:
+            rates: list[tuple[float | None, float | None]] = [(None, self.rate)]
+            if self.loads:
+                capacity = self.capacity(policy) * self.num_replicas
+                rates = [(load, load * capacity) for load in self.loads]
+            for load, rate in rates:
+                simulator = self.simulator(self.config(policy), self.trace(rate), self.num_replicas)
+                yield Result(policy, load, summarise(simulator.run(), simulator.replicas))
+
+    def simulator(self, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
+        info = simulated_info(config, self.cost, max_model_len=max(trace.max_num_tokens, 2))
+        return simulator_of(
+            config,
+            info,
+            trace,
+            self.cost,
+            num_replicas=num_replicas,
+            router=self.router,
+            max_tokens=self.max_tokens,
+        )
+
+
+def simulator_of(
+    config: EngineConfig,
+    info: EngineInfo,
+    trace: Trace,
+    cost: CostModel,
+    *,
+    num_replicas: int = 1,
+    router: str = "round-robin",
+    max_tokens: int | None = None,
+) -> Simulator:
+    return Simulator(
+        trace,
+        lambda _: build_scheduler(config, info),
+        cost,
+        ReplicaSettings(
+            num_rows=info.max_num_seqs,
+            max_model_len=info.max_model_len,
+            enable_prefix_caching=config.enable_prefix_caching,
+            session_ttl_s=config.session_ttl_s,
+        ),
+        num_replicas=num_replicas,
+        router=make_router(router, num_replicas),
+        max_tokens=max_tokens,
+    )
+
+
+def simulated_info(config: EngineConfig, cost: CostModel, *, max_model_len: int) -> EngineInfo:
+    """Return what an engine on the cost model's device would resolve."""
+    block_size = config.block_size or cost.block_size
+    num_blocks = config.num_blocks or cost.num_blocks * cost.block_size // block_size
+    device = cost.device or cost.name
+    return EngineInfo(
+        pid=0,
+        model=config.model,
+        architecture="simulated",
+        device=device,
+        dtype="",
+        vocab_size=2**31 - 1,
+        max_model_len=config.max_model_len or max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        weights_bytes=round(cost.weights_bytes),
+        activation_bytes=0,
+        kv_cache_bytes=round(num_blocks * block_size * cost.kv_bytes_per_token),
+        enable_prefix_caching=config.enable_prefix_caching,
+        load_seconds=0.0,
+        async_scheduling=is_async(config, device),
+    )

@@ -1,0 +1,120 @@
+"""Charts of simulated runs. Importing it needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tidewheel.bench.charts import COLOURS, INK, MARKERS, Picture, logarithmic, panels, style
+from tidewheel.simulate.outcomes import Figures, mean_in_system
+from tidewheel.simulate.scenario import Result
+
+
+class Knee(NamedTuple):
+    """Simulated queue of one service time distribution."""
+
+    name: str
+    service_scv: float  # squared coefficient of variation
+    loads: Sequence[float]
+    mean_in_system: Sequence[float]
+
+
+def charts(results: Sequence[Result]) -> Iterator[Picture]:
+    """Yield the charts that have something to show."""
+    series: dict[str, list[Result]] = {}
+    for result in results:
+        series.setdefault(result.policy, []).append(result)
+    last = {policy: points[-1].figures for policy, points in series.items()}
+    yield _throughput(series)
+    if any(len(figures["classes"]) > 1 for figures in last.values()):
+        yield _classes(last)
+    if any(len(figures["tenants"]) > 1 for figures in last.values()):
+        yield _fairness(last)
+    if any(len(points) > 1 for points in series.values()):
+        yield _queue(series)
+
+
+def _throughput(series: Mapping[str, Sequence[Result]]) -> Picture:
+    figure, axes = _figure("Throughput against time to first token", "output tokens/s", "p99 TTFT, ms")
+    for index, (name, results) in enumerate(series.items()):
+        shown = [result.figures for result in results if result.figures["ttft_s"]["p99"]]
+        x, y = [f["output_tokens_per_s"] for f in shown], [1e3 * f["ttft_s"]["p99"] for f in shown]
+        axes.plot(x, y, marker=MARKERS[index % 9], label=name, color=_colour(index), alpha=0.85)
+    return _finished("throughput_ttft", figure, axes)
+
+
+def _classes(parts: Mapping[str, Figures]) -> Picture:
+    figure, axes = _figure("Time to first token by class", "", "TTFT, ms: p50 full, p99 pale")
+    classes = list(dict.fromkeys(name for figures in parts.values() for name in figures["classes"]))
+    width = 0.8 / len(classes)
+    for index, name in enumerate(classes):
+        found = [figures["classes"].get(name) for figures in parts.values()]
+        x = np.arange(len(found)) + (index - (len(classes) - 1) / 2) * width
+        medians, tails = (
+            [1e3 * (part["ttft_s"][q] or 0.0) if part else 0.0 for part in found] for q in ("p50", "p99")
+        )
+        axes.bar(x, tails, width * 0.92, color=_colour(index), alpha=0.35)
+        axes.bar(x, medians, width * 0.92, color=_colour(index), label=name)
+    axes.set_xticks(np.arange(len(parts)), list(parts))
+    return _finished("classes", figure, axes)
+
+
+def _fairness(parts: Mapping[str, Figures]) -> Picture:
+    figure, axes = _figure("Served tokens by tenant while all of them ask", "", "share of the served tokens")
+    tenants = list(dict.fromkeys(name for figures in parts.values() for name in figures["tenants"]))
+    bottom = np.zeros(len(parts))
+    for index, tenant in enumerate(tenants):
+        found = [figures["tenants"].get(tenant, {}).get("served_share", 0.0) for figures in parts.values()]
+        axes.bar(list(parts), found, 0.6, bottom=bottom, color=_colour(index), label=tenant or "none")
+        bottom += np.array(found)
+    for x, figures in enumerate(parts.values()):
+        axes.text(x, 1.02, f"Jain {figures['fairness']:.2f}", ha="center", fontsize=9)
+    axes.set_ylim(0, 1.12)
+    return _finished("fairness", figure, axes, is_logarithmic=False)
+
+
+def _queue(series: Mapping[str, Sequence[Result]]) -> Picture:
+    figure, axes = _figure("Queue length against load", "load, as a share of the capacity", "mean waiting requests")
+    for index, (name, results) in enumerate(series.items()):
+        points = [(r.load, max(r.figures["mean_waiting"], 1e-3)) for r in results if r.load is not None]
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, marker=MARKERS[index % 9], color=_colour(index), label=name, alpha=0.85)
+    loads = np.linspace(0.3, 0.96, 200)
+    waiting = [mean_in_system(load) - load for load in loads]
+    axes.plot(loads, waiting, color=INK, linestyle=":", label="M/M/1 (no batching)")
+    return _finished("queue", figure, axes)
+
+
+def knee_chart(knees: Sequence[Knee]) -> Picture:
+    title = "One server: simulated queue, and Pollaczek-Khinchine"
+    figure, axes = _figure(title, "load", "mean requests in the system")
+    loads = np.linspace(0.5, 0.96, 200)
+    axes.plot(loads, [mean_in_system(load) for load in loads], color=INK, linestyle=":", label="M/M/1")
+    for index, knee in enumerate(knees):
+        formula = [mean_in_system(load, knee.service_scv) for load in loads]
+        axes.plot(loads, formula, color=_colour(index), linewidth=1.2, label=f"M/G/1, {knee.name}")
+        axes.plot(knee.loads, knee.mean_in_system, "o", color=_colour(index), label=f"simulated, {knee.name}")
+    return _finished("knee", figure, axes)
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _figure(title: str, x: str, y: str) -> tuple[Figure, Axes]:
+    figure, (axes,) = panels(width=8.0)
+    style(axes, title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return figure, axes
+
+
+def _finished(name: str, figure: Figure, axes: Axes, *, is_logarithmic: bool = True) -> Picture:
+    if is_logarithmic:
+        logarithmic(axes)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=9, loc="outside right upper")
+    return Picture(name, axes.get_title(loc="left"), figure)

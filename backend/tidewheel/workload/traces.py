@@ -1,0 +1,171 @@
+"""Traces of requests and their token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tidewheel.batch import Int32Array
+from tidewheel.errors import ConfigError
+from tidewheel.request import Priority
+from tidewheel.workload.arrival_times import FloatArray
+from tidewheel.workload.lengths import Lengths
+
+NOBODY = -1  # no session or prefix group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Columns [n] in order of arrival. Names are indices into tuples; the empty name is none."""
+
+    arrivals: FloatArray  # seconds
+    prompt_tokens: Int32Array
+    output_tokens: Int32Array
+    priorities: Int32Array
+    tenants: Int32Array
+    tenant_names: tuple[str, ...] = ("",)
+    sessions: Int32Array
+    session_names: tuple[str, ...] = ()
+    prefix_groups: Int32Array
+    prefix_names: tuple[str, ...] = ()
+    prefix_tokens: Int32Array
+    deadlines: FloatArray  # seconds after arrival; infinite: none
+
+    @classmethod
+    def of(
+        cls, arrivals: npt.ArrayLike, prompt_tokens: npt.ArrayLike, output_tokens: npt.ArrayLike, **others: Any
+    ) -> Trace:
+        """Fill absent columns: class NORMAL, no tenants, sessions, prefixes or deadlines."""
+        values: dict[str, Any] = {name: np.full(np.size(arrivals), value) for name, value in _DEFAULTS.items()}
+        values |= {"arrivals": arrivals, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens, **others}
+        return cls(**{name: _column(name, value) for name, value in values.items()})
+
+    def tenant(self, index: int) -> str:
+        return self.tenant_names[int(self.tenants[index])]
+
+    def session(self, index: int) -> str:
+        return "" if self.sessions[index] == NOBODY else self.session_names[self.sessions[index]]
+
+    def prefix_group(self, index: int) -> str:
+        return "" if self.prefix_groups[index] == NOBODY else self.prefix_names[self.prefix_groups[index]]
+
+    def __len__(self) -> int:
+        return len(self.arrivals)
+
+    @property
+    def rate(self) -> float:
+        span = float(self.arrivals[-1] - self.arrivals[0]) if len(self) > 1 else 0.0
+        return (len(self) - 1) / span if span > 0 else 0.0
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output of the longest request."""
+        return int((self.prompt_tokens + self.output_tokens).max())
+
+    def at_rate(self, rate: float) -> Trace:
+        """Return the same requests, faster or slower; raise `ConfigError` without a rate."""
+        if not self.rate:
+            raise ConfigError("all requests of the trace arrive at one moment: it has no rate to change")
+        return dataclasses.replace(self, arrivals=self.arrivals / (rate / self.rate))
+
+    def at_once(self, count: int) -> Trace:
+        """Return `count` of these requests, arriving together, without deadlines."""
+        index = np.arange(count) % len(self)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        columns = {name: value[index] for name, value in values.items() if isinstance(value, np.ndarray)}
+        columns |= {"arrivals": np.zeros(count), "deadlines": np.full(count, np.inf)}
+        return dataclasses.replace(self, **columns)
+
+
+_DEFAULTS = {
+    "priorities": Priority.NORMAL, "tenants": 0, "sessions": NOBODY, "prefix_groups": NOBODY, "prefix_tokens": 0,
+    "deadlines": math.inf,
+}  # fmt: skip
+
+
+def _column(name: str, value: Any) -> Any:
+    if name.endswith("_names"):
+        return value
+    return np.asarray(value, dtype=np.float64 if name in ("arrivals", "deadlines") else np.int32)
+
+
+class Prefixes(NamedTuple):
+    """System prompts, used by Zipf's law."""
+
+    num_groups: int
+    num_tokens: int
+
+
+class Tenants(NamedTuple):
+    names: tuple[str, ...] = ("",)
+    shares: tuple[float, ...] = (1.0,)
+    priorities: tuple[Priority, ...] = (Priority.NORMAL,)
+
+
+def synthesise(
+    arrivals: FloatArray,
+    prompt: Lengths,
+    output: Lengths,
+    rng: np.random.Generator,
+    *,
+    tenants: Tenants = Tenants(),  # noqa: B008 - immutable
+    prefixes: Prefixes | None = None,
+) -> Trace:
+    count, shares = len(arrivals), np.array(tenants.shares) / sum(tenants.shares)
+    tenant_index = rng.choice(len(shares), size=count, p=shares)
+    prompt_tokens = prompt.draw(count, rng)
+    columns: dict[str, Any] = {}
+    if prefixes is not None:
+        weights = 1 / np.arange(1, prefixes.num_groups + 1)
+        columns["prefix_groups"] = rng.choice(prefixes.num_groups, size=count, p=weights / weights.sum())
+        columns["prefix_names"] = tuple(f"group-{index}" for index in range(prefixes.num_groups))
+        columns["prefix_tokens"] = np.full(count, prefixes.num_tokens)
+        prompt_tokens += np.int32(prefixes.num_tokens)
+    return Trace.of(
+        arrivals,
+        prompt_tokens,
+        output.draw(count, rng),
+        priorities=np.array(tenants.priorities)[tenant_index],
+        tenants=tenant_index,
+        tenant_names=tenants.names,
+        **columns,
+    )
+
+
+_POOL_SIZE = 1 << 22
+_STRIDE = 0x9E3779B1  # odd, so its first `_POOL_SIZE` multiples differ
+
+
+class Contents:
+    """Token ids above 0, as views of one random pool, so prompts take no memory.
+
+    A request reads prompt and output from one offset; so do all turns of a session.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        pool = np.random.default_rng(0).integers(1, 2**31 - 1, _POOL_SIZE, dtype=np.int32)
+        self.pool: Int32Array = np.concatenate((pool, pool[: trace.max_num_tokens + 1]))
+
+    def offset(self, index: int) -> int:
+        """Return the place in the pool of the request's first token."""
+        session = int(self._trace.sessions[index])
+        return _offset(2 * session + 1 if session != NOBODY else 2 * index)
+
+    def prompt(self, index: int) -> Int32Array:
+        offset, end = self.offset(index), int(self._trace.prompt_tokens[index])
+        own = self.pool[offset : offset + end]
+        num_shared = int(self._trace.prefix_tokens[index])
+        if not num_shared:
+            return own
+        shared = _offset(-2 * int(self._trace.prefix_groups[index]) - 2)
+        return np.concatenate((self.pool[shared : shared + num_shared], own[num_shared:]))
+
+
+def _offset(number: int) -> int:
+    return number * _STRIDE % _POOL_SIZE

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    logprob: float
+    rank: int  # 1: the most likely
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerfMetrics:
+    """Times in ns of the server's monotonic clock, and the prompt's KV blocks."""
+
+    arrival_time_ns: int
+    first_scheduled_time_ns: int
+    first_token_time_ns: int
+    last_token_time_ns: int
+    kv_cache_reused_blocks: int
+    kv_cache_alloc_new_blocks: int
+    priority: int  # 1 CRITICAL to 4 LOW: as requested, or the best the tenant may have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """News of one sequence; its last chunk has a `finish_reason`."""
+
+    text: str
+    index: int = 0  # of the sequence
+    finish_reason: str | None = None  # stop, length, cancelled, deadline
+    num_input_tokens: int | None = None  # unless switched off
+    num_output_tokens: int | None = None  # in this chunk, unless switched off
+    token_ids: tuple[int, ...] | None = None  # with return_token_ids
+    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs
+    cumulative_logprob: float | None = None  # of all output so far, with return_cumulative_logprob
+    perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Whole answer of one sequence; optional parts as in `Chunk`."""
+
+    request_id: str
+    text: str
+    finish_reason: str
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    token_ids: tuple[int, ...] | None = None
+    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None
+    cumulative_logprob: float | None = None
+    perf: PerfMetrics | None = None
+    index: int = 0
+
+    @classmethod
+    def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> Completion:
+        parts = list(chunks)
+        last = parts[-1]
+        counts = [part.num_output_tokens for part in parts if part.num_output_tokens is not None]
+        ids = [part.token_ids for part in parts if part.token_ids is not None]
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        return cls(
+            request_id=request_id,
+            text="".join(part.text for part in parts),
+            finish_reason=last.finish_reason or "",
+            num_input_tokens=last.num_input_tokens,
+            num_output_tokens=sum(counts) if counts else None,
+            token_ids=tuple(i for part in ids for i in part) if ids else None,
+            logprobs=tuple(entry for part in logprobs for entry in part) if logprobs else None,
+            cumulative_logprob=last.cumulative_logprob,
+            perf=last.perf,
+            index=last.index,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    server_version: str
+    model: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]

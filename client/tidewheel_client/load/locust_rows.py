@@ -1,0 +1,90 @@
+"""Rows of locust's statistics, by request type:
+
+    GRPC, SSE, INFER   whole requests, from sending to last token; failures count here, under their tag
+    TTFT               first tokens of successful streams
+    TPOT               mean times between their tokens, if more than one
+
+A row is named by model and QoS class, for TTFT and TPOT after the request type. Times are milliseconds. The
+"Aggregated" row mixes all of these.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tidewheel_client.load.load_options import Ask
+from tidewheel_client.request_errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+class Timing:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._start = clock()
+        self._first: float | None = None
+        self._last = self._start
+        self._num_tokens = 0
+        self.num_bytes = 0  # of text
+
+    def arrived(self, num_tokens: int, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if num_tokens == 0:
+            return
+        self._last = self._clock()
+        if self._first is None:
+            self._first = self._last
+        self._num_tokens += num_tokens
+
+    @property
+    def elapsed_ms(self) -> float:
+        return 1e3 * (self._clock() - self._start)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        return None if self._first is None else 1e3 * (self._first - self._start)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        if self._first is None or self._num_tokens < 2:
+            return None
+        return 1e3 * (self._last - self._first) / (self._num_tokens - 1)
+
+
+class Reporter:
+    def __init__(self, event: Any, kind: str, model: str) -> None:
+        self._event = event
+        self._kind = kind
+        self._model = model
+        self._is_stream = kind != "INFER"
+
+    def succeeded(self, ask: Ask, timing: Timing) -> None:
+        name = f"{self._model} {ask.qos}"
+        self._fire(self._kind, name, timing.elapsed_ms, timing.num_bytes)
+        if not self._is_stream:
+            return
+        for row, value in (("TTFT", timing.ttft_ms), ("TPOT", timing.tpot_ms)):
+            if value is not None:
+                self._fire(row, f"{self._kind} {name}", value, 0)
+
+    def failed(self, ask: Ask, timing: Timing, error: RequestError) -> None:
+        label = error.tag or type(error).__name__
+        _log_first(self._kind, label, error)
+        self._fire(self._kind, f"{self._model} {ask.qos}", timing.elapsed_ms, timing.num_bytes, label)
+
+    def _fire(self, row: str, name: str, value: float, num_bytes: int, label: str | None = None) -> None:
+        self._event.fire(
+            request_type=row, name=name, response_time=value, response_length=num_bytes, exception=label, context={}
+        )
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def _log_first(kind: str, label: str, error: RequestError) -> None:
+    if (kind, label) not in _logged:
+        _logged.add((kind, label))
+        logger.warning("first %s of %s users: %s", label, kind, error)

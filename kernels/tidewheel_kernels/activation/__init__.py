@@ -1,0 +1,19 @@
+"""Gated activation of the feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+
+from tidewheel_kernels.activation.cpu import silu_and_mul_cpu, silu_and_mul_native
+from tidewheel_kernels.activation.reference import silu_and_mul_reference
+from tidewheel_kernels.choice import Op
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Map ``cat(gate, up)`` [num_tokens, 2 * I] to ``silu(gate) * up`` [num_tokens, I]."""
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up needs an even last dimension, got shape {tuple(gate_up.shape)}")
+    return _OP.on(gate_up)(gate_up)
+
+
+_OP = Op("silu_and_mul", __name__, reference=silu_and_mul_reference, cpu=silu_and_mul_cpu, native=silu_and_mul_native)

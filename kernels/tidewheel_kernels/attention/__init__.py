@@ -1,0 +1,77 @@
+"""Causal attention of packed queries over the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from tidewheel_kernels.attention.cpu import paged_attention_cpu, paged_attention_native
+from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.attention.reference import paged_attention_reference
+from tidewheel_kernels.choice import Op
+
+MAX_HEAD_DIM = 256
+BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def paged_attention(
+    q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim], last dimension contiguous
+    k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache: torch.Tensor,  # like k_cache
+    meta: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    out: torch.Tensor | None = None,  # like q, contiguous
+) -> torch.Tensor:
+    """Return the attention output [num_tokens, num_q_heads, head_dim] in q's dtype; softmax in float32.
+
+    A query at position p sees keys at positions <= p, and with ``sliding_window = W > 0`` only those > p - W.
+    ``soft_cap = c > 0`` replaces each scaled logit s by ``c * tanh(s / c)``. Query head ``h`` reads KV head ``h //
+    (num_q_heads // num_kv_heads)``. Cache slots past `seq_lens` may hold anything.
+    """
+    _check(q, k_cache, v_cache, scale, sliding_window, soft_cap)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if q.shape[0]:
+        _OP.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+) -> None:
+    num_q_heads, head_dim = q.shape[1], q.shape[2]
+    block_size, num_kv_heads = k_cache.shape[1], k_cache.shape[2]
+    if k_cache.shape != v_cache.shape or k_cache.shape[3] != head_dim:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)} do not fit"
+        )
+    if q.dtype != k_cache.dtype or q.dtype != v_cache.dtype:
+        raise TypeError(
+            f"q is {q.dtype}, k_cache {k_cache.dtype} and v_cache {v_cache.dtype}; they must be of one dtype"
+        )
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads {num_q_heads} is not a multiple of num_kv_heads {num_kv_heads}")
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {block_size}")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if sliding_window < 0 or soft_cap < 0:
+        raise ValueError(f"sliding_window {sliding_window} and soft_cap {soft_cap} must not be negative; 0 is off")
+
+
+_OP = Op(
+    "paged_attention",
+    __name__,
+    reference=paged_attention_reference,
+    cpu=paged_attention_cpu,
+    native=paged_attention_native,
+)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from tidewheel_kernels.attention.cpu_plan import Group, Plan, PlanKey, make_plan
+from tidewheel_kernels.attention.metadata import AttentionMetadata
+from tidewheel_kernels.native.library import FLOAT, LONG, POINTER, THREADS, NativeKernel
+
+_decode_attention = NativeKernel("decode_attention", *[POINTER] * 6, *[LONG] * 11, FLOAT, FLOAT, THREADS)
+_plans: WeakKeyDictionary[AttentionMetadata, dict[PlanKey, Plan]] = WeakKeyDictionary()
+
+
+def paged_attention_cpu(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,  # contiguous
+    v_cache: torch.Tensor,  # contiguous
+    meta: AttentionMetadata,
+    out: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    *,
+    first_seq: int = 0,  # earlier ones are left alone
+) -> None:
+    """Gather keys and values by slot, then make one dense call per group of rows.
+
+    The plan is made once per `AttentionMetadata` object, whose tensors must not change meanwhile.
+    """
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    plan = _planned(meta, PlanKey(block_size, q.shape[1], num_kv_heads, head_dim, sliding_window, q.dtype, first_seq))
+    for group in plan.groups:
+        attend = _attend_decodes if group.query_len == 1 else _attend_chunks
+        attended = attend(q.index_select(0, group.rows), k_cache, v_cache, group, scale, soft_cap)
+        out.index_copy_(0, group.rows, attended)
+    if plan.empty_rows.numel():
+        out.index_fill_(0, plan.empty_rows, 0.0)
+
+
+def _planned(meta: AttentionMetadata, key: PlanKey) -> Plan:
+    plans = _plans.setdefault(meta, {})
+    if key not in plans:
+        plans[key] = make_plan(meta, key)
+    return plans[key]
+
+
+def _attend_decodes(
+    queries: torch.Tensor,  # [num_seqs, num_q_heads, head_dim]
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    group: Group,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    k, v = (
+        cache.view(-1, num_kv_heads * head_dim)
+        .index_select(0, group.gather)
+        .view(group.num_seqs, -1, num_kv_heads, head_dim)
+        .transpose(1, 2)
+        for cache in (k_cache, v_cache)
+    )
+    by_kv_head = queries.view(group.num_seqs, num_kv_heads, -1, head_dim)
+    return _attend(by_kv_head, k, v, group, scale, soft_cap).reshape_as(queries)
+
+
+def _attend_chunks(
+    queries: torch.Tensor,  # [num_seqs * query_len, num_q_heads, head_dim]
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    group: Group,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    num_q_heads, head_dim = queries.shape[1:]
+    k, v = (
+        cache.view(-1, head_dim).index_select(0, group.gather).view(group.num_seqs, num_q_heads, -1, head_dim)
+        for cache in (k_cache, v_cache)
+    )
+    by_head = queries.view(group.num_seqs, group.query_len, num_q_heads, head_dim).transpose(1, 2)
+    return _attend(by_head, k, v, group, scale, soft_cap).transpose(1, 2).reshape_as(queries)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, scale: float, soft_cap: float
+) -> torch.Tensor:
+    if soft_cap == 0:
+        mask = None if group.is_causal else group.mask
+        return scaled_dot_product_attention(q, k, v, mask, is_causal=group.is_causal, scale=scale)
+    logits = torch.matmul(q.float(), k.float().transpose(-1, -2)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    if group.mask is not None:
+        logits += group.mask
+    return torch.matmul(torch.softmax(logits, dim=-1), v.float()).to(q.dtype)
+
+
+def paged_attention_native(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    out: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    soft_cap: float,
+) -> None:
+    """Run decodes in C and prompts, which are large products, in torch."""
+    _, num_q_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    if meta.num_decodes:
+        _decode_attention.of(q.dtype)(
+            q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), meta.block_tables.data_ptr(),
+            meta.seq_lens.data_ptr(), out.data_ptr(), meta.num_decodes, num_kv_heads, num_q_heads // num_kv_heads,
+            head_dim, block_size, *q.stride()[:2], k_cache.stride(0), v_cache.stride(0),
+            meta.block_tables.stride(0), sliding_window, scale, soft_cap, torch.get_num_threads(),
+        )  # fmt: skip
+    first = meta.num_decodes
+    if first < meta.num_seqs:
+        paged_attention_cpu(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap, first_seq=first)

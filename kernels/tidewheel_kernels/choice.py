@@ -1,0 +1,119 @@
+"""Choose an implementation once for each operation, device type and dtype.
+
+The environment variable ``TIDEWHEEL_KERNELS`` is one of:
+
+``auto``       (default) On CUDA the triton-lang kernel. Elsewhere the first available of the C kernel (float32 and
+               bfloat16, with a C compiler), torch operations for a CPU and the reference.
+``torch``      The same without C kernels.
+``reference``  The reference everywhere.
+``triton``     The triton-lang kernel everywhere. Off the GPU, set ``TRITON_INTERPRET=1`` before triton is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Generic, Literal, ParamSpec, TypeVar, cast, get_args
+
+import torch
+
+from tidewheel_kernels.native.library import native_library
+
+Kind = Literal["triton", "native", "cpu", "reference"]
+Preference = Literal["auto", "torch", "reference", "triton"]
+
+ENVIRONMENT_VARIABLE = "TIDEWHEEL_KERNELS"
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class KernelUnavailable(RuntimeError):
+    """The chosen implementation cannot run here."""
+
+
+def preference_from_environment() -> Preference:
+    value = os.environ.get(ENVIRONMENT_VARIABLE, "auto") or "auto"
+    if value not in get_args(Preference):
+        choices = ", ".join(get_args(Preference))
+        raise KernelUnavailable(f"{ENVIRONMENT_VARIABLE}={value!r} is not known; use one of: {choices}")
+    return cast(Preference, value)
+
+
+def interpreter_enabled() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def choose(device_type: str, preference: Preference, *, has_cpu: bool) -> Kind:
+    """Return the kind of implementation, C kernels aside."""
+    if preference == "reference":
+        return "reference"
+    on_gpu = device_type == "cuda"
+    if preference in ("auto", "torch") and not on_gpu:
+        return "cpu" if has_cpu else "reference"
+    if not triton_installed():
+        raise KernelUnavailable(
+            f"triton-lang is needed for {device_type} tensors and is not installed; "
+            f"install 'triton', or set {ENVIRONMENT_VARIABLE}=reference"
+        )
+    if not on_gpu and not interpreter_enabled():
+        raise KernelUnavailable(
+            f"{ENVIRONMENT_VARIABLE}=triton needs CUDA tensors, got {device_type}; "
+            f"move the tensors, unset {ENVIRONMENT_VARIABLE}, or set TRITON_INTERPRET=1 to interpret the kernels"
+        )
+    return "triton"
+
+
+class Op(Generic[P, R]):
+    """An operation with its implementations; `name` is also its launcher in `triton_kernels` of `package`."""
+
+    def __init__(
+        self,
+        name: str,
+        package: str,
+        *,
+        reference: Callable[P, R],
+        cpu: Callable[P, R] | None = None,
+        native: Callable[P, R] | None = None,
+    ) -> None:
+        self.name = name
+        self._package = package
+        self._reference = reference
+        self._cpu = cpu
+        self._native = native
+        self._chosen: dict[tuple[str, torch.dtype], Callable[P, R]] = {}
+
+    def on(self, tensor: torch.Tensor) -> Callable[P, R]:
+        """Return the implementation for such tensors, chosen on the first call."""
+        key = tensor.device.type, tensor.dtype
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            kind = self._kind(*key)
+            logger.info("%s on %s in %s: %s", self.name, *key, kind)
+            chosen = self._chosen[key] = self.implementation(kind)
+        return chosen
+
+    def _kind(self, device_type: str, dtype: torch.dtype) -> Kind:
+        preference = preference_from_environment()
+        kind = choose(device_type, preference, has_cpu=self._cpu is not None)
+        prefers_native = kind == "cpu" and preference == "auto" and self._native is not None
+        return "native" if prefers_native and native_library(dtype) is not None else kind
+
+    def implementation(self, kind: Kind) -> Callable[P, R]:
+        """Return the implementation of a kind, ignoring the environment."""
+        if kind == "triton":
+            launchers = importlib.import_module(f"{self._package}.triton_kernels")
+            return cast("Callable[P, R]", getattr(launchers, self.name))
+        if kind == "native" and self._native is not None:
+            return self._native
+        if kind == "cpu" and self._cpu is not None:
+            return self._cpu
+        return self._reference

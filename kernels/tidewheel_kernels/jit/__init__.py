@@ -1,1 +1,0 @@
-"""triton-lang kernels and their launchers, imported only when needed."""

@@ -1,0 +1,48 @@
+"""Writes to, and copies inside, a paged KV cache [num_blocks, block_size, num_kv_heads, head_dim].
+
+Its last dimension is contiguous. Slot s is offset ``s % block_size`` of block ``s // block_size``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tidewheel_kernels.choice import Op
+from tidewheel_kernels.kv_cache.cpu import write_kv_cache_cpu
+from tidewheel_kernels.kv_cache.reference import copy_blocks_reference, write_kv_cache_reference
+
+
+def write_kv_cache(
+    k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], last dimension contiguous
+    v: torch.Tensor,  # like k
+    slot_mapping: torch.Tensor,  # [num_tokens] int64, -1 = skip
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """Store each token's keys and values in its slot. Slots of one call are distinct."""
+    _WRITE.on(k)(k, v, slot_mapping, k_cache, v_cache)
+
+
+def copy_blocks(
+    caches: Sequence[torch.Tensor] | torch.Tensor,  # each [num_blocks, ...]
+    src: torch.Tensor,  # [num_copies] int64, on the caches' device
+    dst: torch.Tensor,  # like src
+) -> None:
+    """Copy block ``src[i]`` to block ``dst[i]`` in every cache (copy-on-write of forked sequences).
+
+    A stacked tensor [num_caches, num_blocks, ...] takes one launch. Elements of a block must be contiguous. No block
+    may be in `dst` twice, or in both `src` and `dst`.
+    """
+    if src.shape != dst.shape or src.dim() != 1:
+        raise ValueError(f"src and dst must be vectors of one length, got {tuple(src.shape)} and {tuple(dst.shape)}")
+    if src.shape[0] == 0:
+        return
+    stacks = [caches] if isinstance(caches, torch.Tensor) else [cache.unsqueeze(0) for cache in caches]
+    for stack in stacks:
+        _COPY.on(stack)(stack, src, dst)
+
+
+_WRITE = Op("write_kv_cache", __name__, reference=write_kv_cache_reference, cpu=write_kv_cache_cpu)
+_COPY = Op("copy_blocks", __name__, reference=copy_blocks_reference)

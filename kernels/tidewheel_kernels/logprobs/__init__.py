@@ -1,0 +1,21 @@
+"""Log-probabilities and ranks of chosen tokens, and the most likely tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from tidewheel_kernels.choice import Op
+from tidewheel_kernels.logprobs.reference import LogprobsOutput, compute_logprobs_reference
+
+
+def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobsOutput:
+    """Return the log-softmax of `logits` [B, V] at `token_ids` [B] (int32 or int64) and the `num_top` largest.
+
+    The softmax is float32. A row with a NaN or +inf, or with only -inf, has no log-probabilities.
+    """
+    if not 0 <= num_top <= logits.shape[1]:
+        raise ValueError(f"num_top must be in [0, {logits.shape[1]}], got {num_top}")
+    return _OP.on(logits)(logits, token_ids, num_top)
+
+
+_OP = Op("compute_logprobs", __name__, reference=compute_logprobs_reference)

@@ -1,0 +1,46 @@
+"""Rotary position embedding, fused with q/k normalisation and the KV-cache write."""
+
+from __future__ import annotations
+
+import torch
+
+from tidewheel_kernels.choice import Op
+from tidewheel_kernels.rope.cpu import rope_and_cache_cpu, rope_and_cache_native
+from tidewheel_kernels.rope.reference import rope_and_cache_reference
+
+
+def rope_and_cache(
+    q: torch.Tensor,  # [num_tokens, num_q_heads, head_dim], rotated in place
+    k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], rotated in place
+    v: torch.Tensor,  # like k
+    cos_sin_cache: torch.Tensor,  # [max_position, rotary_dim] float32, cat(cos, sin)
+    positions: torch.Tensor,  # [num_tokens] int64 or int32
+    slot_mapping: torch.Tensor,  # [num_tokens] int64, -1 = not cached
+    k_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache: torch.Tensor,  # like k_cache
+    *,
+    q_norm_weight: torch.Tensor | None = None,  # [head_dim]
+    k_norm_weight: torch.Tensor | None = None,  # [head_dim]
+    eps: float = 1e-6,
+) -> None:
+    """Rotate q and k in place, and store the rotated k, and v, in the cache.
+
+    Only the last dimension must be contiguous: q, k and v may be views into one tensor. The rotation pairs element i
+    with i + rotary_dim / 2 (NeoX style) and leaves elements from rotary_dim on unchanged. Norm weights (both or none)
+    RMS-normalise every head before rotation. Arithmetic is float32.
+    """
+    if (q_norm_weight is None) != (k_norm_weight is None):
+        raise ValueError("give q_norm_weight and k_norm_weight, or neither")
+    rotary_dim = cos_sin_cache.shape[-1]
+    if rotary_dim % 2 or rotary_dim > q.shape[-1]:
+        raise ValueError(f"rotary_dim must be even and at most head_dim {q.shape[-1]}, got {rotary_dim}")
+    _OP.on(q)(q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, eps)
+
+
+_OP = Op(
+    "rope_and_cache",
+    __name__,
+    reference=rope_and_cache_reference,
+    cpu=rope_and_cache_cpu,
+    native=rope_and_cache_native,
+)

@@ -1,0 +1,98 @@
+"""Take thresholds from the largest logits instead of a sort."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from tidewheel_kernels.sampling.reference import (
+    GREEDY_TEMPERATURE,
+    Greedy,
+    SamplingTensors,
+    draw,
+    filtered_weights,
+    greedy_tokens,
+    min_p_filtered,
+    temperature_weights,
+    top_k_threshold,
+    top_p_threshold,
+)
+
+NUM_CANDIDATES = 256
+PART = 128
+MIN_PARTED = 1 << 18  # logits; fewer are not worth the calls
+
+
+def sample_cpu(logits: torch.Tensor, params: SamplingTensors, uniform: torch.Tensor) -> torch.Tensor:
+    """Return token ids [B] int64."""
+    greedy = greedy_tokens_cpu(logits)
+    if not params.any_sampled:
+        return greedy.token_ids
+    sampled = (params.temperature >= GREEDY_TEMPERATURE) & (greedy.token_ids >= 0)
+    drawn = draw(_weights(logits.float(), greedy.max_logit, params), uniform)
+    return torch.where(sampled, drawn, greedy.token_ids)
+
+
+def greedy_tokens_cpu(logits: torch.Tensor) -> Greedy:
+    """Do as `greedy_tokens`, but find the index in the part with the maximum only.
+
+    Torch does not vectorise the index ([40, 32000], float32: 1.08 -> 0.17 ms).
+    """
+    if logits.numel() < MIN_PARTED:
+        return greedy_tokens(logits)
+    logits = logits.float()  # four times as fast as 16-bit parts
+    size = logits.shape[-1]
+    num_parts = max(1, size // PART)
+    # The last part takes the remainder.
+    whole = logits[:, : num_parts * PART].reshape(len(logits), num_parts, -1).amax(dim=-1)
+    whole[:, -1] = logits[:, (num_parts - 1) * PART :].amax(dim=-1)
+    max_logit, part = whole.max(dim=-1, keepdim=True)
+    columns = (part * PART + torch.arange(PART + size % PART)).clamp_(max=size - 1)
+    token_ids = columns.gather(1, logits.gather(1, columns).max(dim=-1, keepdim=True).indices).squeeze(-1)
+    return Greedy(max_logit, token_ids.masked_fill(~max_logit.squeeze(-1).isfinite(), -1))
+
+
+class _Thresholds(NamedTuple):
+    logits: torch.Tensor  # [B, 1] lowest logit kept by top_k and top_p
+    settled: torch.Tensor  # [B] bool; False if more candidates are needed
+
+
+def _weights(values: torch.Tensor, max_logit: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """Do as `filtered_weights`."""
+    weights = temperature_weights(values, max_logit, params.temperature)
+    if not (params.any_top_k or params.any_top_p):
+        return min_p_filtered(weights, params)
+    thresholds = _thresholds(values, weights, params)
+    kept = min_p_filtered(weights.where(values >= thresholds.logits, 0.0), params)
+    if not bool(thresholds.settled.all()):
+        rest = (~thresholds.settled).nonzero().squeeze(-1)
+        kept[rest] = filtered_weights(values[rest], _rows(params, rest))
+    return kept
+
+
+def _thresholds(values: torch.Tensor, weights: torch.Tensor, params: SamplingTensors) -> _Thresholds:
+    size = values.shape[-1]
+    ordered, order = values.topk(min(NUM_CANDIDATES, size), dim=-1)
+    top_k = params.top_k.where((params.top_k > 0) & (params.top_k < size), 0)
+    settled = top_k <= ordered.shape[-1]
+    lowest = top_k_threshold(ordered, top_k).masked_fill(top_k.unsqueeze(-1) == 0, float("-inf"))
+    if not params.any_top_p:
+        return _Thresholds(lowest, settled)
+    # Ties with the k-th count towards the total, candidates or not.
+    total = weights.where(values >= lowest, 0.0).sum(dim=-1, keepdim=True)
+    candidate_weights = weights.gather(-1, order).where(ordered >= lowest, 0.0)
+    reached = candidate_weights.sum(dim=-1) >= params.top_p * total.squeeze(-1)
+    lowest = top_p_threshold(ordered, candidate_weights, params.top_p, total).maximum(lowest)
+    return _Thresholds(lowest, settled & (reached | (params.top_p >= 1)))
+
+
+def _rows(params: SamplingTensors, rows: torch.Tensor) -> SamplingTensors:
+    return replace(
+        params,
+        temperature=params.temperature[rows],
+        top_k=params.top_k[rows],
+        top_p=params.top_p[rows],
+        min_p=params.min_p[rows],
+    )

@@ -1,0 +1,277 @@
+"""A whole model instance over a fake engine and a fake front end: what is opened, answered and closed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.triton.fake_triton import (
+    InferenceRequest,
+    Logger,
+    MetricFamily,
+    Tensor,
+    TritonError,
+    TritonModelException,
+)
+from tidewheel import model
+from tidewheel.adapter import triton_model
+from tidewheel.engine.messages import EngineInfo, Room
+from tidewheel.errors import Busy, ConfigError, Draining
+from tidewheel.frontend.door import HoldingDoor, RefusingDoor
+from tidewheel.frontend.frontend import EngineRelay
+from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
+from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
+from tidewheel.stats import EngineStats
+
+INFO = EngineInfo(
+    pid=1, model="/models/demo", architecture="LlamaForCausalLM", device="cpu (2 threads)", dtype="float32",
+    vocab_size=64, max_model_len=1000, max_num_seqs=4, max_num_batched_tokens=64, block_size=16, num_blocks=125,
+    weights_bytes=3 << 20, activation_bytes=1 << 20, kv_cache_bytes=2 << 20, enable_prefix_caching=True,
+    load_seconds=0.1,
+)  # fmt: skip
+
+
+class FakeClient:
+    is_owner = True
+    failure: Exception | None = None
+
+    def __init__(self, engine_dir: Path, config: Any, listener: Any, *, name: str) -> None:
+        self.config, self.listener, self.name = config, listener, name
+        self.events: list[str] = []
+
+    def start(self, timeout_s: float) -> EngineInfo:
+        if self.failure is not None:
+            raise self.failure
+        self.listener.on_stats(EngineStats(num_blocks=125, num_free_blocks=25, num_running=3))
+        return INFO
+
+    def close(self) -> None:
+        self.events.append("client closed")
+
+
+class FakeFrontend:
+    """Answers at once, unless the prompt says otherwise."""
+
+    def __init__(self, info: EngineInfo, model_dir: Path, engine: FakeClient, **options: Any) -> None:
+        if model_dir.name == "broken":
+            raise ConfigError("tokenizer.json is not one")
+        self.model_dir, self.engine, self.options = model_dir, engine, options
+        self.held: list[Sink] = []
+        self.num_waits = 0
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        match request.text:
+            case b"busy":
+                raise Busy("full", retry_after_ms=5)
+            case b"bug":
+                raise KeyError("secret path")
+            case b"hold":
+                self.held.append(sink)
+            case _:
+                sink.send([Chunk(text="done", finish_reason="stop")])
+
+    def wait_for_room(self) -> None:
+        self.num_waits += 1
+
+    def on_room(self, room: Room) -> None:
+        pass
+
+    def stats(self) -> FrontendStats:
+        return StatsRecorder().snapshot()
+
+    def close(self) -> None:
+        self.engine.events.append("front end closed")
+        for sink in self.held:
+            sink.fail(Draining("shutting down"))
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
+    monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
+    logger = logging.getLogger("tidewheel")
+    before = logger.handlers, logger.level, logger.propagate
+    yield
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def make_args(
+    tmp_path: Path, decoupled: bool = True, config: dict[str, Any] | None = None, **parameters: str
+) -> dict[str, str]:
+    config = {
+        **(config or {}),
+        "parameters": {key: {"string_value": text} for key, text in {"model": "org/demo", **parameters}.items()},
+        "model_transaction_policy": {"decoupled": decoupled},
+    }
+    return {
+        "model_name": "demo", "model_version": "1", "model_repository": str(tmp_path / "demo"),
+        "model_instance_name": "demo_0", "model_config": json.dumps(config),
+    }  # fmt: skip
+
+
+def start(args: dict[str, str]) -> tuple[model.TritonPythonModel, FakeFrontend]:
+    started = model.TritonPythonModel()
+    started.initialize(args)
+    return started, started._frontend  # type: ignore[return-value]
+
+
+def ask(text: str, **tensors: Any) -> InferenceRequest:
+    inputs = [Tensor("text_input", np.array([text.encode()], dtype=np.object_))]
+    return InferenceRequest([*inputs, *(Tensor(name, np.array([value])) for name, value in tensors.items())])
+
+
+def error_of(request: InferenceRequest) -> TritonError:
+    ((response, flags),) = request.sender.sent
+    error = response.error()
+    assert flags == 1
+    assert error is not None
+    return error
+
+
+def test_requests_are_answered_each_for_itself(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path))
+    good, busy, bug, bad = ask("hello"), ask("busy"), ask("bug"), ask("x", sampling_parameters=b"{")
+    started.execute([bug, busy, bad, good])
+    assert good.sender.sent[0][0].output_tensors()[0].as_numpy().tolist() == [b"done"]
+    assert error_of(busy).message() == "[TW-BUSY retry_after_ms=5] full"
+    assert error_of(bug).code() == TritonError.INTERNAL
+    assert "secret path" not in error_of(bug).message()
+    assert any("secret path" in line for _, line in Logger.lines)
+    assert error_of(bad).message().startswith("[TW-INPUT] sampling_parameters")
+    started.finalize()
+
+
+def test_a_twin_refuses_to_stream(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path, decoupled=False))
+    request = ask("hello", stream=True)
+    started.execute([request])
+    assert error_of(request).code() == TritonError.INVALID_ARG
+    started.finalize()
+
+
+def test_live_requests_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
+    started, frontend = start(make_args(tmp_path))
+    request = ask("hold")
+    started.execute([request])
+    assert request.sender.sent == []
+    started.finalize()
+    assert error_of(request).message() == "[TW-DRAINING] shutting down"
+    assert frontend.engine.events == ["front end closed", "client closed"]
+
+
+def test_settings_reach_the_front_end(tmp_path: Path) -> None:
+    started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
+    assert isinstance(frontend.options.pop("door"), RefusingDoor)
+    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
+    assert frontend.model_dir == Path("tok")
+    request = ask("0123456789")
+    started.execute([request])
+    text = "[TW-TOO-LARGE] text_input has 10 bytes: at most 9 are allowed (max_prompt_bytes)"
+    assert error_of(request).message() == text
+    started.finalize()
+
+
+def test_room_is_waited_for_behind_every_request(tmp_path: Path) -> None:
+    started, frontend = start(make_args(tmp_path))
+    started.execute([ask("hello"), ask("busy")])
+    assert frontend.num_waits == 2
+    started.finalize()
+
+
+def test_a_native_queue_has_a_door_that_holds_back(tmp_path: Path) -> None:
+    started, frontend = start(make_args(tmp_path, config={"dynamic_batching": {}}))
+    assert isinstance(frontend.options["door"], HoldingDoor)
+    started.finalize()
+
+
+def test_the_door_hears_what_the_engine_says_before_the_front_end_is_there() -> None:
+    door = RefusingDoor()
+    relay = EngineRelay(door)
+    relay.on_room(room := Room(1, 2, 3, 4, 0, 250, []))
+    assert door._room == room
+    relay.on_lost([], Draining("gone"))
+    assert door._room == Room(0, 2, 0, 4, 0, 250, [])
+
+
+def test_the_log_says_what_fits(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path))
+    started.finalize()
+    text = "\n".join(line for level, line in Logger.lines if level == "info")
+    for part in (
+        "demo_0: engine package", "weights 3.0 MiB", "KV cache 2.0 MiB", "CPU KV cache size: 2,000 tokens",
+        "Maximum concurrency for 1,000 tokens per request: 2.00x",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_records_of_python_logging_go_to_triton(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path))
+    log = logging.getLogger("tidewheel.engine.engine_client")
+    log.info("an %s", "info")
+    log.warning("a warning")
+    log.error("an error")
+    assert [line for line in Logger.lines if line[1].startswith(("a ", "an "))] == [
+        ("info", "an info"), ("warn", "a warning"), ("error", "an error"),
+    ]  # fmt: skip
+    started.finalize()
+
+
+@pytest.mark.parametrize("failure", [ConfigError("max_model_len is 9: use 8"), Draining("shutting down")])
+def test_an_engine_that_does_not_start_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    monkeypatch.setattr(FakeClient, "failure", failure)
+    with pytest.raises(TritonModelException) as error:
+        start(make_args(tmp_path))
+    assert str(error.value) == str(failure)
+
+
+def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(TritonModelException, match=r"^unknown setting 'max_num_seq'; did you mean 'max_num_seqs'\?$"):
+        start(make_args(tmp_path, max_num_seq="3"))
+
+
+def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[FakeClient] = []
+    monkeypatch.setattr(
+        triton_model,
+        "EngineClient",
+        lambda *args, **kwargs: clients.append(FakeClient(*args, **kwargs)) or clients[-1],
+    )
+    with pytest.raises(TritonModelException, match=r"tokenizer\.json is not one"):
+        start(make_args(tmp_path, tokenizer="broken"))
+    assert clients[0].events == ["client closed"]
+
+
+def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeClient, "is_owner", False)
+    started, _ = start(make_args(tmp_path))
+    started.execute([ask("busy")])
+    started.finalize()
+    assert MetricFamily.value("vllm:num_requests_running") == 0
+    assert MetricFamily.value("tidewheel_requests_rejected_total", tag="TW-BUSY", model_name="demo") == 1
+    monkeypatch.setattr(FakeClient, "is_owner", True)
+    started, _ = start(make_args(tmp_path))
+    started.finalize()
+    assert MetricFamily.value("vllm:num_requests_running", model_name="demo") == 3
+    assert MetricFamily.value("vllm:kv_cache_usage_perc") == 0.8
+
+
+def test_metrics_can_be_switched_off(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path, REPORT_CUSTOM_METRICS="false"))
+    started.finalize()
+    assert not MetricFamily.values
+
+
+def test_auto_complete_refuses_in_one_line() -> None:
+    from support.triton.fake_triton import ModelConfig
+
+    with pytest.raises(TritonModelException, match="max_batch_size is 4"):
+        model.TritonPythonModel.auto_complete_config(ModelConfig({"name": "demo", "max_batch_size": 4}))

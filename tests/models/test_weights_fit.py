@@ -1,0 +1,61 @@
+"""Weights that do not fit onto a GPU are refused before anything is allocated, with what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.models import tiny_models
+from tidewheel.config import EngineConfig
+from tidewheel.errors import ConfigError
+from tidewheel.models.causal_lm import no_progress
+from tidewheel.models.loader import load_model
+from tidewheel.models.model_folder import read_config
+from tidewheel.models.weights import GIB, check_weights_fit
+
+CUDA = torch.device("cuda", 0)
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), int(total * GIB)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X1")
+
+
+@pytest.mark.parametrize(
+    ("needed", "dtype", "free", "advice"),
+    [
+        (30, torch.float32, 20, "set dtype to 'bfloat16', which needs 15.0 GiB"),
+        (30, torch.float32, 10, "use a GPU with more than 30.0 GiB"),
+        (16, torch.bfloat16, 3, "21.0 GiB are in use; stop what else runs on this GPU, or use another"),
+        (30, torch.bfloat16, 24, "use a GPU with more than 30.0 GiB"),
+    ],
+)
+def test_what_would_fit_is_said(
+    monkeypatch: pytest.MonkeyPatch, needed: int, dtype: torch.dtype, free: int, advice: str
+) -> None:
+    gpu(monkeypatch, free, 24)
+    with pytest.raises(ConfigError) as caught:
+        check_weights_fit(needed * GIB, dtype, CUDA)
+    name = str(dtype).removeprefix("torch.")
+    assert str(caught.value) == (
+        f"the weights need {needed}.0 GiB as {name}, and NVIDIA X1 has {free}.0 GiB free of 24.0 GiB: {advice}"
+    )
+
+
+def test_what_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, 16, 24)
+    check_weights_fit(16 * GIB, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("model", [tiny_models.llama, tiny_models.gpt2], ids=["native", "transformers"])
+def test_a_model_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: object
+) -> None:
+    """No GPU is there: an allocation on it would raise something else."""
+    tiny_models.save(model, tmp_path)
+    gpu(monkeypatch, 1e-6, 24)
+    config = EngineConfig(model=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the weights need .* as float32, and NVIDIA X1 has .* free of"):
+        load_model(tmp_path, read_config(tmp_path), config, torch.float32, CUDA, no_progress)

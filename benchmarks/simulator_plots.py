@@ -18,8 +18,8 @@ from tidewheel.cli.simulate import add_arguments
 from tidewheel.cli.simulation import scenario_of, write_charts
 from tidewheel.fleet.router import make_router
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.scenario import Result
 from tidewheel.simulate.simulation_charts import Knee, knee_chart

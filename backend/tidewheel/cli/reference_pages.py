@@ -75,8 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tidewheel.cli.reference_pages", description="Write generated documentation."
     )
-        prog="tidewheel.cli.reference_pages", description="Write generated documentation."
-    )
     parser.add_argument("folder", type=Path, help="of the pages: docs")
     for path in sorted(parser.parse_args(argv).folder.glob("*.md")):
         page = path.read_text(encoding="utf-8")

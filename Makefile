@@ -81,7 +81,7 @@ build/gcc-%:
 
 # The generated parts of docs/*.md.
 docs: venv
-	$(BIN)/python -m tidewheel.cli.reference docs
+	$(BIN)/python -m tidewheel.cli.reference_pages docs
 
 # Lines of Python in each part.
 MEASURE := $(addprefix backend/tidewheel/,bench simulate baseline workload cli/bench*.py cli/simul*.py)

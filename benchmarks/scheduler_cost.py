@@ -29,9 +29,9 @@ from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.policy import POLICIES
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 
 BLOCK_SIZE = 16
 MEAN_PROMPT_TOKENS = 128

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from support.bench.runs import FakeTransport
-from tidewheel.bench.driver import Limits, Progress, SchedulerDriver
+from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.outcome import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome, RequestFailed
 from tidewheel.bench.workloads import WORKLOADS
 
@@ -22,13 +22,13 @@ def conversations(count: int, at: float = 0.0) -> list[Conversation]:
 
 def open_loop(transport: FakeTransport, load: list[Conversation], timeout_s: float = LONG_S) -> list[Outcome]:
     progress = Progress()
-    asyncio.run(SchedulerDriver(transport, Limits(LONG_S, timeout_s=timeout_s), progress).open_loop(load))
+    asyncio.run(Driver(transport, Limits(LONG_S, timeout_s=timeout_s), progress).open_loop(load))
     return progress.outcomes
 
 
 def closed_loop(transport: FakeTransport, load: Iterator[Conversation], users: int, limits: Limits) -> list[Outcome]:
     progress = Progress()
-    asyncio.run(SchedulerDriver(transport, limits, progress).closed_loop(load, users))
+    asyncio.run(Driver(transport, limits, progress).closed_loop(load, users))
     return progress.outcomes
 
 
@@ -99,7 +99,7 @@ def test_what_was_sent_is_kept_when_the_run_is_cut_short() -> None:
         return None
 
     async def cut() -> None:
-        driver = SchedulerDriver(FakeTransport(hang_on_the_second), Limits(LONG_S), progress)
+        driver = Driver(FakeTransport(hang_on_the_second), Limits(LONG_S), progress)
         task = asyncio.create_task(driver.open_loop(conversations(2)))
         await hung.wait()
         task.cancel()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.adapter.repository_entry import TRITON_PARAMETERS, FrontendSettings
-from tidewheel.cli.reference import PARTS, cause_and_remedy, main, read_settings, render
+from tidewheel.cli.reference_pages import PARTS, cause_and_remedy, main, read_settings, render
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.errors import TAGS, ConfigError, TidewheelError
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from tidewheel.errors import Busy, DeadlineExceeded, InvalidRequest, PromptTooLarge, TidewheelError, WaitingSetFull
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.scheduler.breaker import Breaker
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import MAX_DISPLACED, WaitingSet
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.service_class import is_over_quota
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.step_time import ServiceEstimate

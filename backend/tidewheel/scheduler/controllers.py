@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from tidewheel.batch import ScheduledBatch
 from tidewheel.scheduler.commit import InFlight
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.queue import WaitingSet
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.step_plan import StepLimits
 from tidewheel.scheduler.step_time import PreemptionCost, ServiceEstimate, StepTime

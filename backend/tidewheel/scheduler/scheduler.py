@@ -18,9 +18,9 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.controllers import StepControl
 from tidewheel.scheduler.planner import plan_step
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.scheduler.service_class import reclassify_due
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.step_plan import StepPlan

@@ -8,8 +8,8 @@ import numpy as np
 
 from tidewheel.fleet.router import make_router
 from tidewheel.kvcache.manager import KVCacheManager
-from tidewheel.scheduler.config import SchedulerConfig
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
 from tidewheel.simulate.simulator import ReplicaSettings, Simulator

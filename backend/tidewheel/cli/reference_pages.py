@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation from the code: ``python -m tidewheel.cli.reference docs``.
+"""Write the generated parts of the documentation from the code: ``python -m tidewheel.cli.reference_pages docs``.
 
 A page marks such a part with ``<!-- generated: NAME -->`` and ``<!-- end -->``. A setting's meaning is the comment
 behind its field; a comment on a line of its own is a heading. An error's docstring has cause and remedy.
@@ -72,7 +72,9 @@ def render(page: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tidewheel.cli.reference", description="Write generated documentation.")
+    parser = argparse.ArgumentParser(
+        prog="tidewheel.cli.reference_pages", description="Write generated documentation."
+    )
     parser.add_argument("folder", type=Path, help="of the pages: docs")
     for path in sorted(parser.parse_args(argv).folder.glob("*.md")):
         page = path.read_text(encoding="utf-8")

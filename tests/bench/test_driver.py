@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from support.bench.runs import FakeTransport
-from tidewheel.bench.driver import Limits, Progress, SchedulerDriver
+from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.outcome import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome, RequestFailed
 from tidewheel.bench.workloads import WORKLOADS
 
@@ -22,13 +22,13 @@ def conversations(count: int, at: float = 0.0) -> list[Conversation]:
 
 def open_loop(transport: FakeTransport, load: list[Conversation], timeout_s: float = LONG_S) -> list[Outcome]:
     progress = Progress()
-    asyncio.run(SchedulerDriver(transport, Limits(LONG_S, timeout_s=timeout_s), progress).open_loop(load))
+    asyncio.run(Driver(transport, Limits(LONG_S, timeout_s=timeout_s), progress).open_loop(load))
     return progress.outcomes
 
 
 def closed_loop(transport: FakeTransport, load: Iterator[Conversation], users: int, limits: Limits) -> list[Outcome]:
     progress = Progress()
-    asyncio.run(SchedulerDriver(transport, limits, progress).closed_loop(load, users))
+    asyncio.run(Driver(transport, limits, progress).closed_loop(load, users))
     return progress.outcomes
 
 
@@ -41,6 +41,21 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     outcomes = open_loop(transport, conversations(20))
     assert [o.num_tokens for o in outcomes] == [3] * 20
     assert all(o.is_complete and o.finish_reason == "length" for o in outcomes)
+
+
+@pytest.mark.parametrize("can_cancel", [True, False])
+def test_a_settled_open_loop_cancels_the_rest_where_that_ends_it_on_the_server(can_cancel: bool) -> None:
+    progress, transport = Progress(), FakeTransport(lambda outcome: after_the_first_two(outcome))
+    transport.can_cancel = can_cancel
+
+    async def after_the_first_two(outcome: Outcome) -> None:
+        while outcome.offered.input_ids[0] > 5 and (can_cancel or progress.num_ended < 2):
+            await asyncio.sleep(0)
+
+    loop = Driver(transport, Limits(LONG_S), progress).open_loop(conversations(5), lambda: progress.num_ended == 2)
+    asyncio.run(loop)
+    assert [outcome.code for outcome in progress.outcomes] == ["", ""] + 3 * [UNANSWERED if can_cancel else ""]
+    assert transport.running == 0
 
 
 def test_a_closed_loop_has_as_many_in_flight_as_it_has_users() -> None:
@@ -99,7 +114,7 @@ def test_what_was_sent_is_kept_when_the_run_is_cut_short() -> None:
         return None
 
     async def cut() -> None:
-        driver = SchedulerDriver(FakeTransport(hang_on_the_second), Limits(LONG_S), progress)
+        driver = Driver(FakeTransport(hang_on_the_second), Limits(LONG_S), progress)
         task = asyncio.create_task(driver.open_loop(conversations(2)))
         await hung.wait()
         task.cancel()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.driver import Limits, Progress, SchedulerDriver
+from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.outcome import Offered, Outcome
 from tidewheel.bench.transports import peer as transport
 from tidewheel.bench.transports.peer import Peer
@@ -62,7 +62,7 @@ def send(one: Peer, *requests: Offered) -> list[Outcome]:
         progress = Progress()
         await one.open()
         try:
-            await SchedulerDriver(one, Limits(60.0), progress).open_loop([(request,) for request in requests])
+            await Driver(one, Limits(60.0), progress).open_loop([(request,) for request in requests])
         finally:
             await one.close()
         return progress.outcomes

@@ -13,7 +13,7 @@ import pytest
 from support.bench.servers import BenchTriton, Scripted, bench_triton, ids, scripted_http, shapes
 from support.triton.grpc_triton import Answer, Asked, Refused, response
 from tidewheel.bench import BenchError
-from tidewheel.bench.driver import Limits, Progress, SchedulerDriver, Transport
+from tidewheel.bench.driver import Driver, Limits, Progress, Transport
 from tidewheel.bench.outcome import Offered, Outcome
 from tidewheel.bench.targets import parse_target
 
@@ -39,7 +39,7 @@ def send(target: str, *, with_ids: bool = False) -> Outcome:
         progress = Progress()
         await transport.open()
         try:
-            await SchedulerDriver(transport, Limits(60.0), progress).open_loop([(OFFERED,)])
+            await Driver(transport, Limits(60.0), progress).open_loop([(OFFERED,)])
         finally:
             await transport.close()
         return progress.outcomes[0]

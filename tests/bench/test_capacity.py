@@ -27,7 +27,7 @@ from tidewheel.bench.capacity import (
     Watch,
     verdict_of,
 )
-from tidewheel.bench.outcome import Outcome, Slo
+from tidewheel.bench.outcome import UNANSWERED, Outcome, Slo
 
 SLO = Slo(1.0, 0.1)
 Attainment = Callable[[float], float]  # share of requests in time, over the rate
@@ -258,3 +258,27 @@ def test_requests_under_way_are_judged_once_they_are_too_late_and_not_out_of_tur
     done = [outcome(sent=0.0) for _ in range(40)]
     assert not Watch(SLO, WHOLE_ANSWER, 0.1).is_enough([*stuck, *done], 1.9)  # 1 + 10 * 0.1 s are their limit
     assert Watch(SLO, WHOLE_ANSWER, 0.1).is_enough([*stuck, *done], 2.1)
+
+
+def test_open_requests_are_awaited_unless_the_rate_is_missed_or_they_are_too_late() -> None:
+    stuck = [waiting(0.0) for _ in range(40)]
+    met, missed, open_one = Watch(SLO, WHOLE_ANSWER, 0.1), Watch(SLO, WHOLE_ANSWER, 0.1), [outcome(), waiting(0.0)]
+    assert met.is_enough([outcome()] * 40, 1.0)
+    assert not met.is_settled(open_one, 1.9)  # 1 + 10 * 0.1 s are the limit
+    assert met.is_settled(open_one, 2.1)
+    assert missed.is_enough(stuck, 2.1)
+    assert missed.is_settled(open_one, 1.9)
+
+
+def test_a_request_that_was_cancelled_in_time_speaks_for_no_objective() -> None:
+    cut = [waiting(0.0) for _ in range(60)]
+    for one in cut:
+        one.error, one.code, one.ended = "the run was cut short", UNANSWERED, 1.9
+    search = CapacitySearch(SLO, start=8.0)
+    search.note(Point(8.0, WHOLE_ANSWER), [*[outcome(ttft=9.0)] * 10, *[outcome()] * 400, *cut], Verdict.MISSED)
+    assert search.capacities()[STREAM].low == 8.0
+    for one in cut:
+        one.ended = 2.1  # past their bound
+    search = CapacitySearch(SLO, start=8.0)
+    search.note(Point(8.0, WHOLE_ANSWER), [*[outcome()] * 400, *cut], Verdict.MISSED)
+    assert search.capacities()[STREAM].high == 8.0

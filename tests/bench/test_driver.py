@@ -43,6 +43,21 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert all(o.is_complete and o.finish_reason == "length" for o in outcomes)
 
 
+@pytest.mark.parametrize("can_cancel", [True, False])
+def test_a_settled_open_loop_cancels_the_rest_where_that_ends_it_on_the_server(can_cancel: bool) -> None:
+    progress, transport = Progress(), FakeTransport(lambda outcome: after_the_first_two(outcome))
+    transport.can_cancel = can_cancel
+
+    async def after_the_first_two(outcome: Outcome) -> None:
+        while outcome.offered.input_ids[0] > 5 and (can_cancel or progress.num_ended < 2):
+            await asyncio.sleep(0)
+
+    loop = Driver(transport, Limits(LONG_S), progress).open_loop(conversations(5), lambda: progress.num_ended == 2)
+    asyncio.run(loop)
+    assert [outcome.code for outcome in progress.outcomes] == ["", ""] + 3 * [UNANSWERED if can_cancel else ""]
+    assert transport.running == 0
+
+
 def test_a_closed_loop_has_as_many_in_flight_as_it_has_users() -> None:
     transport = FakeTransport()
     outcomes = closed_loop(transport, WORKLOADS["mixed"].conversations(0), 5, Limits(LONG_S, max_requests=60))

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from tidewheel.bench.estimates import UNKNOWN, Estimate, wilson_interval
-from tidewheel.bench.outcome import Outcome, Slo
+from tidewheel.bench.outcome import UNANSWERED, Outcome, Slo
 
 GOAL = 0.9  # share of requests that must meet the objective
 RESOLUTION = 1.1  # a bracket of ends within this ratio is done
@@ -151,6 +151,7 @@ class CapacitySearch:
         """Return the verdict: the one `seen` by the point's watch, else that of all outcomes."""
         if outcomes and not any(outcome.streamed for outcome in outcomes):
             self._searches.pop(STREAM, None)
+        outcomes = [outcome for outcome in outcomes if not self._was_cut_short(outcome)]
         verdicts = {}
         for name, search in self._searches.items():
             num_met = sum(OBJECTIVES[name](self._slo, outcome) for outcome in outcomes)
@@ -158,6 +159,11 @@ class CapacitySearch:
             if name == point.objective or verdicts[name] is not Verdict.UNDECIDED:
                 search.note(point.rate, verdicts[name])
         return verdicts.get(point.objective, Verdict.UNDECIDED)
+
+    def _was_cut_short(self, outcome: Outcome) -> bool:
+        """Return whether the request was cancelled with its objective still possible."""
+        limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
+        return outcome.code == UNANSWERED and outcome.ended is not None and outcome.ended <= limit
 
     def capacities(self) -> dict[str, Capacity]:
         """Return the brackets of objectives with a measured point."""
@@ -186,6 +192,10 @@ class Watch:
         verdict = verdict_of(num_met, len(judged))
         self.verdict = None if verdict is Verdict.UNDECIDED else verdict
         return self.verdict is not None
+
+    def is_settled(self, outcomes: Sequence[Outcome], now: float) -> bool:
+        """Return whether open requests are not worth waiting for: the rate is missed, or all are past their bound."""
+        return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
     def _is_settled(self, outcome: Outcome, now: float) -> bool:
         limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tidewheel.bench.outcome import TIMEOUT, UNANSWERED, UNREADABLE, Conversation, Offered, Outcome, RequestFailed
 
+POLL_S = 0.1
+
 
 class Transport(Protocol):
     """Sender of any number of concurrent requests, on one event loop."""
+
+    can_cancel: bool  # a cancelled `send` ends its request on the server too
 
     async def open(self) -> None:
         """Connect and inspect the model; raise `BenchError` if unfit."""
@@ -48,13 +52,24 @@ class Driver:
         self._limits = limits
         self._progress = progress
 
-    async def open_loop(self, load: Iterable[Conversation]) -> None:
-        """Start each conversation at its time, whatever is answered."""
+    async def open_loop(self, load: Iterable[Conversation], is_settled: Callable[[], bool] | None = None) -> None:
+        """Start each conversation at its time, whatever is answered. Once `load` has ended and `is_settled`, cancel
+        the rest, if the transport can.
+        """
         self._progress.start = time.perf_counter()
+        started = []
         async with asyncio.TaskGroup() as tasks:
             for conversation in load:
                 await asyncio.sleep(max(0.0, conversation[0].at - self._progress.now()))
-                tasks.create_task(self._converse(conversation))
+                started.append(tasks.create_task(self._converse(conversation)))
+            if is_settled is None or not self._transport.can_cancel:
+                return
+            while rest := [task for task in started if not task.done()]:
+                await asyncio.wait(rest, timeout=POLL_S)
+                if is_settled():
+                    break
+            for task in rest:
+                task.cancel()
 
     async def closed_loop(self, load: Iterator[Conversation], num_users: int) -> None:
         self._progress.start = time.perf_counter()

@@ -13,7 +13,7 @@ from tidewheel.bench.arrivals import Load
 from tidewheel.bench.capacity import FEWEST_REQUESTS, CapacitySearch, Point, Verdict, Watch
 from tidewheel.bench.deploy import Deployment, Place, deployed
 from tidewheel.bench.driver import Driver, Limits, Progress, Transport
-from tidewheel.bench.outcome import Outcome
+from tidewheel.bench.outcome import UNANSWERED, Outcome
 from tidewheel.bench.results import Recorder, RunResult, StageResult
 from tidewheel.bench.run_plan import Run, Stage, in_turns
 from tidewheel.bench.scrape import Sampler
@@ -100,6 +100,8 @@ class Experiment:
         run = Run(target, load, number, result.stage.seed, longest_s, ids_shift=IDS_SHIFT * (number + 1))
         watch = Watch(result.stage.slo, point.objective, result.stage.seconds)
         outcomes = self._runner.run(self._run(run, result, live, watch))
+        if any(outcome.code == UNANSWERED for outcome in outcomes):
+            self._runner.run(self._await_idle(target, result.stage))
         return search.note(point, outcomes, watch.verdict)
 
     def _begin(self, stage: Stage) -> StageResult:
@@ -155,6 +157,12 @@ class Experiment:
             first = progress.outcomes[0]
             raise BenchError(f"target {target.name} answers no request: {first.code}: {first.error}")
 
+    async def _await_idle(self, target: Target, stage: Stage) -> None:
+        """Wait for one token, behind what a server computes although it was cancelled."""
+        request = next(stage.workload.conversations(WARM_UP_SEED))[0]
+        driver = Driver(self._places[target.name].transport, Limits(WARM_UP_LIMIT_S), Progress())
+        await driver.open_loop([(replace(request, at=0.0, num_output_tokens=1),)])
+
     async def _run_all(self, turns: Sequence[Turn], live: Live) -> None:
         for result, run in turns:
             await self._run(run, result, live)
@@ -182,7 +190,8 @@ class Experiment:
         load = stage.conversations(run)
         if watch is not None:
             load = itertools.takewhile(lambda _: not watch.is_enough(progress.outcomes, progress.now()), load)
-        if run.load.kind == "closed":
+            await driver.open_loop(load, lambda: watch.is_settled(progress.outcomes, progress.now()))
+        elif run.load.kind == "closed":
             await driver.closed_loop(load, int(run.load.value))
         else:
             await driver.open_loop(load)

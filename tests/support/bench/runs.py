@@ -49,6 +49,8 @@ def outcome(
 class FakeTransport:
     """A target that answers at once with as many tokens as were asked for; `answer` may act first."""
 
+    can_cancel = True
+
     def __init__(self, answer: Callable[[Outcome], Any] | None = None) -> None:
         self._answer = answer
         self.prompts: list[list[int]] = []

@@ -19,6 +19,8 @@ _READ_BUFFER = 1 << 20  # for an SSE line
 class _Http:
     """Kept-alive connections, one per request in flight."""
 
+    can_cancel = False  # Triton's HTTP endpoints do not notice a client that leaves
+
     def __init__(self, url: str) -> None:
         self.url = url
         self._session: aiohttp.ClientSession | None = None

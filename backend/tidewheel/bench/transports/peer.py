@@ -26,6 +26,8 @@ class _Pending(NamedTuple):
 class Peer:
     """Process from `open` to `close`; its output goes to `log`."""
 
+    can_cancel = False
+
     def __init__(self, python: str, kind: str, options: Mapping[str, Any], log: Path) -> None:
         self._command = [python, str(PROGRAM), kind, json.dumps(dict(options))]
         self._kind = kind

@@ -33,6 +33,8 @@ _FLAGS = ("return_num_output_tokens", "return_finish_reason", "exclude_input_in_
 class TritonGrpc:
     """Ask for token ids `with_ids`, for later turns of conversations."""
 
+    can_cancel = True
+
     def __init__(self, address: str, model: str, *, with_ids: bool = False) -> None:
         self._address = address
         self._model = model

@@ -114,7 +114,7 @@ bench: venv $(if $(SHAPE),build/$(SHAPE)/config.json) $(if $(VLLM_PYTHON),build/
 	$(BIN)/tidewheel bench --suite compare --seconds 5 --budget-s 420 --repeats 3 --out build/bench \
 		$(if $(VLLM_PYTHON),--offline-model build/qwen3-40m --peer vllm=$(VLLM_PYTHON)) \
 		$(if $(SHAPE),--model build/$(SHAPE) --dtype bfloat16 --set max_model_len=4096 --set kv_cache_memory_mb=8192) \
-		$(if $(RECORD),--record benchmarks/results/$(or $(SHAPE),cpu)_comparison.json) $(BENCH_ARGS)
+		$(if $(RECORD),--record benchmarks/results/$(or $(SHAPE),cpu)_capacity.json) $(BENCH_ARGS)
 
 # Everything that is said about speed on a GPU, within ten minutes; benchmarks/gpu/README.md. PYTHON_GPU, a Python with
 # CUDA's torch, is used in place of the venv; PEERS, a bundle of other engines, is measured beside ours.

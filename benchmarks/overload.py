@@ -10,6 +10,7 @@ CRITICAL is a fifth of the capacity, so it can always be served.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -195,26 +196,6 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
     }
 
 
-def print_summary(result: dict[str, Any]) -> None:
-    overload, critical = result["overload"], result["critical"]
-    print(
-        f"goodput at twice the capacity: {overload['goodput']:.2f}/s, {overload['goodput_over_peak']:.1%} of the peak"
-    )
-    print(
-        f"CRITICAL p99 TTFT {critical['overload_p99_ttft_s'] * 1e3:.0f} ms, bound {critical['bound_s'] * 1e3:.0f} ms "
-        f"(ratio {critical['ratio_to_bound']:.2f})"
-    )
-    print(
-        f"LOW: longest wait {overload['low_waits']['longest_s'] * 1e3:.0f} ms "
-        f"({overload['low_wait_at_mean_rate_s'] * 1e3:.0f} ms at the mean rate), overtaken after ageing "
-        f"{overload['low_waits']['overtaken_after_ageing']} times; idle afterwards: {overload['idle_afterwards']}"
-    )
-    print(f"refusals within 50 ms: {overload['refusals_within_50_ms']:.1%}; unanswered: {overload['unanswered']}")
-    for name, row in overload["classes"].items():
-        ttft = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in row["ttft_s"].items())
-        print(f"  {name:8} {row['finished']} of {row['offered']}, TTFT {ttft} ms, {row['refused_or_shed']}")
-
-
 def main() -> None:
     study = Study("overload", __doc__, "torch", "tritonclient")
     study.add_argument("folder", type=Path, help="a model that tidewheel serves")
@@ -229,7 +210,7 @@ def main() -> None:
         served(options.folder, {**SETTINGS, "record": recording}) as address,
     ):
         result = measure(address, Path(recording), options)
-    print_summary(result)
+    print(json.dumps(result, indent=1))
     study.save({"settings": SETTINGS, **result})
 
 

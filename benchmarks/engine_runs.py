@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import heapq
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +15,8 @@ import numpy as np
 import torch
 
 from clocks import Clock, CpuClock, WallClock
+from random_model import make_model
+from roofline import SHAPES
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, build_scheduler, engine_info, load_model_runner
@@ -22,7 +27,9 @@ from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.columns import Int64Array
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.simulate.calibration import MeasuredStep, measured_steps
 from tidewheel.simulate.outcomes import Outcomes
+from tidewheel.simulate.replay import Recording
 from tidewheel.stats import EngineStats
 from tidewheel.workload.traces import Contents, Trace
 
@@ -38,14 +45,23 @@ class Engine(NamedTuple):
     config: EngineConfig
     runner: LoadedRunner
     info: EngineInfo
+    cpu_clock: bool
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
 
 
 @contextmanager
-def loaded(folder: Path, **settings: object) -> Iterator[Engine]:
-    config = EngineConfig.from_settings({"model": str(folder), **settings})
-    with torch.inference_mode():
+def random_engine(options: argparse.Namespace, settings: Mapping[str, object]) -> Iterator[Engine]:
+    """Load random weights by `add_engine_options`."""
+    with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+        folder = make_model(Path(scratch), SHAPES[options.shape])
+        config = EngineConfig.from_settings({"model": str(folder), "num_threads": options.threads, **settings})
         runner = load_model_runner(config)
-        yield Engine(config, runner, engine_info(runner.info, config))
+        yield Engine(config, runner, engine_info(runner.info, config), options.cpu_clock)
 
 
 class EngineLoop:
@@ -124,10 +140,15 @@ class RealRun(NamedTuple):
     stats: EngineStats
 
 
-def run_engine(
-    engine: Engine, trace: Trace, config: EngineConfig | None = None, *, cpu_clock: bool = False
-) -> RealRun:
-    clock: Clock = CpuClock() if cpu_clock else WallClock()
+def recorded_run(engine: Engine, trace: Trace) -> tuple[RealRun, list[MeasuredStep]]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_engine(engine, trace, dataclasses.replace(engine.config, record=folder))
+        (path,) = Path(folder).iterdir()
+        return run, measured_steps(Recording(path).events())
+
+
+def run_engine(engine: Engine, trace: Trace, config: EngineConfig | None = None) -> RealRun:
+    clock: Clock = CpuClock() if engine.cpu_clock else WallClock()
     outcomes, contents = Outcomes(trace), Contents(trace)
     vocab, most = engine.info.vocab_size - FIRST_ID, int(trace.output_tokens.max())
     prompts = [(contents.prompt(i) % vocab + FIRST_ID).astype(np.int32) for i in range(len(trace))]

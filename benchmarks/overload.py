@@ -10,6 +10,7 @@ CRITICAL is a fifth of the capacity, so it can always be served.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -17,21 +18,23 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offered_load import offer, run
+from offered_load import run
 from serving import Address, metric, served
 from study import Study
 from tidewheel.bench.estimates import quantile
 from tidewheel.bench.outcome import Outcome, Slo
+from tidewheel.bench.workloads import PLAIN, Kind, Workload
 from tidewheel.record.recorded_events import Added, Scheduled
 from tidewheel.simulate.calibration import measured_steps
 from tidewheel.simulate.replay import Recording
 from tidewheel.workload.arrival_times import poisson_until
+from tidewheel.workload.lengths import Range
 
-INPUTS, OUTPUTS = (16, 112), (8, 56)  # least and most tokens
+WORKLOAD = Workload("overload", Range(16, 112), Range(8, 56), vocab=10_000)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
@@ -40,7 +43,6 @@ SETTINGS: dict[str, Any] = {
     "max_waiting_requests": 4,
     "ageing_s": 0.2,
 }
-Mix = Sequence[tuple[float, dict[str, Any]]]  # shares of requests, and their parameters
 CLASSES = {"CRITICAL": 1, "HIGH": 2, "NORMAL": 3, "LOW": 4}
 CRITICAL_SHARE = 0.2
 OTHERS = {"HIGH": 0.25, "NORMAL": 0.45, "LOW": 0.3}  # of the rest
@@ -77,16 +79,19 @@ def low_waits(folder: Path, since: float) -> LowWaits:
     return LowWaits(len(low), max((start - arrival for start, arrival in low), default=math.nan), overtakers)
 
 
-def class_mix(load: float) -> Mix:
-    """Return the classes' (share, parameters) at `load` times the capacity."""
+def class_mix(load: float) -> list[Kind]:
+    """Return the classes at `load` times the capacity."""
     critical = CRITICAL_SHARE / load
     rest = {name: share * (1.0 - critical) for name, share in OTHERS.items()}
-    return [(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()]
+    return [Kind(share, {"priority": CLASSES[name]}) for name, share in {"CRITICAL": critical, **rest}.items()]
 
 
-def send(address: Address, rate: float, seconds: float, rng: random.Random, mix: Mix = ((1.0, {}),)) -> list[Outcome]:
-    times = poisson_until(seconds, rate, rng)
-    return run(address.grpc, address.model, offer(times, mix, INPUTS, OUTPUTS, rng))
+def send(
+    address: Address, rate: float, seconds: float, rng: random.Random, kinds: Sequence[Kind] = PLAIN
+) -> list[Outcome]:
+    turns = replace(WORKLOAD, kinds=tuple(kinds)).conversations(rng.randrange(1 << 32))
+    load = [replace(turn, at=at) for at, (turn,) in zip(poisson_until(seconds, rate, rng), turns, strict=False)]
+    return run(address.grpc, address.model, load)
 
 
 def measure_capacity(address: Address, seconds: float, rng: random.Random) -> float:
@@ -149,10 +154,10 @@ def is_idle_soon(address: Address) -> bool:
 def measure(address: Address, recording: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(arguments.seed)
     slo = Slo(arguments.ttft, arguments.tpot)
-    run(address.grpc, address.model, offer([0.0, 0.1, 0.2], [(1.0, {})], INPUTS, OUTPUTS, rng))  # warm-up
+    send(address, 4.0, 1.0, rng)  # warm-up
     capacity = measure_capacity(address, arguments.sweep_seconds, rng)
     print(f"capacity {capacity:.2f} requests/s")
-    alone = send(address, CRITICAL_SHARE * capacity, max(120.0, arguments.seconds), rng, [(1.0, {"priority": 1})])
+    alone = send(address, CRITICAL_SHARE * capacity, max(120.0, arguments.seconds), rng, [Kind(1.0, {"priority": 1})])
     unloaded = quantile([o.first_token for o in alone if o.first_token is not None], 0.99)
     print(f"CRITICAL alone: {len(alone)} requests, p99 TTFT {unloaded * 1e3:.0f} ms")
     sweep = {}
@@ -195,26 +200,6 @@ def measure(address: Address, recording: Path, arguments: argparse.Namespace) ->
     }
 
 
-def print_summary(result: dict[str, Any]) -> None:
-    overload, critical = result["overload"], result["critical"]
-    print(
-        f"goodput at twice the capacity: {overload['goodput']:.2f}/s, {overload['goodput_over_peak']:.1%} of the peak"
-    )
-    print(
-        f"CRITICAL p99 TTFT {critical['overload_p99_ttft_s'] * 1e3:.0f} ms, bound {critical['bound_s'] * 1e3:.0f} ms "
-        f"(ratio {critical['ratio_to_bound']:.2f})"
-    )
-    print(
-        f"LOW: longest wait {overload['low_waits']['longest_s'] * 1e3:.0f} ms "
-        f"({overload['low_wait_at_mean_rate_s'] * 1e3:.0f} ms at the mean rate), overtaken after ageing "
-        f"{overload['low_waits']['overtaken_after_ageing']} times; idle afterwards: {overload['idle_afterwards']}"
-    )
-    print(f"refusals within 50 ms: {overload['refusals_within_50_ms']:.1%}; unanswered: {overload['unanswered']}")
-    for name, row in overload["classes"].items():
-        ttft = ", ".join(f"{key} {1e3 * value:.0f}" for key, value in row["ttft_s"].items())
-        print(f"  {name:8} {row['finished']} of {row['offered']}, TTFT {ttft} ms, {row['refused_or_shed']}")
-
-
 def main() -> None:
     study = Study("overload", __doc__, "torch", "tritonclient")
     study.add_argument("folder", type=Path, help="a model that tidewheel serves")
@@ -229,7 +214,7 @@ def main() -> None:
         served(options.folder, {**SETTINGS, "record": recording}) as address,
     ):
         result = measure(address, Path(recording), options)
-    print_summary(result)
+    print(json.dumps(result, indent=1))
     study.save({"settings": SETTINGS, **result})
 
 

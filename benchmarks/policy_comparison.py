@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine_runs import Engine, loaded, run_engine
-from random_model import make_model
-from roofline import SHAPES
+from engine_runs import Engine, add_engine_options, random_engine, recorded_run, run_engine
 from simulator_accuracy import SETTINGS
 from study import Study, show
-from tidewheel.simulate.calibration import facts_of, fit, measured_steps
+from tidewheel.simulate.calibration import facts_of, fit
 from tidewheel.simulate.outcomes import Outcomes, throughput
-from tidewheel.simulate.replay import Recording
 from tidewheel.simulate.scenario import simulator_of
+from tidewheel.stats import EngineStats
 from tidewheel.workload.arrival_times import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace
@@ -58,40 +54,33 @@ def make_trace(count: int, rate: float | None, seed: int) -> Trace:
     )
 
 
-def capacity(engine: Engine, *, cpu_clock: bool) -> float:
-    outcomes, _ = run_engine(engine, make_trace(96, None, 99), cpu_clock=cpu_clock)
-    return throughput(outcomes)
-
-
-def figures(outcomes: Outcomes, prediction_error: float) -> dict[str, float]:
+def figures(outcomes: Outcomes, stats: EngineStats) -> dict[str, float]:
     latency = outcomes.latency[outcomes.finished]
     return {
         "mean_latency_s": float(latency.mean()),
         "p99_latency_s": float(np.quantile(latency, 0.99)),
         "mean_ttft_s": float(np.nanmean(outcomes.ttft)),
         "finished": int(outcomes.finished.sum()),
-        "prediction_error_tokens": prediction_error,
+        "prediction_error_tokens": stats.prediction_error,
     }
 
 
-def measure(engine: Engine, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    rate = arguments.load * capacity(engine, cpu_clock=arguments.cpu_clock)
+def measure(engine: Engine, arguments: argparse.Namespace) -> dict[str, Any]:
+    rate = arguments.load * throughput(run_engine(engine, make_trace(96, None, 99)).outcomes)
     trace = make_trace(max(60, round(rate * arguments.seconds)), rate, arguments.seed)
-    real: dict[str, dict[str, float]] = {}
-    for policy in POLICIES:
-        config = dataclasses.replace(
-            engine.config, scheduling_policy=policy, record=str(folder) if policy == "fifo" else ""
-        )
-        outcomes, stats = run_engine(engine, trace, config, cpu_clock=arguments.cpu_clock)
-        real[policy] = figures(outcomes, stats.prediction_error)
-    (path,) = folder.iterdir()
-    cost = fit(measured_steps(Recording(path).events()), "cpu", **facts_of(engine.info))
+    fifo, steps = recorded_run(engine, trace)
+    cost = fit(steps, "cpu", **facts_of(engine.info))
+    runs = {
+        "fifo": fifo,
+        "sjf": run_engine(engine, trace, dataclasses.replace(engine.config, scheduling_policy="sjf")),
+    }
+    real = {policy: figures(*run) for policy, run in runs.items()}
     simulated: dict[str, dict[str, float]] = {}
     for policy in POLICIES:
         config = dataclasses.replace(engine.config, scheduling_policy=policy)
         simulator = simulator_of(config, engine.info, trace, cost)
         outcomes, (replica,) = simulator.run(), simulator.replicas
-        simulated[policy] = figures(outcomes, replica.scheduler.stats().prediction_error)
+        simulated[policy] = figures(outcomes, replica.scheduler.stats())
     return {
         "requests": len(trace),
         "requests_per_s": trace.rate,
@@ -110,23 +99,18 @@ def main() -> None:
     study = Study("policy_comparison", __doc__, "torch", "numpy")
     study.add_argument("--seconds", type=float, default=60.0, help="of sending (default: %(default)g)")
     study.add_argument("--load", type=float, default=1.15, help="share of the capacity (default: %(default)g)")
-    study.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
-    study.add_argument("--threads", type=int, default=1)
     study.add_argument("--seed", type=int, default=0)
     study.add_argument("--ageing-s", type=float, default=120.0, help="how long a long answer may be overtaken")
-    study.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
+    add_engine_options(study)
     arguments = study.begin()
     settings = {
         **SETTINGS,
         "max_num_seqs": MAX_NUM_SEQS,
-        "num_threads": arguments.threads,
         "ageing_s": arguments.ageing_s,
         "scheduling_policy": "fifo",
     }
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recordings:
-        folder = make_model(Path(scratch), SHAPES[arguments.shape])
-        with loaded(folder, **settings) as engine:
-            result = measure(engine, arguments, Path(recordings))
+    with random_engine(arguments, settings) as engine:
+        result = measure(engine, arguments)
     show({"where": place, "policy": policy, **result[place][policy]} for place in PLACES for policy in POLICIES)
     for place, share in result["reduction"].items():
         print(f"{place:10} mean latency {share:.0%} lower: {'reaches' if share >= GOAL else 'misses'} {GOAL:.0%}")

@@ -9,21 +9,16 @@ and simulator then run three loads of other rates, lengths and arrivals. Both pa
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine_runs import Engine, loaded, run_engine
-from random_model import make_model
-from roofline import SHAPES
+from engine_runs import Engine, add_engine_options, random_engine, recorded_run, run_engine
 from study import Study, show
-from tidewheel.simulate.calibration import MeasuredStep, facts_of, fit, measured_steps
+from tidewheel.simulate.calibration import MeasuredStep, facts_of, fit
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes, throughput
-from tidewheel.simulate.replay import Recording
 from tidewheel.simulate.scenario import simulator_of
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals
 from tidewheel.workload.lengths import Lengths
@@ -70,19 +65,12 @@ def make_trace(load: Load, tokens_per_s: float, seconds: float, seed: int) -> Tr
     return synthesise(load.arrivals(count, rate, rng), prompt, output, rng)
 
 
-def capacity(engine: Engine, requests: int, *, cpu_clock: bool) -> float:
+def capacity(engine: Engine, requests: int) -> float:
     """Return weighted tokens per second in the middle of a run of requests that come at once."""
     prompt, output = Lengths.parse("constant:64", name="prompt"), Lengths.parse("uniform:32", name="output")
     trace = synthesise(np.zeros(requests), prompt, output, np.random.default_rng(99))
-    outcomes, _ = run_engine(engine, trace, cpu_clock=cpu_clock)
+    outcomes, _ = run_engine(engine, trace)
     return throughput(outcomes) * float((trace.output_tokens + trace.prompt_tokens / PROMPT_WEIGHT).mean())
-
-
-def calibration_steps(engine: Engine, trace: Trace, folder: Path, *, cpu_clock: bool) -> list[MeasuredStep]:
-    before = set(folder.iterdir())
-    run_engine(engine, trace, dataclasses.replace(engine.config, record=str(folder)), cpu_clock=cpu_clock)
-    (path,) = set(folder.iterdir()) - before
-    return measured_steps(Recording(path).events())
 
 
 def compare(load: Load, measured: Outcomes, predicted: Outcomes) -> dict[str, Any]:
@@ -107,16 +95,16 @@ def predict(engine: Engine, trace: Trace, cost: CostModel) -> Outcomes:
     return simulator_of(engine.config, engine.info, trace, cost).run()
 
 
-def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -> dict[str, Any]:
-    capacity(engine, 64, cpu_clock=cpu_clock)  # warm-up
-    tokens_per_s = capacity(engine, 192, cpu_clock=cpu_clock)
+def measure(engine: Engine, seconds: float) -> dict[str, Any]:
+    capacity(engine, 64)  # warm-up
+    tokens_per_s = capacity(engine, 192)
     steps: list[MeasuredStep] = []
     real: list[tuple[Load, Outcomes]] = []
     for seed, (known, unknown) in enumerate(zip(CALIBRATION, PREDICTED, strict=True)):
         trace = make_trace(known, tokens_per_s, seconds, seed)
-        steps += calibration_steps(engine, trace, scratch, cpu_clock=cpu_clock)
+        steps += recorded_run(engine, trace)[1]
         trace = make_trace(unknown, tokens_per_s, seconds, 100 + seed)
-        real.append((unknown, run_engine(engine, trace, cpu_clock=cpu_clock).outcomes))
+        real.append((unknown, run_engine(engine, trace).outcomes))
         print(f"ran {known.name} and {unknown.name}", flush=True)
     cost = fit(steps, "cpu", **facts_of(engine.info))
     loads = [compare(load, outcomes, predict(engine, outcomes.trace, cost)) for load, outcomes in real]
@@ -126,14 +114,10 @@ def measure(engine: Engine, seconds: float, scratch: Path, *, cpu_clock: bool) -
 def main() -> None:
     study = Study("simulator_accuracy", __doc__, "torch", "numpy")
     study.add_argument("--seconds", type=float, default=60.0, help="of each of the six loads (default: %(default)g)")
-    study.add_argument("--shape", choices=SHAPES, default="qwen3-40m")
-    study.add_argument("--threads", type=int, default=1)
-    study.add_argument("--cpu-clock", action="store_true", help="processor time instead of the wall clock")
+    add_engine_options(study)
     arguments = study.begin()
-    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recordings:
-        folder = make_model(Path(scratch), SHAPES[arguments.shape])
-        with loaded(folder, **SETTINGS, num_threads=arguments.threads) as engine:
-            result = measure(engine, arguments.seconds, Path(recordings), cpu_clock=arguments.cpu_clock)
+    with random_engine(arguments, SETTINGS) as engine:
+        result = measure(engine, arguments.seconds)
     compared = ("output_tokens_per_s", "ttft_p99_s")
     rows = [{"load": load["load"], "figure": name, **load[name]} for load in result["loads"] for name in compared]
     show(rows)

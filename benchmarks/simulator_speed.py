@@ -15,26 +15,18 @@ import time
 from study import Study, show
 from tidewheel.cli.simulate import add_arguments
 from tidewheel.cli.simulation import scenario_of
-from tidewheel.simulate.scenario import Scenario
 
 
-def scenario_from(options: list[str]) -> Scenario:
+def measure(arguments: argparse.Namespace, output_mean: float) -> dict[str, float]:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return scenario_of(parser.parse_args(options))
-
-
-def options(arguments: argparse.Namespace, output_mean: float) -> list[str]:
-    return [
+    options = [
         "--requests", str(arguments.requests), "--replicas", str(arguments.replicas),
         "--prompt", "lognormal:128:1:2048", "--output", f"lognormal:{output_mean:g}:1:2048",
         "--load", str(arguments.load), "--router", "least-loaded",
         "--set", f"enable_prefix_caching={str(arguments.prefix_caching).lower()}",
     ]  # fmt: skip
-
-
-def measure(arguments: argparse.Namespace, output_mean: float) -> dict[str, float]:
-    scenario = scenario_from(options(arguments, output_mean))
+    scenario = scenario_of(parser.parse_args(options))
     (policy,) = scenario.policies
     rate = arguments.load * scenario.capacity(policy) * scenario.num_replicas
     simulator = scenario.simulator(scenario.config(policy), scenario.trace(rate), scenario.num_replicas)

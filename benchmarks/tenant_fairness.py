@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offered_load import offer, run
-from overload import INPUTS, OUTPUTS, SETTINGS, measure_capacity
+from overload import SETTINGS, measure_capacity, send
 from serving import served
 from study import Study
 from tidewheel.bench.outcome import Outcome
-from tidewheel.workload.arrival_times import poisson_until
+from tidewheel.bench.workloads import Kind
 
 SMALL_LOAD = 0.6  # of the capacity
 TIMES_AS_MUCH = 10
@@ -41,9 +40,8 @@ def measure(folder: Path, policy: str, seconds: float, seed: int) -> dict[str, A
     with served(folder, settings) as address:
         capacity = measure_capacity(address, 20.0, rng)
         rate = SMALL_LOAD * capacity * (1 + TIMES_AS_MUCH)
-        mix = [(1.0, {"tenant": "small"}), (float(TIMES_AS_MUCH), {"tenant": "big"})]
-        load = offer(poisson_until(seconds, rate, rng), mix, INPUTS, OUTPUTS, rng)
-        outcomes = run(address.grpc, address.model, load)
+        tenants = [Kind(1.0, {"tenant": "small"}), Kind(TIMES_AS_MUCH, {"tenant": "big"})]
+        outcomes = send(address, rate, seconds, rng, tenants)
     tokens = {tenant: served_tokens(outcomes, tenant, seconds) for tenant in ("small", "big")}
     offered = Counter(o.offered.parameters["tenant"] for o in outcomes)
     finished = Counter(o.offered.parameters["tenant"] for o in outcomes if o.finish_reason == "length")

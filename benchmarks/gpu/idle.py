@@ -54,27 +54,19 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
     return Timeline(events, intervals, Interval(begin + margin, end - margin))
 
 
-def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
-    """Return the uncovered share of the window; sorted intervals may overlap."""
-    busy, reached = 0.0, window.begin
-    for begin, end in intervals:
-        begin, end = max(begin, reached), min(end, window.end)
-        if end > begin:
-            busy += end - begin
-            reached = end
-    return 1.0 - busy / (window.end - window.begin)
-
-
 def gaps(intervals: Iterable[Interval], window: Interval) -> list[float]:
+    """Return the uncovered lengths of the window; sorted intervals may overlap."""
     found: list[float] = []
     reached = window.begin
-    for begin, end in intervals:
-        if begin >= window.end:
-            break
-        if begin > reached:
-            found.append(begin - reached)
+    for begin, end in (*intervals, Interval(window.end, window.end)):
+        if min(begin, window.end) > reached:
+            found.append(min(begin, window.end) - reached)
         reached = max(reached, end)
     return found
+
+
+def idle_fraction(intervals: Iterable[Interval], window: Interval) -> float:
+    return sum(gaps(intervals, window)) / (window.end - window.begin)
 
 
 def body(stage: Stage) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu.timing import Call
+from gpu.timing import Call, KernelCase
 from tidewheel_kernels import AttentionMetadata, paged_attention
 
 ELEMENT_BYTES = 2  # bfloat16
@@ -43,6 +44,14 @@ class AttentionCase:
         """Two products over the keys each query sees."""
         seen = self.query * (self.context - self.query) + self.query * (self.query + 1) / 2
         return 4.0 * self.batch * self.heads * self.head_dim * seen
+
+    def by(self, who: str, make: MakeAttention) -> KernelCase:
+        """Return the case as run by `make`: decodes bound by bandwidth, prompts by arithmetic."""
+        name, flops = ("prefill attention", self.flops) if self.query > 1 else ("decode attention", 0.0)
+        return KernelCase(name, self.label, self.num_bytes, {who: partial(make, self)}, flops)
+
+
+MakeAttention = Callable[[AttentionCase, torch.device], Call]
 
 
 def ours(case: AttentionCase, device: torch.device) -> Call:
@@ -108,7 +117,7 @@ def _is_causal(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
     return query >= key
 
 
-def flash_attention_3() -> Callable[[AttentionCase, torch.device], Call] | None:
+def flash_attention_3() -> MakeAttention | None:
     """Return None without `flash_attn_interface`; decodes read a paged cache, prompts dense keys."""
     try:
         library: Any = importlib.import_module("flash_attn_interface")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 
 import numpy as np
 import torch
 
-from gpu.measurements import throughput
+from gpu.measurements import OURS, throughput
 from gpu.stage import Stage
-from gpu.timing import Call, Timer
+from gpu.timing import Call, KernelCase
 from roofline import SHAPES, Shape
 from tidewheel.batch import Int32Array
 from tidewheel.models import causal_lm
@@ -30,21 +31,20 @@ def layout_of(shape: Shape) -> CacheLayout:
     return CacheLayout(model, BLOCK_SIZE, torch.bfloat16)
 
 
-def copies(stage: Stage) -> None:
-    layout = layout_of(SHAPES["tiny" if stage.is_dry else "llama-3.1-8b"])
-    timer = Timer(stage.device, is_dry=stage.is_dry)
-    limit = 1e-9 * stage.ceilings.copy_bandwidth
-    for count in (2,) if stage.is_dry else COPIED:
-        with stage.part(f"block copy, {count} blocks"):
-            stage.check_time(2.0)
-            moved = 2 * count * layout.block_bytes
-            timing = timer.measure(lambda _, count=count: copy_call(layout, count, stage.device), moved)
-            case, details = _case(layout, count), timing.details
-            stage.result(throughput("block copy", case, timing.seconds, 1e-9 * moved, "GB/s", limit, details=details))
+def largest_layout(is_dry: bool) -> CacheLayout:
+    return layout_of(SHAPES["tiny" if is_dry else "llama-3.1-8b"])
+
+
+def copy_case(layout: CacheLayout, count: int) -> KernelCase:
+    make = partial(copy_call, layout, count)
+    return KernelCase("block copy", _case(layout, count), 2 * count * layout.block_bytes, {OURS: make})
+
+
+def swaps(stage: Stage) -> None:
     for count in (2,) if stage.is_dry else MOVED:
         with stage.part(f"swap, {count} blocks"):
             stage.check_time(3.0)
-            swap(stage, layout, count)
+            swap(stage, largest_layout(stage.is_dry), count)
 
 
 def _case(layout: CacheLayout, count: int) -> str:

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import silu
 
-from gpu.timing import Call
+from gpu.measurements import OURS
+from gpu.timing import Call, KernelCase
 from roofline import Shape
 from tidewheel_kernels import SamplingTensors, compute_logprobs, rms_norm, rope_and_cache, sample, silu_and_mul
 
 EPS = 1e-6
 BLOCK_SIZE = 64
 CONTEXT = 8192
-Maker = Callable[[torch.device], Call]
-
-
-@dataclass(frozen=True, slots=True)
-class RowCase:
-    name: str
-    case: str
-    num_bytes: int
-    make: Maker
-    peers: Mapping[str, Maker]
 
 
 def _random(*sizes: int, device: torch.device) -> torch.Tensor:
     return torch.randn(sizes, device=device, dtype=torch.bfloat16)
 
 
-def residual_norm(shape: Shape, num_tokens: int) -> RowCase:
+def residual_norm(shape: Shape, num_tokens: int) -> KernelCase:
     def make(device: torch.device) -> Call:
         x, residual = (_random(num_tokens, shape.hidden, device=device) for _ in range(2))
         return partial(rms_norm, x, _random(shape.hidden, device=device), EPS, residual)
@@ -44,10 +33,10 @@ def residual_norm(shape: Shape, num_tokens: int) -> RowCase:
         return lambda: torch.rms_norm(x + residual, weight.shape, weight, EPS)
 
     case = f"{num_tokens} tokens, hidden {shape.hidden}"
-    return RowCase("residual RMSNorm", case, 4 * 2 * num_tokens * shape.hidden, make, {"torch": unfused})
+    return KernelCase("residual RMSNorm", case, 4 * 2 * num_tokens * shape.hidden, {OURS: make, "torch": unfused})
 
 
-def gated_activation(shape: Shape, num_tokens: int) -> RowCase:
+def gated_activation(shape: Shape, num_tokens: int) -> KernelCase:
     def make(device: torch.device) -> Call:
         return partial(silu_and_mul, _random(num_tokens, 2 * shape.intermediate, device=device))
 
@@ -56,10 +45,10 @@ def gated_activation(shape: Shape, num_tokens: int) -> RowCase:
         return lambda: silu(gate) * up
 
     case = f"{num_tokens} tokens, intermediate {shape.intermediate}"
-    return RowCase("SiLU-mul", case, 3 * 2 * num_tokens * shape.intermediate, make, {"torch": unfused})
+    return KernelCase("SiLU-mul", case, 3 * 2 * num_tokens * shape.intermediate, {OURS: make, "torch": unfused})
 
 
-def norm_rope_write(shape: Shape, num_tokens: int) -> RowCase:
+def norm_rope_write(shape: Shape, num_tokens: int) -> KernelCase:
     """Work on views of a fused QKV output: q, k and v are read, q and k written, k and v written to the cache."""
     q_heads, kv_heads, dim = shape.heads, shape.kv_heads, shape.head_dim
 
@@ -78,7 +67,7 @@ def norm_rope_write(shape: Shape, num_tokens: int) -> RowCase:
 
     moved = 2 * num_tokens * dim * (2 * q_heads + 5 * kv_heads) + 4 * num_tokens * dim
     name = "qk-norm, RoPE, KV write" if shape.qk_norm else "RoPE, KV write"
-    return RowCase(name, f"{num_tokens} tokens, {q_heads}:{kv_heads} heads", moved, make, {})
+    return KernelCase(name, f"{num_tokens} tokens, {q_heads}:{kv_heads} heads", moved, {OURS: make})
 
 
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -89,7 +78,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }
 
 
-def sampling(batch: int, vocab: int, sampler: str) -> RowCase:
+def sampling(batch: int, vocab: int, sampler: str) -> KernelCase:
     values = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, **SAMPLERS[sampler]}
 
     def make(device: torch.device) -> Call:
@@ -112,8 +101,8 @@ def sampling(batch: int, vocab: int, sampler: str) -> RowCase:
     def by_sorting(device: torch.device) -> Call:
         return partial(_sample_by_sorting, 4.0 * _random(batch, vocab, device=device), values["top_p"])
 
-    peers = {"torch sort": by_sorting} if sampler.startswith("top-p") else {}
-    return RowCase(f"sample, {sampler}", f"batch {batch}, vocabulary {vocab}", 2 * batch * vocab, make, peers)
+    makers = {OURS: make, "torch sort": by_sorting} if sampler.startswith("top-p") else {OURS: make}
+    return KernelCase(f"sample, {sampler}", f"batch {batch}, vocabulary {vocab}", 2 * batch * vocab, makers)
 
 
 def _sample_by_sorting(logits: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -123,7 +112,7 @@ def _sample_by_sorting(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     return order.gather(-1, drawn)
 
 
-def log_probabilities(batch: int, vocab: int, num_top: int) -> RowCase:
+def log_probabilities(batch: int, vocab: int, num_top: int) -> KernelCase:
     def make(device: torch.device) -> Call:
         logits = 4.0 * _random(batch, vocab, device=device)
         return partial(compute_logprobs, logits, torch.zeros(batch, dtype=torch.int64, device=device), num_top)
@@ -133,4 +122,4 @@ def log_probabilities(batch: int, vocab: int, num_top: int) -> RowCase:
         return lambda: torch.log_softmax(logits.float(), dim=-1).topk(max(num_top, 1), dim=-1)
 
     case = f"batch {batch}, vocabulary {vocab}, top {num_top}"
-    return RowCase("logprobs", case, 2 * batch * vocab, make, {"torch log_softmax": whole})
+    return KernelCase("logprobs", case, 2 * batch * vocab, {OURS: make, "torch log_softmax": whole})

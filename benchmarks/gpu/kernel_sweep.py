@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from gpu import kernel_attention as attention
 from gpu import kernel_rows as rows
 from gpu.kernel_attention import AttentionCase
-from gpu.kernel_copies import copy_call, layout_of
-from gpu.measurements import Measurement
+from gpu.kernel_copies import copy_case, largest_layout
+from gpu.measurements import OURS, Measurement
 from gpu.stage import Stage, is_device_lost
-from gpu.timing import Call, Timer
+from gpu.timing import KernelCase, Timer
 from roofline import SHAPES
 from tidewheel_kernels import launch_config
 
@@ -33,10 +31,7 @@ class Sweep:
     """`fields` are values to try in the result of `function`; "" means a plain number."""
 
     function: str
-    name: str
-    case: str
-    num_bytes: int
-    make: Callable[[torch.device], Call]
+    case: KernelCase
     fields: Mapping[str, Sequence[int]]
 
 
@@ -49,41 +44,26 @@ def sweeps(is_dry: bool) -> Iterator[Sweep]:
         prompts, model, num_tokens, batch, vocab = [], "tiny", 4, 2, 512
     tiles = {"block_n": (32, 64), "num_warps": (4, 8), "num_stages": (3, 4, 5)}
     for case in decodes:
-        yield _attention("decode_config", case, tiles)
-        yield _attention("num_kv_splits", case, {"": (1, 2, 4, 8, 16, 32, 64)})
+        kernel = case.by(OURS, attention.ours)
+        yield Sweep("decode_config", kernel, tiles)
+        yield Sweep("num_kv_splits", kernel, {"": (1, 2, 4, 8, 16, 32, 64)})
     for case in prompts:
-        yield _attention("prefill_config", case, {"tma": (0, 1)})
-        yield _attention("prefill_config", case, {"block_m": (64, 128), **tiles, "num_stages": (2, 3)})
+        kernel = case.by(OURS, attention.ours)
+        yield Sweep("prefill_config", kernel, {"tma": (0, 1)})
+        yield Sweep("prefill_config", kernel, {"block_m": (64, 128), **tiles, "num_stages": (2, 3)})
     shape = SHAPES[model]
     few = {"num_warps": (1, 2, 4, 8, 16)}
-    yield _rows("row_config", rows.residual_norm(shape, num_tokens), few)
-    yield _rows("elementwise_config", rows.gated_activation(shape, num_tokens), {"block": (512, 1024, 2048), **few})
-    yield _rows("rope_config", rows.norm_rope_write(shape, num_tokens), {"block": (1, 2, 4, 8, 16), **few})
-    layout, count = layout_of(shape), 2 if is_dry else 256
-    yield Sweep(
-        "copy_config",
-        "block copy",
-        f"{count} blocks",
-        2 * count * layout.block_bytes,
-        lambda device: copy_call(layout, count, device),
-        {"num_warps": (1, 2, 4, 8)},
-    )
-    yield _rows("vocabulary_config", rows.sampling(batch, vocab, "top-p 0.9"), {"row_warps": (4, 8, 16)})
-
-
-def _attention(function: str, case: AttentionCase, fields: Mapping[str, Sequence[int]]) -> Sweep:
-    name = "prefill attention" if case.query > 1 else "decode attention"
-    return Sweep(function, name, case.label, case.num_bytes, lambda device: attention.ours(case, device), fields)
-
-
-def _rows(function: str, case: rows.RowCase, fields: Mapping[str, Sequence[int]]) -> Sweep:
-    return Sweep(function, case.name, case.case, case.num_bytes, case.make, fields)
+    yield Sweep("row_config", rows.residual_norm(shape, num_tokens), few)
+    yield Sweep("elementwise_config", rows.gated_activation(shape, num_tokens), {"block": (512, 1024, 2048), **few})
+    yield Sweep("rope_config", rows.norm_rope_write(shape, num_tokens), {"block": (1, 2, 4, 8, 16), **few})
+    yield Sweep("copy_config", copy_case(largest_layout(is_dry), 2 if is_dry else 256), {"num_warps": (1, 2, 4, 8)})
+    yield Sweep("vocabulary_config", rows.sampling(batch, vocab, "top-p 0.9"), {"row_warps": (4, 8, 16)})
 
 
 def sweep(stage: Stage) -> None:
     timer = Timer(stage.device, is_dry=stage.is_dry)
     for one in sweeps(stage.is_dry):
-        with stage.part(f"sweep of {one.function}, {one.case}"):
+        with stage.part(f"sweep of {one.function}, {one.case.case}"):
             stage.check_time(10.0)
             _sweep_one(stage, timer, one)
 
@@ -92,7 +72,8 @@ def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
     if not hasattr(launch_config, one.function):
         stage.skip(f"sweep of {one.function}", "launch_config has no such function")
         return
-    found: dict[str, list[float]] = {RECORDED: timer.measure(lambda _: one.make(stage.device), one.num_bytes).seconds}
+    make, num_bytes = one.case.makers[OURS], one.case.num_bytes
+    found: dict[str, list[float]] = {RECORDED: timer.measure(lambda _: make(stage.device), num_bytes).seconds}
     refused: dict[str, str] = {}
     for values in itertools.product(*one.fields.values()):
         changes = dict(zip(one.fields, values, strict=True))
@@ -101,7 +82,7 @@ def _sweep_one(stage: Stage, timer: Timer, one: Sweep) -> None:
         label = ", ".join(f"{key or 'splits'} {value}" for key, value in changes.items())
         try:
             with replaced(one.function, changes):
-                found[label] = timer.measure(lambda _: one.make(stage.device), one.num_bytes).seconds
+                found[label] = timer.measure(lambda _: make(stage.device), num_bytes).seconds
         except UnknownField as unknown:
             stage.skip(f"sweep of {one.function}", str(unknown))
             break
@@ -117,7 +98,7 @@ def _report(stage: Stage, one: Sweep, found: dict[str, list[float]], refused: di
     best = min(medians, key=lambda label: medians[label])
     gain = medians[RECORDED] / medians[best]
     details = {"best": best, "median_us": {k: 1e6 * v for k, v in medians.items()}, "refused": refused}
-    name, case = f"sweep {one.function}", f"{one.name}, {one.case}"
+    name, case = f"sweep {one.function}", f"{one.case.name}, {one.case.case}"
     stage.result(Measurement(name=name, case=case, value=gain, unit="x", samples=found[RECORDED], details=details))
     print(f"    best: {best} ({1e6 * medians[best]:.1f} us; recorded {1e6 * medians[RECORDED]:.1f} us)", flush=True)
 

@@ -44,20 +44,16 @@ def throughput(
 ) -> Measurement:
     """Return `amount` per median second; `limit` is the device's most."""
     value = amount / statistics.median(seconds)
-    percent = None if limit is None else 100.0 * value / limit
-    return Measurement(
-        name=name, case=case, value=value, unit=unit, samples=seconds, limit=limit, percent=percent, **rest
-    )
+    rest |= {"limit": limit, "percent": None if limit is None else 100.0 * value / limit}
+    return Measurement(name=name, case=case, value=value, unit=unit, samples=seconds, **rest)
 
 
 def duration(name: str, case: str, seconds: list[float], limit_s: float | None, **rest: Any) -> Measurement:
     """Return median milliseconds; `limit_s` is the device's least."""
     value = 1e3 * statistics.median(seconds)
-    limit = None if limit_s is None else 1e3 * limit_s
-    percent = None if limit is None else 100.0 * limit / value
-    return Measurement(
-        name=name, case=case, value=value, unit="ms", samples=seconds, limit=limit, percent=percent, **rest
-    )
+    if limit_s is not None:
+        rest |= {"limit": 1e3 * limit_s, "percent": 1e5 * limit_s / value}
+    return Measurement(name=name, case=case, value=value, unit="ms", samples=seconds, **rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def transformers(options: dict[str, Any], attention: str = "paged|sdpa") -> Run:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        options["model"], dtype=getattr(torch, options.get("dtype", "bfloat16")), attn_implementation=attention
+        options["model"], dtype=torch.bfloat16, attn_implementation=attention
     )
     model = model.to(options["device"]).eval()
     wanted: dict[str, Any] = {"num_blocks": 1024, "block_size": 32, "page_size": 32, "max_batch_tokens": 512}

@@ -8,13 +8,15 @@ On a CPU each call is timed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 Call = Callable[[], object]
 Factory = Callable[[int], Call]  # call on the i-th set
+Maker = Callable[[torch.device], Call]
 
 NUM_SAMPLES = 20
 MIN_REPLAY_S = 2e-3  # at the speed without a graph
@@ -22,6 +24,15 @@ WAKING, WAKING_CALLS = 8192, 100
 MAX_CALLS = 256
 MAX_SETS = 64
 MAX_MEASURING_S = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    name: str
+    case: str  # sizes
+    num_bytes: int  # that must move
+    makers: Mapping[str, Maker]  # by owner
+    flops: float = 0.0  # 0: bound by bandwidth
 
 
 class Timing(NamedTuple):

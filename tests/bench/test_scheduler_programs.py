@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import kv_pressure
-import loop_latency
 import refusal_cost
 import scheduler_cost
 import shared_prefixes
@@ -48,11 +47,6 @@ def test_a_burst_computes_each_distinct_token() -> None:
     bursts = shared_prefixes.Bursts(bursts=2, requests=4, prefix_tokens=64, decoding=2)
     figures = shared_prefixes.burst(shared_prefixes.modelled, "arrival", 0, bursts)
     assert figures["computed_over_distinct"] >= 1.0
-
-
-def test_every_lone_request_has_a_latency() -> None:
-    latency = loop_latency.measure("static", 64, repeats=1)
-    assert latency["repeats"] == 1 and latency["median_ms"] > 0.0
 
 
 def test_a_ratio_is_this_checkout_over_the_other() -> None:

@@ -1,23 +1,16 @@
-"""Plots of the simulator: policies on replicas of an 8B model, and queues beside theory.
+"""Queue length against load in the simulator, one request at a time, beside theory.
 
-python benchmarks/simulator_plots.py --save         without --save, pictures go to build/
+python benchmarks/simulator_knee.py --save         without --save, the picture goes to build/
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
-from simulator_speed import scenario_from
 from study import BUILD, RESULTS, Study
-from tidewheel.cli.simulation import write_charts
 from tidewheel.config import EngineConfig
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.scenario import Result, simulated_info, simulator_of
+from tidewheel.simulate.scenario import simulated_info, simulator_of
 from tidewheel.simulate.simulation_charts import Knee, knee_chart
 from tidewheel.workload.arrival_times import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
@@ -27,15 +20,6 @@ KNEE_LOADS = (0.7, 0.8, 0.9, 0.95)
 STEP_S = 0.010
 KINDS = ("geometric:8", "lognormal:8:1.2:400")
 NAMES = ("geometric outputs", "lognormal outputs")
-
-
-def policies(requests: int) -> list[Result]:
-    options = [
-        "--requests", str(requests), "--policy", "fifo,priority,sjf,fair", "--load", "0.5,0.7,0.8,0.9,0.95,1.1",
-        "--trace", "bursty", "--output", "lognormal:128:1.2:2048", "--tenants", "big:8:4,middle:3:3,small:1:1",
-        "--set", "enable_prefix_caching=false", "--set", "max_num_seqs=64",
-    ]  # fmt: skip
-    return list(scenario_from(options).results())
 
 
 def single_server(load: float, output: str, requests: int) -> tuple[float, float, float]:
@@ -66,18 +50,13 @@ def knees(requests: int) -> list[Knee]:
 
 
 def main() -> None:
-    study = Study("simulator_plots", __doc__, "numpy", "matplotlib")
-    study.add_argument("--quick", action="store_true", help="a tenth of the requests")
+    study = Study("simulator_knee", __doc__, "numpy", "matplotlib")
+    study.add_argument("--requests", type=int, default=40_000, help="of each load (default: %(default)s)")
     options = study.begin()
-    scale = 10 if options.quick else 1
-    results, queues = policies(8000 // scale), knees(40_000 // scale)
-    out = RESULTS if options.save else BUILD
-    with tempfile.TemporaryDirectory() as scratch:
-        for path in write_charts(results, Path(scratch)):
-            shutil.copy(path, out / f"simulator_{path.name}")
-    (out / "simulator_knee.png").write_bytes(knee_chart(queues).png())
-    rows: list[dict[str, Any]] = [{"policy": r.policy, "load": r.load, **r.figures} for r in results]
-    study.save({"policies": rows, "queues": [queue._asdict() for queue in queues]})
+    queues = knees(options.requests)
+    folder = RESULTS if options.save else BUILD
+    (folder / "simulator_knee.png").write_bytes(knee_chart(queues).png())
+    study.save({"queues": [queue._asdict() for queue in queues]})
 
 
 if __name__ == "__main__":

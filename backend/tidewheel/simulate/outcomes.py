@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tidewheel.batch import BoolArray, Int32Array
+from tidewheel.batch import BoolArray
 from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import FinishReason, Priority, Request
@@ -35,14 +34,9 @@ class Outcomes:
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
         self.trace = trace
-        self.ends: npt.NDArray[np.int8] = np.full(count, UNKNOWN, dtype=np.int8)
-        self.replicas: Int32Array = np.full(count, -1, dtype=np.int32)
-        self.first_scheduled: FloatArray = np.full(count, np.nan)
-        self.first_token: FloatArray = np.full(count, np.nan)
-        self.last_token: FloatArray = np.full(count, np.nan)
-        self.output_tokens: Int32Array = np.zeros(count, dtype=np.int32)
-        self.cached_tokens: Int32Array = np.zeros(count, dtype=np.int32)
-        self.preemptions: Int32Array = np.zeros(count, dtype=np.int32)
+        self.ends, self.replicas = np.full(count, UNKNOWN), np.full(count, -1)
+        self.first_scheduled, self.first_token, self.last_token = np.full((3, count), np.nan)
+        self.output_tokens, self.cached_tokens, self.preemptions = np.zeros((3, count), dtype=np.int32)
 
     def record(self, index: int, replica: int, request: Request) -> None:
         """Record the end of a request; raise `InternalError` for a second one."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from tidewheel.fleet.router import RouteKey, Router
+from tidewheel.fleet.router import RouteKey, make_router
 from tidewheel.record.recorded_events import STOP_TOKEN
 from tidewheel.request import Priority, Request
 from tidewheel.sampling import SamplingParams
@@ -21,16 +20,7 @@ from tidewheel.workload.traces import Contents, Trace
 
 MakeScheduler = Callable[[int], Scheduler]  # takes the replica's number
 
-_PRIORITIES = {int(priority): priority for priority in Priority}
 _SAMPLING = SamplingParams()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    num_rows: int
-    max_model_len: int
-    enable_prefix_caching: bool = True
-    session_ttl_s: float = 300.0
 
 
 class Simulator:
@@ -41,16 +31,20 @@ class Simulator:
         trace: Trace,
         make_scheduler: MakeScheduler,
         cost: CostModel,
-        settings: ReplicaSettings,
         *,
-        num_replicas: int,
-        router: Router,
+        num_rows: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        session_ttl_s: float = 300.0,
+        num_replicas: int = 1,
+        router: str = "round-robin",
         max_tokens: int | None = None,
     ) -> None:
         """Set `max_tokens` of every request; None: the trace's longest output."""
         self._trace = trace
-        self._settings = settings
-        self._router = router
+        self._max_model_len = max_model_len
+        self._session_ttl_s = session_ttl_s
+        self._router = make_router(router, num_replicas)
         self._max_tokens = max_tokens or int(trace.output_tokens.max())
         self._contents = Contents(trace)
         self._loads = [0] * num_replicas
@@ -61,8 +55,8 @@ class Simulator:
                 make_scheduler(number),
                 cost,
                 self._ended,
-                num_rows=settings.num_rows,
-                pool=self._contents.pool if settings.enable_prefix_caching else None,
+                num_rows=num_rows,
+                pool=self._contents.pool if enable_prefix_caching else None,
                 has_deadlines=bool(np.isfinite(trace.deadlines).any()),
             )
             for number in range(num_replicas)
@@ -78,10 +72,9 @@ class Simulator:
         return self.outcomes
 
     def _advance(self, turns: list[tuple[float, int]], until: float) -> None:
-        replicas = self.replicas
         while turns and turns[0][0] <= until:
             now, number = turns[0]
-            next_turn = replicas[number].turn(now)
+            next_turn = self.replicas[number].turn(now)
             if next_turn is None:
                 heapq.heappop(turns)
             else:
@@ -104,17 +97,17 @@ class Simulator:
     def _request(self, index: int, now: float) -> Request:
         trace = self._trace
         prompt = self._contents.prompt(index)
-        deadline = float(trace.deadlines[index])
+        deadline = now + float(trace.deadlines[index])
         return Request(
             str(index),
             prompt,
             _SAMPLING,
-            max_tokens=min(self._max_tokens, max(self._settings.max_model_len - len(prompt), 1)),
+            max_tokens=min(self._max_tokens, max(self._max_model_len - len(prompt), 1)),
             arrival_time=now,
-            priority=_PRIORITIES[int(trace.priorities[index])],
+            priority=Priority(int(trace.priorities[index])),
             stop_token_ids=(STOP_TOKEN,),
             tenant=trace.tenant(index),
-            deadline=now + deadline if deadline < math.inf else None,
+            deadline=deadline if deadline < math.inf else None,
             session_id=trace.session(index),
-            session_ttl=self._settings.session_ttl_s,
+            session_ttl=self._session_ttl_s,
         )

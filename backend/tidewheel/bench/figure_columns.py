@@ -23,7 +23,8 @@ class Column(NamedTuple):
     def estimate(self, figures: Figures) -> Estimate:
         """Return the scaled value, NaN if unknown."""
         value = self._value(figures)
-        parts = value if isinstance(value, Estimate) else (math.nan if value == {} else value, math.nan, math.nan)
+        is_unknown = value is None or value == {}
+        parts = value if isinstance(value, Estimate) else (math.nan if is_unknown else value, math.nan, math.nan)
         return Estimate(*(part * self.scale for part in parts))
 
     def cell(self, figures: Figures) -> str:
@@ -100,7 +101,7 @@ SHORT = tuple(
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:
     rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in _measured(result)]
-    return Table(_header(columns), rows)
+    return Table(["load", "target", *headings(columns)], rows)
 
 
 def class_table(result: StageResult) -> Table:
@@ -110,7 +111,7 @@ def class_table(result: StageResult) -> Table:
         for labels, figures in _measured(result)
         for name in sorted(figures.get("classes", ()), key=CLASS_ORDER.index)
     ]
-    return Table(_header(_CLASSES, "class"), rows)
+    return Table(["load", "target", "class", *headings(_CLASSES)], rows)
 
 
 def capacity_table(findings: Figures) -> Table:
@@ -134,5 +135,5 @@ def _measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
                 yield (str(load), target.name), figures
 
 
-def _header(columns: Sequence[Column], *labels: str) -> list[str]:
-    return ["load", "target", *labels, *(f"{c.title} {c.unit}".strip() for c in columns)]
+def headings(columns: Sequence[Column]) -> list[str]:
+    return [f"{c.title} {c.unit}".strip() for c in columns]

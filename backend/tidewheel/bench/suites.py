@@ -52,11 +52,25 @@ class Suite:
     recorder: Recorder
     base: Stage
 
+    @property
+    def ours(self) -> Target:
+        targets = self.base.targets
+        return next((target for target in targets if target.name in ("continuous", "llm")), targets[0])
+
+    @property
+    def reference(self) -> Target:
+        """Return the baseline; raise `BenchError` without one."""
+        baselines = [target for target in self.base.targets if target.kind == "baseline"]
+        for target in sorted(baselines, key=lambda target: target.name != "baseline_dynamic"):
+            return target
+        raise BenchError("--suite compare needs a baseline among its targets: baseline_dynamic")
+
     def run(self) -> None:
         self.experiment.measure(self.base)
 
-    def compare(self, reference: Target, ours: str, slo: Slo | None = None, budget_s: float = math.inf) -> None:
+    def compare(self, slo: Slo | None = None, budget_s: float = math.inf) -> None:
         """Find capacities under `slo`, or multiples of the reference's lone request, in `budget_s` or so."""
+        reference = self.reference
         lone_ttft, lone_tpot = self._alone(reference)
         slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
         self.recorder.extra |= {
@@ -83,7 +97,7 @@ class Suite:
             self.experiment.find_capacities(stage, searches, budget_s)
         finally:
             found = {name: search.capacities() for name, search in searches.items()}
-            self.recorder.extra |= capacity_findings(found, ours, reference.name)
+            self.recorder.extra |= capacity_findings(found, self.ours.name, reference.name)
 
     def _alone(self, reference: Target) -> tuple[float, float]:
         """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
@@ -112,8 +126,9 @@ class Suite:
         loads = tuple(Load("closed", size) for size in BATCH_SIZES)
         self._measure("batch", "Throughput and latency over the batch size", loads=loads)
 
-    def rates(self, measure: Target) -> None:
-        """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates `measure`."""
+    def rates(self) -> None:
+        """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates ours."""
+        measure = self.ours
         users = (Load("closed", SATURATION_USERS),)
         title = f"Saturation of {measure.name}"
         result = self._measure("saturation", title, targets=(measure,), loads=users, repeats=1, is_preliminary=True)
@@ -127,12 +142,12 @@ class Suite:
         title = "A tenth of what saturates the machine, all of it, and five times as much"
         self._measure("rates", title, loads=loads, load_names=names)
 
-    def offline(self, ours: str) -> None:
+    def offline(self) -> None:
         count = self.base.max_requests or OFFLINE_REQUESTS
         result = self._measure("offline", f"{count} requests at once", loads=(Load("all"),), max_requests=count)
-        self.recorder.extra |= offline_ratios(result, ours)
+        self.recorder.extra |= offline_ratios(result, self.ours.name)
 
-    def efficiency(self, ours: str) -> None:
+    def efficiency(self) -> None:
         base = self.base.workload
         stages = [
             replace(
@@ -148,7 +163,7 @@ class Suite:
         ]
         results = self.experiment.measure_in_turns(stages)
         speeds = {result.stage.name: offline_speeds(result) for result in results}
-        self.recorder.extra |= efficiency_ratios(speeds, ours)
+        self.recorder.extra |= efficiency_ratios(speeds, self.ours.name)
 
     def _measure(self, name: str, title: str, **changes: Any) -> StageResult:
         return self.experiment.measure(replace(self.base, name=name, title=title, **changes))

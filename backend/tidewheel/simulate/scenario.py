@@ -51,6 +51,10 @@ class Scenario:
     settings: dict[str, str]
     record: str  # folder; empty: none
 
+    @property
+    def num_runs(self) -> int:
+        return len(self.policies) * max(len(self.loads), 1)
+
     def config(self, policy: str) -> EngineConfig:
         values = {"model": MODEL, **self.settings, "scheduling_policy": policy, "record": self.record}
         return EngineConfig.from_settings(values)

@@ -12,7 +12,7 @@ from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.capacity import FEWEST_REQUESTS, CapacitySearch, Point, Verdict, Watch
 from tidewheel.bench.deploy import Deployment, Place, deployed
-from tidewheel.bench.driver import Driver, Limits, Progress, Transport
+from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.outcome import UNANSWERED, Outcome
 from tidewheel.bench.results import Recorder, RunResult, StageResult
 from tidewheel.bench.run_plan import Run, Stage, in_turns
@@ -71,7 +71,8 @@ class Experiment:
         with Live(title, len(turns)) as live:
             for targets, group in self._groups(first.targets, turns):
                 self._bring_up(targets, first, live)
-                self._runner.run(self._run_all(group, live))
+                for result, run in group:
+                    self._runner.run(self._run(run, result, live))
         return results
 
     def find_capacities(self, stage: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
@@ -131,14 +132,11 @@ class Experiment:
         for target in targets:
             transport = self._places[target.name].transport
             self._runner.run(transport.open())
-            self._stack.callback(self._close, transport)
+            self._stack.callback(lambda one=transport: self._runner.run(one.close()))
             if isinstance(transport, Peer):
                 self._recorder.environment["versions"] |= transport.versions
             live.note(f"warming {target.name}")
             self._runner.run(self._warm(target, stage))
-
-    def _close(self, transport: Transport) -> None:
-        self._runner.run(transport.close())
 
     def _end(self) -> None:
         self._stack.close()
@@ -162,10 +160,6 @@ class Experiment:
         request = next(stage.workload.conversations(WARM_UP_SEED))[0]
         driver = Driver(self._places[target.name].transport, Limits(WARM_UP_LIMIT_S), Progress())
         await driver.open_loop([(replace(request, at=0.0, num_output_tokens=1),)])
-
-    async def _run_all(self, turns: Sequence[Turn], live: Live) -> None:
-        for result, run in turns:
-            await self._run(run, result, live)
 
     async def _run(self, run: Run, result: StageResult, live: Live, watch: Watch | None = None) -> list[Outcome]:
         stage, place, progress = result.stage, self._places[run.target.name], Progress()

@@ -161,8 +161,7 @@ def _wide(one: Table) -> str:
 def _facts(environment: Mapping[str, Any]) -> str:
     machine, versions = environment["machine"], environment["versions"]
     facts = {
-        "command": environment["command"],
-        "commit": environment["commit"],
+        **{name: environment[name] for name in ("command", "commit")},
         "machine": f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}",
         "system": machine["system"],
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S
+
 UNANSWERED = "UNANSWERED"  # the run ended first
 TIMEOUT = "TIMEOUT"  # client's limit
 UNREADABLE = "UNREADABLE"  # breaks the protocol
@@ -103,8 +105,8 @@ class Outcome:
 class Slo:
     """Objective, in seconds."""
 
-    ttft_s: float = 1.0
-    tpot_s: float = 0.1
+    ttft_s: float = DEFAULT_TTFT_S
+    tpot_s: float = DEFAULT_TPOT_S
 
     def whole_answer_s(self, num_tokens: int) -> float:
         """Return when a stream just within the objective has `num_tokens`."""

@@ -45,9 +45,9 @@ def pictures(result: StageResult) -> list[Picture]:
     if all(load.kind == "closed" for load in loads) and len(loads) >= 3:
         shown = (_OUTPUT, _first_known(result, _TPOT, _E2E), _first_known(result, _BUSY, _BATCH))
         return [_lines(result, measured, name, shown, "requests in flight")]
-    if result.stage.longest_s is not None:
-        return [_lines(result, measured, f"{name}_rates", (_WITHIN, _TTFT, _ANSWER), "offered, requests/s")]
-    if all(load.rate is not None for load in loads) and len(loads) > 3:
+    is_search = result.stage.longest_s is not None
+    if is_search or (all(load.rate is not None for load in loads) and len(loads) > 3):
+        name += "_rates" * is_search
         return [_lines(result, measured, name, (_WITHIN, _TTFT, _ANSWER), "offered, requests/s")]
     return [_bars(result, measured, name, (_GOODPUT, _TTFT, _OUTPUT))]
 

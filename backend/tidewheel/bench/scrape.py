@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping
 
 import aiohttp
@@ -39,16 +40,11 @@ def parse(text: str, model: str) -> Sample:
     for line in text.splitlines():
         series, _, value = line.rpartition(" ")
         name, _, labels = series.partition("{")
-        if (name in _GAUGES or name in _COUNTERS) and _is_of(labels, model):
+        is_of_model = not model or "model" not in labels or re.search(rf'model(_name)?="{re.escape(model)}"', labels)
+        if (name in _GAUGES or name in _COUNTERS) and is_of_model:
             with contextlib.suppress(ValueError):
                 sample[name] = sample.get(name, 0.0) + float(value)
     return sample
-
-
-def _is_of(labels: str, model: str) -> bool:
-    if "model" not in labels or not model:
-        return True
-    return f'model="{model}"' in labels or f'model_name="{model}"' in labels
 
 
 def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:

@@ -79,20 +79,12 @@ class Suite:
             "objective": {"ttft_s": slo_of_all.ttft_s, "tpot_s": slo_of_all.tpot_s, "is_given": slo is not None},
             "goal": GOAL,
         }
-        at_once = self._measure(
-            "at once",
-            f"{AT_ONCE_REQUESTS} requests at once",
-            loads=(Load("all"),),
-            max_requests=AT_ONCE_REQUESTS,
-            repeats=1,
-            is_preliminary=True,
-        )
+        at_once = self._at_once("at once", AT_ONCE_REQUESTS, repeats=1, is_preliminary=True)
         starts = {target.name: _served_per_s(at_once, target.name) for target in self.base.targets}
         searches = {name: CapacitySearch(slo_of_all, _rounded(start)) for name, start in starts.items() if start > 0}
         title = "Capacity: the highest rate at which 90 % of requests meet the objective"
-        stage = replace(
-            self.base, name="capacity", title=title, slo=slo_of_all, longest_s=LONGEST * self.base.seconds
-        )
+        longest_s = LONGEST * self.base.seconds
+        stage = replace(self.base, name="capacity", title=title, slo=slo_of_all, longest_s=longest_s)
         try:
             self.experiment.find_capacities(stage, searches, budget_s)
         finally:
@@ -112,7 +104,7 @@ class Suite:
             repeats=1,
             is_preliminary=True,
         )
-        one_token = replace(stage.workload, outputs=Lengths("constant", 1, 1.0, 1))
+        one_token = replace(stage.workload, outputs=Lengths("constant", 1, maximum=1))
         title = f"{stage.title}, one token each"
         stages = [replace(stage, name="first token alone", title=title, workload=one_token), stage]
         firsts, wholes = (r.outcomes(reference.name, 0)[0] for r in self.experiment.measure_in_turns(stages))
@@ -144,8 +136,7 @@ class Suite:
 
     def offline(self) -> None:
         count = self.base.max_requests or OFFLINE_REQUESTS
-        result = self._measure("offline", f"{count} requests at once", loads=(Load("all"),), max_requests=count)
-        self.recorder.extra |= offline_ratios(result, self.ours.name)
+        self.recorder.extra |= offline_ratios(self._at_once("offline", count), self.ours.name)
 
     def efficiency(self) -> None:
         base = self.base.workload
@@ -164,6 +155,9 @@ class Suite:
         results = self.experiment.measure_in_turns(stages)
         speeds = {result.stage.name: offline_speeds(result) for result in results}
         self.recorder.extra |= efficiency_ratios(speeds, self.ours.name)
+
+    def _at_once(self, name: str, count: int, **changes: Any) -> StageResult:
+        return self._measure(name, f"{count} requests at once", loads=(Load("all"),), max_requests=count, **changes)
 
     def _measure(self, name: str, title: str, **changes: Any) -> StageResult:
         return self.experiment.measure(replace(self.base, name=name, title=title, **changes))

@@ -143,26 +143,22 @@ def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
     return parameters
 
 
-def _lengths(kind: str, mean: float, shape: float = 1.0, maximum: int = 1 << 20) -> Lengths:
-    return Lengths(kind, mean, shape, maximum)
-
-
 def _sharegpt(scale: float) -> Workload:
     maximum = max(2, round(SHAREGPT_MAX * scale))
     return Workload(
         "sharegpt",
-        _lengths("lognormal", max(1.0, SHAREGPT_INPUT * scale), SHAREGPT_SIGMA, maximum),
-        _lengths("lognormal", max(1.0, SHAREGPT_OUTPUT * scale), SHAREGPT_SIGMA, maximum),
+        Lengths("lognormal", max(1.0, SHAREGPT_INPUT * scale), SHAREGPT_SIGMA, maximum),
+        Lengths("lognormal", max(1.0, SHAREGPT_OUTPUT * scale), SHAREGPT_SIGMA, maximum),
         source=f"lognormal with the ShareGPT means of Kwon and others (SOSP 2023), times {scale:g}; sigma 1 assumed",
     )
 
 
 _MIXED = Workload("mixed", Range(16, 128), Range(16, 128))
 WORKLOADS: Mapping[str, Workload] = {
-    "fixed": Workload("fixed", _lengths("constant", 64), _lengths("constant", 64)),
+    "fixed": Workload("fixed", Lengths("constant", 64), Lengths("constant", 64)),
     "mixed": _MIXED,
     "sharegpt": _sharegpt(1.0),
-    "chat": Workload("chat", _lengths("lognormal", 32), _lengths("lognormal", 32), turns=4, pause_s=1.0),
+    "chat": Workload("chat", Lengths("lognormal", 32), Lengths("lognormal", 32), turns=4, pause_s=1.0),
     "shared-prefix": dataclasses.replace(_MIXED, name="shared-prefix", prefix_tokens=256),
     "qos": dataclasses.replace(_MIXED, name="qos", kinds=CLASSES),
 }
@@ -176,7 +172,7 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
     """
     name, _, argument = text.partition(":")
     if name == "trace" and argument:
-        zero = _lengths("constant", 1)
+        zero = Lengths("constant", 1)
         path = Path(argument)
         trace = read_trace(path)
         digest = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -7,47 +7,14 @@ import functools
 import math
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, BenchError
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 
-DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 DEFAULT_MODEL = DEFAULT_REPOSITORY / "demo" / "1" / "weights"
-OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-class Defaults(NamedTuple):
-    """Defaults of a suite."""
-
-    text: str
-    targets: tuple[str, ...]
-    workload: str
-    loads: tuple[str, ...] = ()
-
-
-SUITES: dict[str, Defaults] = {
-    "run": Defaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
-    "compare": Defaults(
-        "the capacity of every strategy, Triton's own batcher and transformers under an objective; then offline with "
-        "vLLM and OpenVINO, if named",
-        (*OURS, "baseline_dynamic", "baseline_static", "transformers"),
-        "sharegpt:0.25",
-    ),
-    "batch": Defaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
-    "rates": Defaults(
-        "10, 100 and 500 requests/s, scaled to the machine, by batch, asynchronous and hybrid strategies",
-        ("static", "continuous", "hybrid"),
-        "sharegpt:0.25",
-    ),
-    "offline": Defaults("all requests at once, by engines without a server", ("llm", "transformers"), "mixed"),
-    "efficiency": Defaults(
-        "offline: each engine on mixed lengths and on a shared prompt, against itself without",
-        ("llm", "transformers"),
-        "mixed",
-    ),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +94,6 @@ def _repeated(group: argparse._ArgumentGroup, name: str, metavar: str, text: str
 
 def run(args: argparse.Namespace) -> int:
     """Return 0, or 130 after Ctrl-C with the results so far kept; raise `UsageError`."""
-    from tidewheel.bench import BenchError
     from tidewheel.cli.bench_parts import measure
     from tidewheel.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""What `tidewheel bench` does with its options."""
+"""Measurements from the options of `tidewheel bench`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES
 from tidewheel.bench.arrivals import parse_loads
 from tidewheel.bench.deploy import Deployment, model_config
 from tidewheel.bench.environment import environment
@@ -22,7 +23,6 @@ from tidewheel.bench.suites import Suite
 from tidewheel.bench.targets import parse_targets
 from tidewheel.bench.terminal import result_tables
 from tidewheel.bench.workloads import Workload, parse_workload
-from tidewheel.cli.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES
 from tidewheel.cli.usage import UsageError
 from tidewheel.server.repository import parse_settings
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from tidewheel.batch import BoolArray
 from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import FinishReason, Priority, Request
-from tidewheel.simulate.replica import Replica
 from tidewheel.workload.arrival_times import FloatArray
 from tidewheel.workload.traces import Trace
 
@@ -100,7 +98,7 @@ def throughput(outcomes: Outcomes) -> float:
     return float((last - first) / (ends[last] - ends[first]))
 
 
-def summarise(outcomes: Outcomes, replicas: Sequence[Replica]) -> Figures:
+def summarise(outcomes: Outcomes) -> Figures:
     trace, span = outcomes.trace, max(outcomes.span, 1e-12)
     finished, tokens = outcomes.finished, served_tokens(outcomes)
     return {
@@ -132,7 +130,6 @@ def summarise(outcomes: Outcomes, replicas: Sequence[Replica]) -> Figures:
             if name in tokens
         },
         "fairness": jain(list(tokens.values())) if any(tokens.values()) else 1.0,
-        "replicas": _replicas(replicas, span),
     }
 
 
@@ -170,18 +167,6 @@ def _distribution(values: FloatArray) -> dict[str, float | None]:
         return dict.fromkeys(("mean", *QUANTILES))
     quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
     return {"mean": float(values.mean()), **dict(zip(QUANTILES, quantiles, strict=True))}
-
-
-def _replicas(replicas: Sequence[Replica], span: float) -> Figures:
-    steps = sum(replica.num_steps for replica in replicas)
-    busy = [replica.busy_seconds / span for replica in replicas]
-    return {
-        "count": len(replicas),
-        "steps": steps,
-        "tokens_per_step": sum(replica.num_tokens for replica in replicas) / max(steps, 1),
-        "busy_mean": float(np.mean(busy)),
-        "busy_max": float(np.max(busy)),
-    }
 
 
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:

@@ -13,7 +13,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, is_async
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import Figures, summarise, throughput
+from tidewheel.simulate.outcomes import Figures, throughput
 from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
 from tidewheel.workload.lengths import Lengths
@@ -95,7 +95,8 @@ class Scenario:
                 rates = [(load, load * capacity) for load in self.loads]
             for load, rate in rates:
                 simulator = self.simulator(self.config(policy), self.trace(rate), self.num_replicas)
-                yield Result(policy, load, summarise(simulator.run(), simulator.replicas))
+                simulator.run()
+                yield Result(policy, load, simulator.summary())
 
     def simulator(self, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
         info = simulated_info(config, self.cost, max_model_len=max(trace.max_num_tokens, 2))

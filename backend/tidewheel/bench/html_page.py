@@ -81,27 +81,24 @@ def _draw(recorder: Recorder) -> dict[str, list[Picture]]:
 def render(recorder: Recorder, pictures: Mapping[str, Sequence[Picture]]) -> str:
     """Render the page; `pictures` are by stage name."""
     stages = sorted(recorder.stages, key=lambda result: result.stage.is_preliminary)
+    about, machine = recorder.environment, recorder.environment["machine"]
+    device = machine["gpu"] or f"{machine['cores']} cores"
+    headline = f"{about['started']} · commit {about['commit']} · {machine['processor']}, {device}"
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>Tidewheel benchmark</title>',
         f"<style>{_STYLE}</style></head><body>",
         "<h1>Tidewheel benchmark</h1>",
-        f'<p class="note">{escape(_headline(recorder.environment))}</p>',
+        f'<p class="note">{escape(headline)}</p>',
         _cards(recorder.extra),
         f'<p class="note">{escape(_HOW)}</p>',
         _wide(capacity_table(recorder.extra)),
         *(_stage(result, pictures.get(result.stage.name, ())) for result in stages),
         "<h2>To repeat it</h2>",
-        _facts(recorder.environment),
+        _facts(about),
         "</body></html>",
     ]
     return "\n".join(part for part in parts if part)
-
-
-def _headline(environment: Mapping[str, Any]) -> str:
-    machine = environment["machine"]
-    device = machine["gpu"] or f"{machine['cores']} cores"
-    return f"{environment['started']} · commit {environment['commit']} · {machine['processor']}, {device}"
 
 
 def _cards(findings: Mapping[str, Any]) -> str:

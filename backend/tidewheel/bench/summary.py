@@ -83,7 +83,7 @@ def _counts(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
         "send_lag_p99_s": quantile([o.lag for o in outcomes], 0.99),
     }
     classes = _by_class(outcomes, slo)
-    return counts | {"classes": classes} if classes else counts
+    return counts | {"classes": classes} if len(classes) > 1 else counts
 
 
 def _latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
@@ -109,8 +109,6 @@ def _by_class(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
     classes: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         classes[CLASS_NAMES.get(outcome.offered.parameters.get("priority", 0), "normal")].append(outcome)
-    if len(classes) < 2:
-        return {}
     return {
         name: {
             "requests": len(members),

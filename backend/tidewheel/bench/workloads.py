@@ -6,6 +6,7 @@ they share prefixes only if the workload says so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -210,10 +211,7 @@ def _parse_lengths(text: str, name: str) -> Lengths | Range:
 
 
 def _scale(text: str) -> float:
-    try:
-        scale = float(text)
-    except ValueError:
-        scale = 0.0
-    if not 0.001 <= scale <= 100.0:
-        raise BenchError(f"--workload sharegpt:{text}: the scale must be a number from 0.001 to 100")
-    return scale
+    with contextlib.suppress(ValueError):
+        if 0.001 <= (scale := float(text)) <= 100.0:
+            return scale
+    raise BenchError(f"--workload sharegpt:{text}: the scale must be a number from 0.001 to 100")

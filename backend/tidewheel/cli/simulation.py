@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -181,13 +182,10 @@ def _prefixes(text: str | None) -> Prefixes | None:
 
 
 def _load(text: str) -> float:
-    try:
-        load = float(text)
-    except ValueError:
-        load = float("nan")
-    if not 0 < load <= MAX_LOAD:
-        raise UsageError(f"--load has {text!r}: it must be above 0 and at most {MAX_LOAD:g}, a share of the capacity")
-    return load
+    with contextlib.suppress(ValueError):
+        if 0 < (load := float(text)) <= MAX_LOAD:
+            return load
+    raise UsageError(f"--load has {text!r}: it must be above 0 and at most {MAX_LOAD:g}, a share of the capacity")
 
 
 def _at_least(name: str, value: int, least: int) -> int:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,14 +152,12 @@ def _serve(repository: Path, log: Path) -> Iterator[list[str]]:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], http: str, log: Path) -> None:
-    server, end = TritonHttp(http), time.monotonic() + START_S
-    while not server.is_ready():
-        if process.poll() is not None:
-            lines = log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"]
-            raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}")
-        if time.monotonic() > end:
-            raise BenchError(f"the server was not ready within {START_S:g} s: see {log}")
-        time.sleep(0.1)
+    server = TritonHttp(http)
+    if not processes.wait_until(lambda: server.is_ready() or process.poll() is not None, START_S):
+        raise BenchError(f"the server was not ready within {START_S:g} s: see {log}")
+    if process.poll() is not None:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"]
+        raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}")
 
 
 def _free_ports(count: int) -> list[int]:

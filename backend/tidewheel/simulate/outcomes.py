@@ -33,8 +33,8 @@ class Outcomes:
         count = len(trace)
         self.trace = trace
         self.ends, self.replicas = np.full(count, UNKNOWN), np.full(count, -1)
-        self.first_scheduled, self.first_token, self.last_token = np.full((3, count), np.nan)
-        self.output_tokens, self.cached_tokens, self.preemptions = np.zeros((3, count), dtype=np.int32)
+        self.first_scheduled, self.first_token, self.last_token = (np.full(count, np.nan) for _ in range(3))
+        self.output_tokens, self.cached_tokens, self.preemptions = (np.zeros(count, np.int32) for _ in range(3))
 
     def record(self, index: int, replica: int, request: Request) -> None:
         """Record the end of a request; raise `InternalError` for a second one."""

@@ -34,12 +34,11 @@ class Declared(NamedTuple):
         """Yield name, type and values of a greedy, full-length request; parameters without an input go."""
         name, prompt = self.prompt(input_ids)
         yield (name, "BYTES", [prompt]) if isinstance(prompt, str) else (name, "INT32", prompt)
-        length, flags = offered.num_output_tokens, dict.fromkeys(_FLAGS, True)
+        flags = dict.fromkeys(_FLAGS, True)
         if "sampling_parameters" in self.inputs:
-            sampling = {"max_tokens": length, "temperature": 0, "ignore_eos": True, **offered.parameters}
-            yield "sampling_parameters", "BYTES", [json.dumps(sampling)]
+            yield "sampling_parameters", "BYTES", [json.dumps(offered.sampling)]
         else:
-            yield "max_tokens", "INT32", [length]
+            yield "max_tokens", "INT32", [offered.num_output_tokens]
             flags["ignore_eos"] = True
         flags |= (
             {"stream": self.is_decoupled, "return_token_ids": True} if with_ids else {"stream": self.is_decoupled}

@@ -94,9 +94,7 @@ class GenerateStream(_TritonModel):
     """Triton's /generate_stream, of Tidewheel's or vLLM's backend."""
 
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
-        body: dict[str, Any] = {"stream": True, "max_tokens": offered.num_output_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, **offered.parameters}
-        body |= [self._declared.prompt(input_ids)]
+        body: dict[str, Any] = {"stream": True, **offered.sampling, **dict([self._declared.prompt(input_ids)])}
         flags = ("return_num_output_tokens", "return_finish_reason")
         body |= {flag: True for flag in flags if flag in self._declared.inputs}
         async for event in self._events(body):

@@ -12,7 +12,7 @@ from tidewheel.bench import BenchError
 from tidewheel.bench.arrivals import Load
 from tidewheel.bench.capacity import FEWEST_REQUESTS, CapacitySearch, Point, Verdict, Watch
 from tidewheel.bench.deploy import Deployment, Place, deployed
-from tidewheel.bench.driver import Driver, Limits, Progress
+from tidewheel.bench.driver import Driver, Limits, Progress, Transport
 from tidewheel.bench.outcome import UNANSWERED, Outcome
 from tidewheel.bench.results import Recorder, RunResult, StageResult
 from tidewheel.bench.run_plan import Run, Stage, in_turns
@@ -132,11 +132,14 @@ class Experiment:
         for target in targets:
             transport = self._places[target.name].transport
             self._runner.run(transport.open())
-            self._stack.callback(lambda one=transport: self._runner.run(one.close()))
+            self._stack.callback(self._close, transport)
             if isinstance(transport, Peer):
                 self._recorder.environment["versions"] |= transport.versions
             live.note(f"warming {target.name}")
             self._runner.run(self._warm(target, stage))
+
+    def _close(self, transport: Transport) -> None:
+        self._runner.run(transport.close())
 
     def _end(self) -> None:
         self._stack.close()

@@ -30,12 +30,11 @@ SATURATION_USERS = 64
 RATES = (10, 100, 500)  # requests/s; 100 stands for saturation
 RATE_OF_SATURATION = 100
 OFFLINE_REQUESTS = 64
+_EQUAL = Lengths("constant", 72, maximum=72)
 # Mean lengths agree in the first two, and in the last two.
 EFFICIENCY = {
     "mixed lengths": WORKLOADS["mixed"],
-    "equal lengths": replace(
-        WORKLOADS["fixed"], inputs=Lengths("constant", 72, 1.0, 72), outputs=Lengths("constant", 72, 1.0, 72)
-    ),
+    "equal lengths": replace(WORKLOADS["fixed"], inputs=_EQUAL, outputs=_EQUAL),
     "a shared prompt": WORKLOADS["shared-prefix"],
     "prompts of their own": replace(WORKLOADS["mixed"], inputs=Range(272, 384)),
 }
@@ -84,7 +83,7 @@ class Suite:
         searches = {name: CapacitySearch(slo_of_all, _rounded(start)) for name, start in starts.items() if start > 0}
         title = "Capacity: the highest rate at which 90 % of requests meet the objective"
         longest_s = LONGEST * self.base.seconds
-        stage = replace(self.base, name="capacity", title=title, slo=slo_of_all, longest_s=longest_s)
+        stage = self._stage("capacity", title, slo=slo_of_all, longest_s=longest_s)
         try:
             self.experiment.find_capacities(stage, searches, budget_s)
         finally:
@@ -93,10 +92,10 @@ class Suite:
 
     def _alone(self, reference: Target) -> tuple[float, float]:
         """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
-        stage = replace(
-            self.base,
-            name="alone",
-            title=f"One request after the other at {reference.name}",
+        title = f"One request after the other at {reference.name}"
+        stage = self._stage(
+            "alone",
+            title,
             targets=(reference,),
             loads=(Load("closed", 1),),
             seconds=LONGEST * self.base.seconds,
@@ -105,7 +104,7 @@ class Suite:
             is_preliminary=True,
         )
         one_token = replace(stage.workload, outputs=Lengths("constant", 1, maximum=1))
-        title = f"{stage.title}, one token each"
+        title += ", one token each"
         stages = [replace(stage, name="first token alone", title=title, workload=one_token), stage]
         firsts, wholes = (r.outcomes(reference.name, 0)[0] for r in self.experiment.measure_in_turns(stages))
         times = [o.first_token for o in firsts if o.first_token is not None]
@@ -129,8 +128,8 @@ class Suite:
             raise BenchError(f"target {measure.name} answered no request in full: there is no load to scale to")
         loads = tuple(Load("poisson", round(rate * saturation / RATE_OF_SATURATION, 3)) for rate in RATES)
         names = tuple(f"{rate}/s" for rate in RATES)
-        rates_of_loads = {name: load.value for name, load in zip(names, loads, strict=True)}
-        self.recorder.extra |= {"saturation_per_s": saturation, "rates": rates_of_loads}
+        values = (load.value for load in loads)
+        self.recorder.extra |= {"saturation_per_s": saturation, "rates": dict(zip(names, values, strict=True))}
         title = "A tenth of what saturates the machine, all of it, and five times as much"
         self._measure("rates", title, loads=loads, load_names=names)
 
@@ -141,10 +140,9 @@ class Suite:
     def efficiency(self) -> None:
         base = self.base.workload
         stages = [
-            replace(
-                self.base,
-                name=name,
-                title=f"At once: {name}",
+            self._stage(
+                name,
+                f"At once: {name}",
                 loads=(Load("all"),),
                 load_names=(name,),
                 max_requests=self.base.max_requests or OFFLINE_REQUESTS,
@@ -160,7 +158,10 @@ class Suite:
         return self._measure(name, f"{count} requests at once", loads=(Load("all"),), max_requests=count, **changes)
 
     def _measure(self, name: str, title: str, **changes: Any) -> StageResult:
-        return self.experiment.measure(replace(self.base, name=name, title=title, **changes))
+        return self.experiment.measure(self._stage(name, title, **changes))
+
+    def _stage(self, name: str, title: str, **changes: Any) -> Stage:
+        return replace(self.base, name=name, title=title, **changes)
 
 
 def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:

@@ -66,7 +66,7 @@ class Target:
 
 def parse_targets(texts: list[str]) -> list[Target]:
     """Raise `BenchError` for a wrong target or a repeated name."""
-    targets = {}
+    targets: dict[str, Target] = {}
     for target in map(parse_target, texts):
         if targets.setdefault(target.name, target) is not target:
             name = target.name

@@ -173,14 +173,13 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
     """
     name, _, argument = text.partition(":")
     if name == "trace" and argument:
-        zero = Lengths("constant", 1)
-        path = Path(argument)
-        trace = read_trace(path)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        source = f"{len(trace)} requests, SHA-256 {digest[:16]}"
-        workload = Workload(f"trace:{path.name}", zero, zero, source=source, trace=trace)
         if inputs or outputs:
             raise BenchError("--input and --output do not go with a trace: it has its own lengths")
+        one, path = Lengths("constant", 1), Path(argument)
+        trace, digest = read_trace(path), hashlib.sha256(path.read_bytes()).hexdigest()
+        num_cut = int((trace.prompt_tokens + trace.output_tokens > max_tokens).sum())
+        source = f"{len(trace)} requests, SHA-256 {digest[:16]}, {num_cut} of them cut to {max_tokens} tokens"
+        workload = Workload(f"trace:{path.name}", one, one, source=source, trace=trace)
     elif name == "sharegpt" and argument:
         workload = _sharegpt(_scale(argument))
     elif name in WORKLOADS and not argument:
@@ -192,9 +191,6 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
         changes["inputs"] = _parse_lengths(inputs, "--input")
     if outputs:
         changes["outputs"] = _parse_lengths(outputs, "--output")
-    if workload.trace is not None:
-        num_cut = int((workload.trace.prompt_tokens + workload.trace.output_tokens > max_tokens).sum())
-        changes["source"] = f"{workload.source}, {num_cut} of them cut to {max_tokens} tokens"
     workload = dataclasses.replace(workload, **changes)
     if workload.prefix_tokens + 2 > max_tokens:
         raise BenchError(f"--max-tokens is {max_tokens}: {name} needs more than {workload.prefix_tokens + 2}")

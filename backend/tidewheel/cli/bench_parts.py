@@ -122,13 +122,8 @@ def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str)
         raise UsageError(f"--model {str(model)!r}: no folder with a config.json, and {needed[0]} needs one")
     folder = args.out / "work"
     folder.mkdir(parents=True, exist_ok=True)
-    return Deployment(
-        model=str(model.resolve()),
-        dtype=dtype,
-        settings=parse_settings(args.set),
-        baselines=args.baselines,
-        folder=folder,
-    )
+    weights, settings = str(model.resolve()), parse_settings(args.set)
+    return Deployment(model=weights, dtype=dtype, settings=settings, baselines=args.baselines, folder=folder)
 
 
 def _why_no_vllm(parts: list[Part]) -> str:

@@ -155,20 +155,20 @@ def _cost(text: str) -> CostModel:
 def _tenants(text: str | None) -> Tenants:
     if text is None:
         return Tenants()
-    names, shares, priorities = [], [], []
+    rows = []
     for entry in text.split(","):
         try:
             name, share, *priority = entry.split(":")
-            names.append(name)
-            shares.append(_positive("--tenants", float(share)))
-            priorities.append(Priority.from_wire(int(priority[0]) if priority else 0))
+            number = int(priority[0]) if priority else 0
+            rows.append((name, _positive("--tenants", float(share)), Priority.from_wire(number)))
         except (ValueError, IndexError):
             raise UsageError(
                 f"--tenants has {entry!r}: write NAME:SHARE or NAME:SHARE:CLASS, say acme:10:3"
             ) from None
+    names, shares, priorities = zip(*rows, strict=True)
     if len(set(names)) != len(names):
         raise UsageError("--tenants names one of them twice")
-    return Tenants(tuple(names), tuple(shares), tuple(priorities))
+    return Tenants(names, shares, priorities)
 
 
 def _prefixes(text: str | None) -> Prefixes | None:

@@ -129,14 +129,8 @@ class OpenAi(_Http):
         self._is_chat = url.endswith("/chat/completions")
 
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "max_tokens": offered.num_output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        }
+        body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": offered.num_output_tokens, "temperature": 0, "ignore_eos": True}
         if self._is_chat:
             body["messages"] = [{"role": "user", "content": words(input_ids)}]
         else:

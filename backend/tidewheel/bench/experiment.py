@@ -177,8 +177,7 @@ class Experiment:
             seconds = span(progress.outcomes) or progress.now()
             done = RunResult(run, progress.outcomes, sampler.figures(seconds), interrupted)
             self._recorder.add(result, done)
-        batch = done.server.get("batch_size")
-        live.say(run_line(label, done.outcomes, stage.slo, stage.offered_s(run.load), batch))
+        live.say(run_line(label, done.outcomes, stage.slo, stage.offered_s(run.load), done.server))
         return progress.outcomes
 
     @staticmethod

@@ -100,7 +100,7 @@ SHORT = tuple(
 
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:
-    rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in _measured(result)]
+    rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in measured(result)]
     return Table(["load", "target", *headings(columns)], rows)
 
 
@@ -108,7 +108,7 @@ def class_table(result: StageResult) -> Table:
     """Return a row per load, target and QoS class; none for one class."""
     rows = [
         [*labels, name, *(c.cell(figures["classes"][name]) for c in _CLASSES)]
-        for labels, figures in _measured(result)
+        for labels, figures in measured(result)
         for name in sorted(figures.get("classes", ()), key=CLASS_ORDER.index)
     ]
     return Table(["load", "target", "class", *headings(_CLASSES)], rows)
@@ -128,7 +128,7 @@ def capacity_table(findings: Figures) -> Table:
     return Table(header, rows)
 
 
-def _measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
+def measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
     for index, load in enumerate(result.stage.loads):
         for target in result.stage.targets:
             if figures := result.figures(target.name, index):

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, table
+from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, measured, table
 from tidewheel.bench.results import Recorder, StageResult
 from tidewheel.bench.text_tables import Table, number
 
@@ -134,14 +134,12 @@ def _conditions(result: StageResult) -> str:
 def _warnings(result: StageResult) -> Iterator[str]:
     if any(run.interrupted for run in result.runs):
         yield "Cut short: its last run was interrupted."
-    for index, load in enumerate(result.stage.loads):
-        for target in result.stage.targets:
-            lag = result.figures(target.name, index).get("send_lag_p99_s", 0.0)
-            if lag > MOST_LAG_S:
-                yield (
-                    f"{target.name} at {load}: the client itself was late, by {lag * 1e3:.0f} ms at the 99th "
-                    "percentile: it, or the machine, was at its limit."
-                )
+    for (load, target), figures in measured(result):
+        if (lag := figures["send_lag_p99_s"]) > MOST_LAG_S:
+            yield (
+                f"{target} at {load}: the client itself was late, by {lag * 1e3:.0f} ms at the 99th percentile: "
+                "it, or the machine, was at its limit."
+            )
 
 
 def _figure(picture: Picture) -> str:

@@ -19,6 +19,12 @@ from tidewheel.config import StrategyName
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 BASELINES = ("baseline_dynamic", "baseline_static")
 PEERS = ("transformers", "llm", "vllm", "openvino")
+_URLS = {
+    "grpc": r"grpc://[^/]+/[^/]+",
+    "generate_stream": r"https?://[^/]+/v2/models/[^/]+/generate_stream",
+    "infer": r"https?://[^/]+/v2/models/[^/]+/infer",
+    "openai": r"https?://[^/]+/(.+/)?completions",
+}
 ELSEWHERE = ("vllm", "openvino")  # in their own environments
 
 
@@ -111,15 +117,9 @@ def _target(name: str, spec: str, settings: dict[str, str], text: str) -> Target
 
 
 def _url_kind(url: str, text: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme == "grpc" and parts.netloc and re.fullmatch(r"/[^/]+", parts.path):
-        return "grpc"
-    if parts.scheme in ("http", "https"):
-        for kind in ("generate_stream", "infer"):
-            if re.fullmatch(rf"/v2/models/[^/]+/{kind}", parts.path):
-                return kind
-        if parts.path.endswith("/completions"):
-            return "openai"
+    for kind, pattern in _URLS.items():
+        if re.fullmatch(pattern, url.partition("?")[0]):
+            return kind
     raise BenchError(
         f"--target {text!r}: write grpc://HOST:PORT/MODEL, http://HOST:PORT/v2/models/MODEL/generate_stream, "
         "…/infer, or http://HOST:PORT/v1/completions?model=NAME"

@@ -11,8 +11,6 @@ class BenchError(Exception):
 
 
 class Defaults(NamedTuple):
-    """Defaults of a suite."""
-
     text: str
     targets: tuple[str, ...]
     workload: str

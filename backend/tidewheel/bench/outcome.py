@@ -38,7 +38,7 @@ class Offered:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Parameters of a greedy, full-length answer, then its own."""
+        """Parameters, greedy and to the full length."""
         return {"max_tokens": self.num_output_tokens, "temperature": 0, "ignore_eos": True, **self.parameters}
 
 

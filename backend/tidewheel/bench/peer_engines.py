@@ -266,7 +266,7 @@ def _serve(engine: PeerEngine, output: TextIO) -> NoReturn:
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()
     running = 0
     while True:
-        while not (running and inbox.empty()):  # waits without requests; no other thread takes from it
+        while not (running and inbox.empty()):  # no other thread takes from it
             item = inbox.get()
             engine.add(item["id"], item["input_ids"], item["max_tokens"])
             running += 1

@@ -107,7 +107,7 @@ class Scenario:
 def simulator_of(
     config: EngineConfig, info: EngineInfo, trace: Trace, cost: CostModel, **deployment: Any
 ) -> Simulator:
-    """Make a simulator; `deployment` has other arguments of it."""
+    """Pass `deployment` on."""
     return Simulator(
         trace,
         lambda _: build_scheduler(config, info),

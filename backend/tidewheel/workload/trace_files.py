@@ -80,7 +80,7 @@ class _Line(NamedTuple):
     kind: type[_Request | _Azure | _BurstGpt] = _Request
 
     def request(self) -> _Request | None:
-        """Return a valid request; None: it failed. Raise `ConfigError`."""
+        """Return None for a failed request; raise `ConfigError`."""
         values = {name: value for name, value in self.values.items() if value is not None and value != ""}
         try:
             request = msgspec.convert(values, self.kind, strict=False)

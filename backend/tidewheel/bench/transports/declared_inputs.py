@@ -1,4 +1,4 @@
-"""Inputs that a Triton model declares, and their values in a request."""
+"""Inputs of a Triton model."""
 
 from __future__ import annotations
 

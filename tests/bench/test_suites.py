@@ -96,7 +96,7 @@ class Measured:
 def compared(tmp_path: Path, experiment: Measured, slo: Slo | None = None) -> dict[str, Any]:
     one = recorder(tmp_path)
     suite = Suite(experiment, one, stage(loads=[]))  # type: ignore[arg-type]
-    suite.compare(suite.base.targets[1], "continuous", slo)
+    suite.compare(slo)
     return one.extra
 
 
@@ -151,7 +151,7 @@ def test_an_interrupted_search_keeps_what_it_found(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     suite = Suite(Interrupted(), one, stage(loads=[]))  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
-        suite.compare(suite.base.targets[1], "continuous")
+        suite.compare()
     assert set(one.extra["capacities"]["whole answer"]) == {"continuous"}
 
 
@@ -159,7 +159,7 @@ def test_rates_are_scaled_to_the_machine(tmp_path: Path) -> None:
     experiment = Measured()
     one = recorder(tmp_path)
     suite = Suite(experiment, one, stage(("baseline_dynamic",), loads=[]))  # type: ignore[arg-type]
-    suite.rates(suite.base.targets[0])
+    suite.rates()
     capacity = one.extra["saturation_per_s"]
     assert [load.value for load in experiment.stages[1].loads] == pytest.approx(
         [capacity / 10, capacity, capacity * 5], rel=0.01
@@ -170,7 +170,7 @@ def test_efficiency_is_measured_on_lengths_of_the_same_mean(tmp_path: Path) -> N
     experiment = Measured()
     one = recorder(tmp_path)
     of = stage(("llm", "vllm"), loads=[], max_requests=40)
-    Suite(experiment, one, of).efficiency("llm")  # type: ignore[arg-type]
+    Suite(experiment, one, of).efficiency()  # type: ignore[arg-type]
     mixed, equal, shared, own = (
         list(itertools.islice(of.conversations(run), 40)) for of in experiment.stages for run in [next(of.runs())]
     )
@@ -196,4 +196,4 @@ def test_a_target_that_answers_nothing_cannot_be_saturated(tmp_path: Path) -> No
 
     suite = Suite(Dead(), recorder(tmp_path), stage(loads=[]))  # type: ignore[arg-type]
     with pytest.raises(BenchError, match="target continuous answered no request in full"):
-        suite.rates(suite.base.targets[0])
+        suite.rates()

@@ -125,7 +125,7 @@ def test_a_csv_with_a_header_is_read(tmp_path: Path) -> None:
         ("t.jsonl", "", "has no requests"),
         ("t.jsonl", "{", "line 1: not JSON"),
         ("t.jsonl", "[]", "line 1: it must be an object"),
-        ("t.jsonl", '{"arrival": 0, "prompt_tokens": 4}', "output_tokens is missing"),
+        ("t.jsonl", '{"arrival": 0, "prompt_tokens": 4}', "missing required field `output_tokens`"),
         ("t.jsonl", '{"arrival": -1, "prompt_tokens": 4, "output_tokens": 1}', "arrival is -1"),
         ("t.jsonl", '{"arrival": 0, "prompt_tokens": 0, "output_tokens": 1}', "prompt_tokens is 0"),
         ("t.jsonl", '{"arrival": 0, "prompt_tokens": 2.5, "output_tokens": 1}', "prompt_tokens is 2.5"),

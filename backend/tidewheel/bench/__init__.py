@@ -1,5 +1,40 @@
 """`tidewheel bench`: equal requests to any number of targets, timed by the client."""
 
+from typing import NamedTuple
+
+DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
+OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
+
 
 class BenchError(Exception):
     """Measurement impossible as asked; one line says what to change."""
+
+
+class Defaults(NamedTuple):
+    text: str
+    targets: tuple[str, ...]
+    workload: str
+    loads: tuple[str, ...] = ()
+
+
+SUITES: dict[str, Defaults] = {
+    "run": Defaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
+    "compare": Defaults(
+        "the capacity of every strategy, Triton's own batcher and transformers under an objective; then offline with "
+        "vLLM and OpenVINO, if named",
+        (*OURS, "baseline_dynamic", "baseline_static", "transformers"),
+        "sharegpt:0.25",
+    ),
+    "batch": Defaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
+    "rates": Defaults(
+        "10, 100 and 500 requests/s, scaled to the machine, by batch, asynchronous and hybrid strategies",
+        ("static", "continuous", "hybrid"),
+        "sharegpt:0.25",
+    ),
+    "offline": Defaults("all requests at once, by engines without a server", ("llm", "transformers"), "mixed"),
+    "efficiency": Defaults(
+        "offline: each engine on mixed lengths and on a shared prompt, against itself without",
+        ("llm", "transformers"),
+        "mixed",
+    ),
+}

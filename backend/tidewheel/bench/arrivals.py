@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,47 +61,37 @@ def parse_loads(text: str, seconds: float) -> list[Load]:
     try:
         numbers = [float(part) for part in parts]
     except ValueError:
-        raise BenchError(f"--load {text!r}: write {SYNTAX}") from None
-    try:
-        return list(_loads(kind, numbers, text, seconds))
-    except (IndexError, TypeError):
-        raise BenchError(f"--load {text!r}: write {SYNTAX}") from None
+        kind, numbers = "", []
+    match kind, numbers:
+        case "closed", [users]:
+            return [Load(kind, _whole(users, text))]
+        case "poisson", [rate]:
+            return [Load(kind, _checked_rate(rate, seconds, text))]
+        case "burst", [rate, *_] if len(numbers) < 3:
+            burstiness = numbers[1] if len(numbers) > 1 else 4.0
+            if not 1.0 <= burstiness <= 1000.0:
+                raise BenchError(f"--load {text!r}: burstiness is {burstiness:g}: it must be 1 (Poisson) to 1000")
+            return [Load(kind, _checked_rate(rate, seconds, text), burstiness)]
+        case "ramp", [low, high, *_] if len(numbers) < 4:
+            rates = _ramp(low, high, _whole(numbers[2] if len(numbers) > 2 else 6, text), text)
+            return [Load("poisson", _checked_rate(rate, seconds, text)) for rate in rates]
+        case "trace", [] | [_]:
+            speed = numbers[0] if numbers else 1.0
+            if not 0.0 < speed <= 1e6:
+                raise BenchError(f"--load {text!r}: the speed is {speed:g}: it must be above 0")
+            return [Load(kind, speed)]
+        case "all", []:
+            return [Load(kind)]
+    raise BenchError(f"--load {text!r}: write {SYNTAX}")
 
 
-def _loads(kind: str, numbers: list[float], text: str, seconds: float) -> Iterator[Load]:
-    limits = {"closed": (1, 1), "poisson": (1, 1), "burst": (1, 2), "ramp": (2, 3), "trace": (0, 1), "all": (0, 0)}
-    least, most = limits.get(kind, (1, 0))
-    if not least <= len(numbers) <= most:
-        raise IndexError
-    if kind == "closed":
-        yield Load(kind, _whole(numbers[0], text))
-    elif kind == "poisson":
-        yield Load(kind, checked_rate(numbers[0], seconds, text))
-    elif kind == "burst":
-        burstiness = numbers[1] if len(numbers) > 1 else 4.0
-        if not 1.0 <= burstiness <= 1000.0:
-            raise BenchError(f"--load {text!r}: burstiness is {burstiness:g}: it must be 1 (Poisson) to 1000")
-        yield Load(kind, checked_rate(numbers[0], seconds, text), burstiness)
-    elif kind == "ramp":
-        for rate in ramp(numbers[0], numbers[1], _whole(numbers[2] if len(numbers) > 2 else 6, text)):
-            yield Load("poisson", checked_rate(rate, seconds, text))
-    elif kind == "trace":
-        speed = numbers[0] if numbers else 1.0
-        if not 0.0 < speed <= 1e6:
-            raise BenchError(f"--load {text!r}: the speed is {speed:g}: it must be above 0")
-        yield Load(kind, speed)
-    else:
-        yield Load(kind)
-
-
-def ramp(low: float, high: float, steps: int) -> list[float]:
-    """Return evenly spaced rates; raise `BenchError` if they do not rise."""
+def _ramp(low: float, high: float, steps: int, text: str) -> list[float]:
     if not low < high or steps < 3:
-        raise BenchError(f"a ramp from {low:g} to {high:g} in {steps} steps: it must rise, in at least 3 steps")
+        raise BenchError(f"--load {text!r}: a ramp must rise, in at least 3 steps")
     return [round(low + (high - low) * step / (steps - 1), 4) for step in range(steps)]
 
 
-def checked_rate(rate: float, seconds: float, text: str) -> float:
+def _checked_rate(rate: float, seconds: float, text: str) -> float:
     """Raise `BenchError` for a rate no client can offer."""
     if not (math.isfinite(rate) and 0.0 < rate <= MAX_RATE):
         raise BenchError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -83,50 +83,47 @@ class Capacity(NamedTuple):
         return {"per_s": self.per_s, "bracket": [self.low, self.high], "undecided": self.undecided, "note": self.note}
 
 
+UNTRIED = Capacity(0.0, math.inf)
+
+
 @dataclass(slots=True)
 class Search:
     """Search for one capacity."""
 
     start: float
     highest: float = HIGHEST_RATE
-    _met: float = 0.0
-    _missed: float = math.inf
-    _undecided: list[float] = field(default_factory=list)
+    capacity: Capacity = UNTRIED
 
     def next_rate(self) -> float | None:
-        if math.isinf(self._missed) and (rate := self._above()) is not None:
+        if math.isinf(self.capacity.high) and (rate := self._above()) is not None:
             return rate
-        return self._between() if self._met else self._below()
+        return self._between() if self.capacity.low else self._below()
 
     def _above(self) -> float | None:
-        highest = max((self._met, *self._undecided))
+        highest = max((self.capacity.low, *self.capacity.undecided))
         rate = min(2.0 * highest or self.start, self.highest)
         return rate if rate > highest else None
 
     def _below(self) -> float | None:
-        rate = min((self._missed, *self._undecided)) / 2.0
+        rate = min((self.capacity.high, *self.capacity.undecided)) / 2.0
         return rate if rate >= self.start * LOWEST_SHARE else None
 
     def _between(self) -> float | None:
-        rates = [self._met, *self._undecided, self._missed]
+        rates = [self.capacity.low, *self.capacity.undecided, self.capacity.high]
         ends = [(low, high) for low, high in (rates[:2], rates[-2:]) if math.isfinite(high)]
         low, high = max(ends, key=lambda pair: pair[1] / pair[0], default=(1.0, 1.0))
         return math.sqrt(low * high) if high > RESOLUTION * low else None
 
     def note(self, rate: float, verdict: Verdict) -> None:
-        if not self._met < rate < self._missed:
+        low, high, undecided = self.capacity
+        if not low < rate < high:
             return
         if verdict is Verdict.MET:
-            self._met = rate
+            low = rate
         elif verdict is Verdict.MISSED:
-            self._missed = rate
-        elif rate not in self._undecided:
-            self._undecided.append(rate)
-        self._undecided = sorted(one for one in self._undecided if self._met < one < self._missed)
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity(self._met, self._missed, tuple(self._undecided))
+            high = rate
+        rates = sorted({*undecided, rate})
+        self.capacity = Capacity(low, high, tuple(one for one in rates if low < one < high))
 
 
 class Point(NamedTuple):
@@ -162,13 +159,13 @@ class CapacitySearch:
 
     def _was_cut_short(self, outcome: Outcome) -> bool:
         """Return whether the request was cancelled with its objective still possible."""
-        limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
+        limit = self._slo.whole_answer_s(outcome.offered)
         return outcome.code == UNANSWERED and outcome.ended is not None and outcome.ended <= limit
 
     def capacities(self) -> dict[str, Capacity]:
         """Return the brackets of objectives with a measured point."""
         found = {name: search.capacity for name, search in self._searches.items()}
-        return {name: one for name, one in found.items() if one != Capacity(0.0, math.inf)}
+        return {name: one for name, one in found.items() if one != UNTRIED}
 
 
 class Watch:
@@ -198,5 +195,4 @@ class Watch:
         return self.verdict is Verdict.MISSED or all(self._is_settled(outcome, now) for outcome in outcomes)
 
     def _is_settled(self, outcome: Outcome, now: float) -> bool:
-        limit = self._slo.whole_answer_s(outcome.offered.num_output_tokens)
-        return outcome.ended is not None or now - outcome.sent > limit
+        return outcome.ended is not None or now - outcome.sent > self._slo.whole_answer_s(outcome.offered)

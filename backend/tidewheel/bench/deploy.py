@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,12 +61,6 @@ class Place(NamedTuple):
     metrics_model: str
 
 
-class _Addresses(NamedTuple):
-    http: str
-    grpc: str
-    metrics: str
-
-
 @contextlib.contextmanager
 def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: bool) -> Iterator[dict[str, Place]]:
     """Bring up all targets; raise `BenchError` or `ConfigError` if one fails."""
@@ -75,24 +68,21 @@ def deployed(deployment: Deployment, targets: Sequence[Target], *, with_ids: boo
     with contextlib.ExitStack() as stack:
         if served := [target for target in targets if target.is_served_here]:
             repository = stack.enter_context(_repository(deployment, served))
-            addresses = stack.enter_context(_serve(repository, deployment.folder / "serve.log"))
-            metrics = f"http://{addresses.metrics}/metrics"
+            _, grpc, metrics = stack.enter_context(_serve(repository, deployment.folder / "serve.log"))
             for target in served:
-                here = TritonGrpc(addresses.grpc, target.name, with_ids=with_ids)
-                places[target.name] = Place(here, metrics, target.name)
+                here = TritonGrpc(grpc, target.name, with_ids=with_ids)
+                places[target.name] = Place(here, f"http://{metrics}/metrics", target.name)
         for target in targets:
             if target.is_peer:
-                places[target.name] = Place(_peer(deployment, target), None, "")
+                options = {"model": deployment.model, "dtype": deployment.dtype, **target.settings}
+                log = deployment.folder / f"{target.name}.log"
+                places[target.name] = Place(
+                    Peer(target.python or sys.executable, target.kind, options, log), None, ""
+                )
             elif not target.is_served_here:
                 transport = target.transport(with_ids=with_ids)
                 places[target.name] = Place(transport, target.settings.get("metrics"), target.model)
         yield places
-
-
-def _peer(deployment: Deployment, target: Target) -> Peer:
-    options = {"model": deployment.model, "dtype": deployment.dtype, **target.settings}
-    log = deployment.folder / f"{target.name}.log"
-    return Peer(target.python or sys.executable, target.kind, options, log)
 
 
 @contextlib.contextmanager
@@ -135,12 +125,12 @@ def _write_baseline(folder: Path, deployment: Deployment, target: Target) -> Non
 
 
 @contextlib.contextmanager
-def _serve(repository: Path, log: Path) -> Iterator[_Addresses]:
-    """Run `tidewheel serve`; raise `BenchError` with its last output if it fails."""
-    addresses = _Addresses(*(f"{_HOST}:{port}" for port in _free_ports(3)))
+def _serve(repository: Path, log: Path) -> Iterator[list[str]]:
+    """Run `tidewheel serve`; yield HTTP, gRPC and metrics addresses. Raise `BenchError` with its last output."""
+    ports = _free_ports(3)
     command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model-repository", str(repository)]
-    for option, address in zip(("--http-port", "--grpc-port", "--metrics-port"), addresses, strict=True):
-        command += [option, address.rpartition(":")[2]]
+    for option, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
+        command += [option, str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - this package
             command,
@@ -150,8 +140,8 @@ def _serve(repository: Path, log: Path) -> Iterator[_Addresses]:
             preexec_fn=processes.end_with_parent,
         )
     try:
-        _wait_ready(process, addresses.http, log)
-        yield addresses
+        _wait_ready(process, f"{_HOST}:{ports[0]}", log)
+        yield [f"{_HOST}:{port}" for port in ports]
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -162,14 +152,12 @@ def _serve(repository: Path, log: Path) -> Iterator[_Addresses]:
 
 
 def _wait_ready(process: subprocess.Popen[bytes], http: str, log: Path) -> None:
-    server, end = TritonHttp(http), time.monotonic() + START_S
-    while not server.is_ready():
-        if process.poll() is not None:
-            lines = log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"]
-            raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}")
-        if time.monotonic() > end:
-            raise BenchError(f"the server was not ready within {START_S:g} s: see {log}")
-        time.sleep(0.1)
+    server = TritonHttp(http)
+    if not processes.wait_until(lambda: server.is_ready() or process.poll() is not None, START_S):
+        raise BenchError(f"the server was not ready within {START_S:g} s: see {log}")
+    if process.poll() is not None:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["it ended without a word"]
+        raise BenchError(f"the server did not come up: {lines[-1].removeprefix('tidewheel: error: ')}")
 
 
 def _free_ports(count: int) -> list[int]:

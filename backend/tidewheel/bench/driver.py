@@ -78,18 +78,12 @@ class Driver:
                 tasks.create_task(self._user(load))
 
     async def _user(self, load: Iterator[Conversation]) -> None:
-        while not self._is_over():
-            conversation = next(load, None)
-            if conversation is None:
+        progress, limits = self._progress, self._limits
+        while progress.now() < limits.seconds:
+            is_over = limits.max_requests is not None and len(progress.outcomes) >= limits.max_requests
+            if is_over or (conversation := next(load, None)) is None:
                 return
-            now = self._progress.now()
-            await self._converse((replace(conversation[0], at=now), *conversation[1:]))
-
-    def _is_over(self) -> bool:
-        limit = self._limits.max_requests
-        if limit is not None and len(self._progress.outcomes) >= limit:
-            return True
-        return self._progress.now() >= self._limits.seconds
+            await self._converse((replace(conversation[0], at=progress.now()), *conversation[1:]))
 
     async def _converse(self, conversation: Conversation) -> None:
         said: list[int] = []

@@ -71,7 +71,8 @@ class Experiment:
         with Live(title, len(turns)) as live:
             for targets, group in self._groups(first.targets, turns):
                 self._bring_up(targets, first, live)
-                self._runner.run(self._run_all(group, live))
+                for result, run in group:
+                    self._runner.run(self._run(run, result, live))
         return results
 
     def find_capacities(self, stage: Stage, searches: Mapping[str, CapacitySearch], budget_s: float) -> StageResult:
@@ -163,10 +164,6 @@ class Experiment:
         driver = Driver(self._places[target.name].transport, Limits(WARM_UP_LIMIT_S), Progress())
         await driver.open_loop([(replace(request, at=0.0, num_output_tokens=1),)])
 
-    async def _run_all(self, turns: Sequence[Turn], live: Live) -> None:
-        for result, run in turns:
-            await self._run(run, result, live)
-
     async def _run(self, run: Run, result: StageResult, live: Live, watch: Watch | None = None) -> list[Outcome]:
         stage, place, progress = result.stage, self._places[run.target.name], Progress()
         sampler = Sampler(place.metrics_url, place.metrics_model)
@@ -180,8 +177,7 @@ class Experiment:
             seconds = span(progress.outcomes) or progress.now()
             done = RunResult(run, progress.outcomes, sampler.figures(seconds), interrupted)
             self._recorder.add(result, done)
-        batch = done.server.get("batch_size")
-        live.say(run_line(label, done.outcomes, stage.slo, stage.offered_s(run.load), batch))
+        live.say(run_line(label, done.outcomes, stage.slo, stage.offered_s(run.load), done.server))
         return progress.outcomes
 
     @staticmethod

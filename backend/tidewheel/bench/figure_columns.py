@@ -23,7 +23,8 @@ class Column(NamedTuple):
     def estimate(self, figures: Figures) -> Estimate:
         """Return the scaled value, NaN if unknown."""
         value = self._value(figures)
-        parts = value if isinstance(value, Estimate) else (math.nan if value == {} else value, math.nan, math.nan)
+        is_unknown = value is None or value == {}
+        parts = value if isinstance(value, Estimate) else (math.nan if is_unknown else value, math.nan, math.nan)
         return Estimate(*(part * self.scale for part in parts))
 
     def cell(self, figures: Figures) -> str:
@@ -99,18 +100,18 @@ SHORT = tuple(
 
 
 def table(result: StageResult, columns: Sequence[Column]) -> Table:
-    rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in _measured(result)]
-    return Table(_header(columns), rows)
+    rows = [[*labels, *(c.cell(figures) for c in columns)] for labels, figures in measured(result)]
+    return Table(["load", "target", *headings(columns)], rows)
 
 
 def class_table(result: StageResult) -> Table:
     """Return a row per load, target and QoS class; none for one class."""
     rows = [
         [*labels, name, *(c.cell(figures["classes"][name]) for c in _CLASSES)]
-        for labels, figures in _measured(result)
+        for labels, figures in measured(result)
         for name in sorted(figures.get("classes", ()), key=CLASS_ORDER.index)
     ]
-    return Table(_header(_CLASSES, "class"), rows)
+    return Table(["load", "target", "class", *headings(_CLASSES)], rows)
 
 
 def capacity_table(findings: Figures) -> Table:
@@ -127,12 +128,12 @@ def capacity_table(findings: Figures) -> Table:
     return Table(header, rows)
 
 
-def _measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
+def measured(result: StageResult) -> Iterator[tuple[tuple[str, str], Figures]]:
     for index, load in enumerate(result.stage.loads):
         for target in result.stage.targets:
             if figures := result.figures(target.name, index):
                 yield (str(load), target.name), figures
 
 
-def _header(columns: Sequence[Column], *labels: str) -> list[str]:
-    return ["load", "target", *labels, *(f"{c.title} {c.unit}".strip() for c in columns)]
+def headings(columns: Sequence[Column]) -> list[str]:
+    return [f"{c.title} {c.unit}".strip() for c in columns]

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, table
+from tidewheel.bench.figure_columns import LATENCIES, RATES, SERVER, capacity_table, class_table, measured, table
 from tidewheel.bench.results import Recorder, StageResult
 from tidewheel.bench.text_tables import Table, number
 
@@ -81,27 +81,24 @@ def _draw(recorder: Recorder) -> dict[str, list[Picture]]:
 def render(recorder: Recorder, pictures: Mapping[str, Sequence[Picture]]) -> str:
     """Render the page; `pictures` are by stage name."""
     stages = sorted(recorder.stages, key=lambda result: result.stage.is_preliminary)
+    about, machine = recorder.environment, recorder.environment["machine"]
+    device = machine["gpu"] or f"{machine['cores']} cores"
+    headline = f"{about['started']} · commit {about['commit']} · {machine['processor']}, {device}"
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>Tidewheel benchmark</title>',
         f"<style>{_STYLE}</style></head><body>",
         "<h1>Tidewheel benchmark</h1>",
-        f'<p class="note">{escape(_headline(recorder.environment))}</p>',
+        f'<p class="note">{escape(headline)}</p>',
         _cards(recorder.extra),
         f'<p class="note">{escape(_HOW)}</p>',
         _wide(capacity_table(recorder.extra)),
         *(_stage(result, pictures.get(result.stage.name, ())) for result in stages),
         "<h2>To repeat it</h2>",
-        _facts(recorder.environment),
+        _facts(about),
         "</body></html>",
     ]
     return "\n".join(part for part in parts if part)
-
-
-def _headline(environment: Mapping[str, Any]) -> str:
-    machine = environment["machine"]
-    device = machine["gpu"] or f"{machine['cores']} cores"
-    return f"{environment['started']} · commit {environment['commit']} · {machine['processor']}, {device}"
 
 
 def _cards(findings: Mapping[str, Any]) -> str:
@@ -137,14 +134,12 @@ def _conditions(result: StageResult) -> str:
 def _warnings(result: StageResult) -> Iterator[str]:
     if any(run.interrupted for run in result.runs):
         yield "Cut short: its last run was interrupted."
-    for index, load in enumerate(result.stage.loads):
-        for target in result.stage.targets:
-            lag = result.figures(target.name, index).get("send_lag_p99_s", 0.0)
-            if lag > MOST_LAG_S:
-                yield (
-                    f"{target.name} at {load}: the client itself was late, by {lag * 1e3:.0f} ms at the 99th "
-                    "percentile: it, or the machine, was at its limit."
-                )
+    for (load, target), figures in measured(result):
+        if (lag := figures["send_lag_p99_s"]) > MOST_LAG_S:
+            yield (
+                f"{target} at {load}: the client itself was late, by {lag * 1e3:.0f} ms at the 99th percentile: "
+                "it, or the machine, was at its limit."
+            )
 
 
 def _figure(picture: Picture) -> str:
@@ -161,8 +156,7 @@ def _wide(one: Table) -> str:
 def _facts(environment: Mapping[str, Any]) -> str:
     machine, versions = environment["machine"], environment["versions"]
     facts = {
-        "command": environment["command"],
-        "commit": environment["commit"],
+        **{name: environment[name] for name in ("command", "commit")},
         "machine": f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}",
         "system": machine["system"],
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S
+
 UNANSWERED = "UNANSWERED"  # the run ended first
 TIMEOUT = "TIMEOUT"  # client's limit
 UNREADABLE = "UNREADABLE"  # breaks the protocol
@@ -33,6 +35,11 @@ class Offered:
     num_output_tokens: int
     parameters: Mapping[str, Any] = field(default_factory=dict)  # priority, tenant, session_id, deadline_ms, …
     think_s: float = 0.0  # between the answer before and this turn
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Parameters, greedy and to the full length."""
+        return {"max_tokens": self.num_output_tokens, "temperature": 0, "ignore_eos": True, **self.parameters}
 
 
 Conversation = tuple[Offered, ...]
@@ -103,12 +110,12 @@ class Outcome:
 class Slo:
     """Objective, in seconds."""
 
-    ttft_s: float = 1.0
-    tpot_s: float = 0.1
+    ttft_s: float = DEFAULT_TTFT_S
+    tpot_s: float = DEFAULT_TPOT_S
 
-    def whole_answer_s(self, num_tokens: int) -> float:
-        """Return when a stream just within the objective has `num_tokens`."""
-        return self.ttft_s + self.tpot_s * (num_tokens - 1)
+    def whole_answer_s(self, offered: Offered) -> float:
+        """Return when a stream just within the objective has all tokens."""
+        return self.ttft_s + self.tpot_s * (offered.num_output_tokens - 1)
 
     def is_met(self, outcome: Outcome) -> bool:
         """Judge TTFT and TPOT; an answer in one piece has its first token with its last."""
@@ -120,7 +127,7 @@ class Slo:
         """Judge the time of the whole answer, for streams and others alike."""
         if outcome.last_token is None or not outcome.is_complete:
             return False
-        return outcome.last_token <= self.whole_answer_s(outcome.offered.num_output_tokens)
+        return outcome.last_token <= self.whole_answer_s(outcome.offered)
 
 
 def error_code(code: str, message: str) -> str:

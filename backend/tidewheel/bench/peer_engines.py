@@ -140,15 +140,13 @@ class TransformersBatch:
 
     def _event(self, result: Any) -> list[Event]:
         """Count new tokens; results hold all so far."""
-        before = self._counts.get(result.request_id)
+        before = self._counts.pop(result.request_id, None)
         if before is None:
             return []
         if result.error:
             raise RuntimeError(result.error)
         count, done = len(result.generated_tokens), result.is_finished()
-        if done:
-            del self._counts[result.request_id]
-        else:
+        if not done:
             self._counts[result.request_id] = count
         return [(int(result.request_id), count - before, done)]
 
@@ -268,22 +266,14 @@ def _serve(engine: PeerEngine, output: TextIO) -> NoReturn:
     threading.Thread(target=_read, args=(inbox,), daemon=True).start()
     running = 0
     while True:
-        item = _next(inbox) if running else inbox.get()
-        while item is not None:
+        while not (running and inbox.empty()):  # no other thread takes from it
+            item = inbox.get()
             engine.add(item["id"], item["input_ids"], item["max_tokens"])
             running += 1
-            item = _next(inbox)
         events = engine.step()
         running -= sum(done for _, _, done in events)
         if events:
             output.write(json.dumps(events) + "\n")
-
-
-def _next(inbox: queue.Queue[dict[str, Any]]) -> dict[str, Any] | None:
-    try:
-        return inbox.get_nowait()
-    except queue.Empty:
-        return None
 
 
 def _read(inbox: queue.Queue[dict[str, Any]]) -> None:

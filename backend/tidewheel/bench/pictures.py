@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from tidewheel.bench.capacity import GOAL, WHOLE_ANSWER
 from tidewheel.bench.charts import COLOURS, GREYS, INK, MARKERS, Picture, legend_below, logarithmic, panels, style
-from tidewheel.bench.figure_columns import COLUMNS
+from tidewheel.bench.figure_columns import COLUMNS, measured
 from tidewheel.bench.results import StageResult
 from tidewheel.bench.targets import Target
 
@@ -39,17 +39,18 @@ _BATCH = Panel("Batch, requests", "a step, or an execution of Triton's", ("batch
 def pictures(result: StageResult) -> list[Picture]:
     """Draw a stage: lines over batch sizes or rates, bars over other loads."""
     loads, name = result.stage.loads, result.stage.name.replace(" ", "_")
-    measured = [t for t in result.stage.targets if any(result.figures(t.name, i) for i in range(len(loads)))]
-    if len(measured) * len(loads) < 2 or result.stage.is_preliminary:
+    names = {target for (_, target), _ in measured(result)}
+    targets = [target for target in result.stage.targets if target.name in names]
+    if len(targets) * len(loads) < 2 or result.stage.is_preliminary:
         return []
     if all(load.kind == "closed" for load in loads) and len(loads) >= 3:
         shown = (_OUTPUT, _first_known(result, _TPOT, _E2E), _first_known(result, _BUSY, _BATCH))
-        return [_lines(result, measured, name, shown, "requests in flight")]
-    if result.stage.longest_s is not None:
-        return [_lines(result, measured, f"{name}_rates", (_WITHIN, _TTFT, _ANSWER), "offered, requests/s")]
-    if all(load.rate is not None for load in loads) and len(loads) > 3:
-        return [_lines(result, measured, name, (_WITHIN, _TTFT, _ANSWER), "offered, requests/s")]
-    return [_bars(result, measured, name, (_GOODPUT, _TTFT, _OUTPUT))]
+        return [_lines(result, targets, name, shown, "requests in flight")]
+    is_search = result.stage.longest_s is not None
+    if is_search or (all(load.rate is not None for load in loads) and len(loads) > 3):
+        name += "_rates" * is_search
+        return [_lines(result, targets, name, (_WITHIN, _TTFT, _ANSWER), "offered, requests/s")]
+    return [_bars(result, targets, name, (_GOODPUT, _TTFT, _OUTPUT))]
 
 
 def capacity_picture(findings: Mapping[str, Any], targets: Sequence[Target]) -> Picture:
@@ -91,8 +92,7 @@ def colours(targets: Sequence[Target]) -> dict[str, str]:
 
 def _first_known(result: StageResult, panel: Panel, other: Panel) -> Panel:
     column = COLUMNS[panel.columns[0]]
-    figures = (result.figures(t.name, i) for t in result.stage.targets for i in range(len(result.stage.loads)))
-    return panel if any(f and math.isfinite(column.estimate(f).mean) for f in figures) else other
+    return panel if any(math.isfinite(column.estimate(figures).mean) for _, figures in measured(result)) else other
 
 
 def _lines(result: StageResult, targets: Sequence[Target], name: str, shown: Sequence[Panel], label: str) -> Picture:

@@ -91,11 +91,11 @@ class StageResult:
         }
 
     def _summarise(self, target: str, load: int) -> dict[str, Any]:
-        repeats = self.repeats(target, load)
-        if not any(result.outcomes for result in repeats):
+        repeats, outcomes = self.repeats(target, load), self.outcomes(target, load)
+        if not any(outcomes):
             return {}
         offered_s = None if repeats[0].interrupted else self.stage.offered_s(self.stage.loads[load])
-        figures = summarise_repeats([result.outcomes for result in repeats], self.stage.slo, offered_s)
+        figures = summarise_repeats(outcomes, self.stage.slo, offered_s)
         return {**figures, "repeats": len(repeats), "server": _mean_of([result.server for result in repeats])}
 
 

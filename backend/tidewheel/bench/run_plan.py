@@ -9,6 +9,8 @@ from tidewheel.bench.outcome import Conversation, Offered, Slo
 from tidewheel.bench.targets import Target
 from tidewheel.bench.workloads import Workload
 
+_PLAIN = ("name", "title", "load_names", "seconds", "longest_s", "max_requests", "repeats", "seed", "timeout_s")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -59,19 +61,11 @@ class Stage:
 
     def summary(self) -> dict[str, Any]:
         return {
-            "name": self.name,
-            "title": self.title,
+            **{name: getattr(self, name) for name in _PLAIN},
             "targets": [target.summary() for target in self.targets],
             "loads": [asdict(load) for load in self.loads],
-            "load_names": self.load_names,
             "workload": self.workload.summary(),
-            "seconds": self.seconds,
-            "longest_s": self.longest_s,
-            "max_requests": self.max_requests,
-            "repeats": self.repeats,
             "slo": asdict(self.slo),
-            "seed": self.seed,
-            "timeout_s": self.timeout_s,
         }
 
     def _recorded(self, source: Iterator[Conversation], speed: float) -> Iterator[Conversation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping
 
 import aiohttp
@@ -39,16 +40,11 @@ def parse(text: str, model: str) -> Sample:
     for line in text.splitlines():
         series, _, value = line.rpartition(" ")
         name, _, labels = series.partition("{")
-        if (name in _GAUGES or name in _COUNTERS) and _is_of(labels, model):
+        is_of_model = not model or "model" not in labels or re.search(rf'model(_name)?="{re.escape(model)}"', labels)
+        if (name in _GAUGES or name in _COUNTERS) and is_of_model:
             with contextlib.suppress(ValueError):
                 sample[name] = sample.get(name, 0.0) + float(value)
     return sample
-
-
-def _is_of(labels: str, model: str) -> bool:
-    if "model" not in labels or not model:
-        return True
-    return f'model="{model}"' in labels or f'model_name="{model}"' in labels
 
 
 def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
@@ -68,11 +64,10 @@ def summarise(samples: list[Sample], seconds: float) -> dict[str, float]:
 def _of_engine(grown: Mapping[str, float], seconds: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     if steps := grown.get(_STEPS):
-        figures["steps"] = steps
+        busy_s = grown["tidewheel_step_seconds_total"]
+        figures |= {"steps": steps, "step_s": busy_s / steps, "device_busy": busy_s / seconds}
         figures["batch_size"] = grown.get("vllm:generation_tokens_total", 0.0) / steps
         figures["tokens_per_step"] = grown["tidewheel_scheduled_tokens_total"] / steps
-        figures["step_s"] = grown["tidewheel_step_seconds_total"] / steps
-        figures["device_busy"] = grown["tidewheel_step_seconds_total"] / seconds
     if queued := grown.get("vllm:request_queue_time_seconds_count"):
         figures["queue_s"] = grown["vllm:request_queue_time_seconds_sum"] / queued
     if "vllm:num_preemptions_total" in grown:
@@ -104,8 +99,7 @@ class Sampler:
 
     async def __aenter__(self) -> Sampler:
         if self._url is not None:
-            timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-            self._session = aiohttp.ClientSession(timeout=timeout)
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
             await self._scrape()
             self._task = asyncio.create_task(self._run())
         return self

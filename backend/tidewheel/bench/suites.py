@@ -30,12 +30,11 @@ SATURATION_USERS = 64
 RATES = (10, 100, 500)  # requests/s; 100 stands for saturation
 RATE_OF_SATURATION = 100
 OFFLINE_REQUESTS = 64
+_EQUAL = Lengths("constant", 72, maximum=72)
 # Mean lengths agree in the first two, and in the last two.
 EFFICIENCY = {
     "mixed lengths": WORKLOADS["mixed"],
-    "equal lengths": replace(
-        WORKLOADS["fixed"], inputs=Lengths("constant", 72, 1.0, 72), outputs=Lengths("constant", 72, 1.0, 72)
-    ),
+    "equal lengths": replace(WORKLOADS["fixed"], inputs=_EQUAL, outputs=_EQUAL),
     "a shared prompt": WORKLOADS["shared-prefix"],
     "prompts of their own": replace(WORKLOADS["mixed"], inputs=Range(272, 384)),
 }
@@ -52,11 +51,25 @@ class Suite:
     recorder: Recorder
     base: Stage
 
+    @property
+    def ours(self) -> Target:
+        targets = self.base.targets
+        return next((target for target in targets if target.name in ("continuous", "llm")), targets[0])
+
+    @property
+    def reference(self) -> Target:
+        """Return the baseline; raise `BenchError` without one."""
+        baselines = [target for target in self.base.targets if target.kind == "baseline"]
+        for target in sorted(baselines, key=lambda target: target.name != "baseline_dynamic"):
+            return target
+        raise BenchError("--suite compare needs a baseline among its targets: baseline_dynamic")
+
     def run(self) -> None:
         self.experiment.measure(self.base)
 
-    def compare(self, reference: Target, ours: str, slo: Slo | None = None, budget_s: float = math.inf) -> None:
+    def compare(self, slo: Slo | None = None, budget_s: float = math.inf) -> None:
         """Find capacities under `slo`, or multiples of the reference's lone request, in `budget_s` or so."""
+        reference = self.reference
         lone_ttft, lone_tpot = self._alone(reference)
         slo_of_all = slo or Slo(_rounded(TTFT_MULTIPLE * lone_ttft), _rounded(TPOT_MULTIPLE * lone_tpot))
         self.recorder.extra |= {
@@ -65,32 +78,24 @@ class Suite:
             "objective": {"ttft_s": slo_of_all.ttft_s, "tpot_s": slo_of_all.tpot_s, "is_given": slo is not None},
             "goal": GOAL,
         }
-        at_once = self._measure(
-            "at once",
-            f"{AT_ONCE_REQUESTS} requests at once",
-            loads=(Load("all"),),
-            max_requests=AT_ONCE_REQUESTS,
-            repeats=1,
-            is_preliminary=True,
-        )
+        at_once = self._at_once("at once", AT_ONCE_REQUESTS, repeats=1, is_preliminary=True)
         starts = {target.name: _served_per_s(at_once, target.name) for target in self.base.targets}
         searches = {name: CapacitySearch(slo_of_all, _rounded(start)) for name, start in starts.items() if start > 0}
         title = "Capacity: the highest rate at which 90 % of requests meet the objective"
-        stage = replace(
-            self.base, name="capacity", title=title, slo=slo_of_all, longest_s=LONGEST * self.base.seconds
-        )
+        longest_s = LONGEST * self.base.seconds
+        stage = self._stage("capacity", title, slo=slo_of_all, longest_s=longest_s)
         try:
             self.experiment.find_capacities(stage, searches, budget_s)
         finally:
             found = {name: search.capacities() for name, search in searches.items()}
-            self.recorder.extra |= capacity_findings(found, ours, reference.name)
+            self.recorder.extra |= capacity_findings(found, self.ours.name, reference.name)
 
     def _alone(self, reference: Target) -> tuple[float, float]:
         """Return the reference's TTFT and TPOT without load; raise `BenchError`."""
-        stage = replace(
-            self.base,
-            name="alone",
-            title=f"One request after the other at {reference.name}",
+        title = f"One request after the other at {reference.name}"
+        stage = self._stage(
+            "alone",
+            title,
             targets=(reference,),
             loads=(Load("closed", 1),),
             seconds=LONGEST * self.base.seconds,
@@ -98,8 +103,8 @@ class Suite:
             repeats=1,
             is_preliminary=True,
         )
-        one_token = replace(stage.workload, outputs=Lengths("constant", 1, 1.0, 1))
-        title = f"{stage.title}, one token each"
+        one_token = replace(stage.workload, outputs=Lengths("constant", 1, maximum=1))
+        title += ", one token each"
         stages = [replace(stage, name="first token alone", title=title, workload=one_token), stage]
         firsts, wholes = (r.outcomes(reference.name, 0)[0] for r in self.experiment.measure_in_turns(stages))
         times = [o.first_token for o in firsts if o.first_token is not None]
@@ -112,8 +117,9 @@ class Suite:
         loads = tuple(Load("closed", size) for size in BATCH_SIZES)
         self._measure("batch", "Throughput and latency over the batch size", loads=loads)
 
-    def rates(self, measure: Target) -> None:
-        """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates `measure`."""
+    def rates(self) -> None:
+        """Measure 10, 100 and 500 requests/s, scaled so that 100 saturates ours."""
+        measure = self.ours
         users = (Load("closed", SATURATION_USERS),)
         title = f"Saturation of {measure.name}"
         result = self._measure("saturation", title, targets=(measure,), loads=users, repeats=1, is_preliminary=True)
@@ -122,23 +128,21 @@ class Suite:
             raise BenchError(f"target {measure.name} answered no request in full: there is no load to scale to")
         loads = tuple(Load("poisson", round(rate * saturation / RATE_OF_SATURATION, 3)) for rate in RATES)
         names = tuple(f"{rate}/s" for rate in RATES)
-        rates_of_loads = {name: load.value for name, load in zip(names, loads, strict=True)}
-        self.recorder.extra |= {"saturation_per_s": saturation, "rates": rates_of_loads}
+        values = (load.value for load in loads)
+        self.recorder.extra |= {"saturation_per_s": saturation, "rates": dict(zip(names, values, strict=True))}
         title = "A tenth of what saturates the machine, all of it, and five times as much"
         self._measure("rates", title, loads=loads, load_names=names)
 
-    def offline(self, ours: str) -> None:
+    def offline(self) -> None:
         count = self.base.max_requests or OFFLINE_REQUESTS
-        result = self._measure("offline", f"{count} requests at once", loads=(Load("all"),), max_requests=count)
-        self.recorder.extra |= offline_ratios(result, ours)
+        self.recorder.extra |= offline_ratios(self._at_once("offline", count), self.ours.name)
 
-    def efficiency(self, ours: str) -> None:
+    def efficiency(self) -> None:
         base = self.base.workload
         stages = [
-            replace(
-                self.base,
-                name=name,
-                title=f"At once: {name}",
+            self._stage(
+                name,
+                f"At once: {name}",
                 loads=(Load("all"),),
                 load_names=(name,),
                 max_requests=self.base.max_requests or OFFLINE_REQUESTS,
@@ -148,10 +152,16 @@ class Suite:
         ]
         results = self.experiment.measure_in_turns(stages)
         speeds = {result.stage.name: offline_speeds(result) for result in results}
-        self.recorder.extra |= efficiency_ratios(speeds, ours)
+        self.recorder.extra |= efficiency_ratios(speeds, self.ours.name)
+
+    def _at_once(self, name: str, count: int, **changes: Any) -> StageResult:
+        return self._measure(name, f"{count} requests at once", loads=(Load("all"),), max_requests=count, **changes)
 
     def _measure(self, name: str, title: str, **changes: Any) -> StageResult:
-        return self.experiment.measure(replace(self.base, name=name, title=title, **changes))
+        return self.experiment.measure(self._stage(name, title, **changes))
+
+    def _stage(self, name: str, title: str, **changes: Any) -> Stage:
+        return replace(self.base, name=name, title=title, **changes)
 
 
 def lone_tpot(outcomes: Sequence[Outcome], ttft: float) -> float:

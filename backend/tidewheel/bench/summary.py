@@ -65,14 +65,13 @@ def summarise_repeats(repeats: Sequence[Sequence[Outcome]], slo: Slo, offered_s:
     pooled = [o for outcomes in repeats for o in outcomes]
     latencies = _latencies(pooled)
     gaps = latencies.pop("itl_s")
+    quantiles = list(QUANTILES.values())
+    drawn = {name: bootstrap_quantiles(values, quantiles) for name, values in latencies.items()}
     return {
         **_counts(pooled, slo),
         **{name: t_interval([rate[name] for rate in per_repeat]) for name in RATES},
         "fairness": t_interval([fairness(outcomes) for outcomes in repeats if outcomes]),
-        **{
-            name: dict(zip(QUANTILES, bootstrap_quantiles(values, list(QUANTILES.values())), strict=True))
-            for name, values in latencies.items()
-        },
+        **{name: dict(zip(QUANTILES, estimates, strict=True)) for name, estimates in drawn.items()},
         "itl_s": {name: Estimate(quantile(gaps, q), math.nan, math.nan) for name, q in QUANTILES.items()},
     }
 
@@ -84,7 +83,7 @@ def _counts(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
         "send_lag_p99_s": quantile([o.lag for o in outcomes], 0.99),
     }
     classes = _by_class(outcomes, slo)
-    return counts | {"classes": classes} if classes else counts
+    return counts | {"classes": classes} if len(classes) > 1 else counts
 
 
 def _latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
@@ -110,8 +109,6 @@ def _by_class(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, Any]:
     classes: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         classes[CLASS_NAMES.get(outcome.offered.parameters.get("priority", 0), "normal")].append(outcome)
-    if len(classes) < 2:
-        return {}
     return {
         name: {
             "requests": len(members),

@@ -19,6 +19,12 @@ from tidewheel.config import StrategyName
 STRATEGIES: tuple[str, ...] = get_args(StrategyName)
 BASELINES = ("baseline_dynamic", "baseline_static")
 PEERS = ("transformers", "llm", "vllm", "openvino")
+_URLS = {
+    "grpc": r"grpc://[^/]+/[^/]+",
+    "generate_stream": r"https?://[^/]+/v2/models/[^/]+/generate_stream",
+    "infer": r"https?://[^/]+/v2/models/[^/]+/infer",
+    "openai": r"https?://[^/]+/(.+/)?completions",
+}
 ELSEWHERE = ("vllm", "openvino")  # in their own environments
 
 
@@ -66,25 +72,30 @@ class Target:
 
 def parse_targets(texts: list[str]) -> list[Target]:
     """Raise `BenchError` for a wrong target or a repeated name."""
-    targets = [parse_target(text) for text in texts]
-    names = [target.name for target in targets]
-    for name in names:
-        if names.count(name) > 1:
+    targets: dict[str, Target] = {}
+    for target in map(parse_target, texts):
+        if targets.setdefault(target.name, target) is not target:
+            name = target.name
             raise BenchError(f"--target: {name!r} stands twice: name one of them otherwise, as in other={name}")
-    return targets
+    return list(targets.values())
 
 
 def parse_target(text: str) -> Target:
     spec, *pairs = re.split(r",(?=[\w-]+=)", text)
-    settings = _settings(pairs, text)
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key in settings:
+            raise BenchError(f"--target {text!r}: {key} stands twice")
+        settings[key] = value
     name, equals, rest = spec.partition("=")
     if not equals or "/" in name:
-        return _target(spec, spec, settings, text)
-    if name in ELSEWHERE:
-        return _elsewhere(name, name, rest, settings)
-    if rest.partition("=")[0] in ELSEWHERE:
-        kind, _, python = rest.partition("=")
-        return _elsewhere(name, kind, python, settings)
+        name = rest = spec
+    kind, _, python = (spec if name in ELSEWHERE else rest).partition("=")
+    if kind in ELSEWHERE and equals:
+        if not Path(python).is_file():
+            raise BenchError(f"--target {name}: no python at {python!r}: make an environment with the peer in it")
+        return Target(name, kind, settings, python=python)
     return _target(name, rest, settings, text)
 
 
@@ -98,43 +109,18 @@ def _target(name: str, spec: str, settings: dict[str, str], text: str) -> Target
     if spec in PEERS:
         return Target(name, spec, settings)
     if "://" in spec:
-        return Target(_url_name(spec) if name == spec else name, _url_kind(spec, text), settings, url=spec)
+        parts = urlsplit(spec)
+        short = f"{parts.netloc}{parts.path}"
+        return Target(short if name == spec else name, _url_kind(spec, text), settings, url=spec)
     known = ", ".join((*STRATEGIES, *BASELINES, *PEERS))
     raise BenchError(f"--target {text!r}: neither a URL nor one of {known}")
 
 
-def _elsewhere(name: str, kind: str, python: str, settings: dict[str, str]) -> Target:
-    if not Path(python).is_file():
-        raise BenchError(f"--target {name}: no python at {python!r}: make an environment with the peer in it")
-    return Target(name, kind, settings, python=python)
-
-
 def _url_kind(url: str, text: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme == "grpc" and parts.netloc and re.fullmatch(r"/[^/]+", parts.path):
-        return "grpc"
-    if parts.scheme in ("http", "https"):
-        for kind in ("generate_stream", "infer"):
-            if re.fullmatch(rf"/v2/models/[^/]+/{kind}", parts.path):
-                return kind
-        if parts.path.endswith("/completions"):
-            return "openai"
+    for kind, pattern in _URLS.items():
+        if re.fullmatch(pattern, url.partition("?")[0]):
+            return kind
     raise BenchError(
         f"--target {text!r}: write grpc://HOST:PORT/MODEL, http://HOST:PORT/v2/models/MODEL/generate_stream, "
         "…/infer, or http://HOST:PORT/v1/completions?model=NAME"
     )
-
-
-def _url_name(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.netloc}{parts.path}"
-
-
-def _settings(pairs: list[str], text: str) -> dict[str, str]:
-    settings: dict[str, str] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key in settings:
-            raise BenchError(f"--target {text!r}: {key} stands twice")
-        settings[key] = value
-    return settings

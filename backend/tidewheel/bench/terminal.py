@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 from tqdm import tqdm
 
 from tidewheel.bench.driver import Progress
-from tidewheel.bench.estimates import quantile
-from tidewheel.bench.figure_columns import SHORT, capacity_table, table
+from tidewheel.bench.figure_columns import COLUMNS, SHORT, capacity_table, table
 from tidewheel.bench.outcome import Outcome, Slo
 from tidewheel.bench.results import Recorder
-from tidewheel.bench.summary import rates
-from tidewheel.bench.text_tables import number
+from tidewheel.bench.summary import summarise_run
 
 TICK_S = 0.5
+_RUN_COLUMNS = ("done", "output", "within", "within e2e", "TTFT p50", "TTFT p99", "TPOT p50", "batch")
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining} {postfix}"
 
 
@@ -62,24 +61,15 @@ class Live:
             tqdm.write(text, file=sys.stderr)
 
 
-def run_line(label: str, outcomes: list[Outcome], slo: Slo, offered_s: float | None, batch: float | None) -> str:
+def run_line(
+    label: str, outcomes: list[Outcome], slo: Slo, offered_s: float | None, server: Mapping[str, float]
+) -> str:
     if not outcomes:
         return f"{label}  nothing was sent"
-    rate = rates(outcomes, slo, offered_s)
-    ttft = [o.first_token * 1e3 for o in outcomes if o.first_token is not None]
-    tpot = [o.tpot * 1e3 for o in outcomes if o.tpot is not None]
-    return "  ".join(
-        (
-            label,
-            f"{sum(o.is_complete for o in outcomes)}/{len(outcomes)} done",
-            f"{number(rate['requests_per_s'])} req/s",
-            f"{number(rate['output_tokens_per_s'])} tok/s",
-            f"within {number(rate['slo_attainment'] * 100)} %, e2e {number(rate['e2e_attainment'] * 100)} %",
-            f"TTFT p50 {number(quantile(ttft, 0.5))} p99 {number(quantile(ttft, 0.99))} ms",
-            f"TPOT p50 {number(quantile(tpot, 0.5))} ms",
-            f"batch {number(batch)}",
-        )
-    )
+    figures = {**summarise_run(outcomes, slo, offered_s), "server": server}
+    columns = (COLUMNS[title] for title in _RUN_COLUMNS)
+    shown = (f"{column.title} {column.cell(figures)} {column.unit}" for column in columns)
+    return "  ".join((label, f"{figures['completed']}/{len(outcomes)} done", *shown))
 
 
 def result_tables(recorder: Recorder) -> Iterator[str]:

@@ -6,6 +6,7 @@ they share prefixes only if the workload says so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -143,26 +144,22 @@ def _recorded_parameters(trace: Trace, index: int) -> dict[str, Any]:
     return parameters
 
 
-def _lengths(kind: str, mean: float, shape: float = 1.0, maximum: int = 1 << 20) -> Lengths:
-    return Lengths(kind, mean, shape, maximum)
-
-
 def _sharegpt(scale: float) -> Workload:
     maximum = max(2, round(SHAREGPT_MAX * scale))
     return Workload(
         "sharegpt",
-        _lengths("lognormal", max(1.0, SHAREGPT_INPUT * scale), SHAREGPT_SIGMA, maximum),
-        _lengths("lognormal", max(1.0, SHAREGPT_OUTPUT * scale), SHAREGPT_SIGMA, maximum),
+        Lengths("lognormal", max(1.0, SHAREGPT_INPUT * scale), SHAREGPT_SIGMA, maximum),
+        Lengths("lognormal", max(1.0, SHAREGPT_OUTPUT * scale), SHAREGPT_SIGMA, maximum),
         source=f"lognormal with the ShareGPT means of Kwon and others (SOSP 2023), times {scale:g}; sigma 1 assumed",
     )
 
 
 _MIXED = Workload("mixed", Range(16, 128), Range(16, 128))
 WORKLOADS: Mapping[str, Workload] = {
-    "fixed": Workload("fixed", _lengths("constant", 64), _lengths("constant", 64)),
+    "fixed": Workload("fixed", Lengths("constant", 64), Lengths("constant", 64)),
     "mixed": _MIXED,
     "sharegpt": _sharegpt(1.0),
-    "chat": Workload("chat", _lengths("lognormal", 32), _lengths("lognormal", 32), turns=4, pause_s=1.0),
+    "chat": Workload("chat", Lengths("lognormal", 32), Lengths("lognormal", 32), turns=4, pause_s=1.0),
     "shared-prefix": dataclasses.replace(_MIXED, name="shared-prefix", prefix_tokens=256),
     "qos": dataclasses.replace(_MIXED, name="qos", kinds=CLASSES),
 }
@@ -176,14 +173,13 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
     """
     name, _, argument = text.partition(":")
     if name == "trace" and argument:
-        zero = _lengths("constant", 1)
-        path = Path(argument)
-        trace = read_trace(path)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        source = f"{len(trace)} requests, SHA-256 {digest[:16]}"
-        workload = Workload(f"trace:{path.name}", zero, zero, source=source, trace=trace)
         if inputs or outputs:
             raise BenchError("--input and --output do not go with a trace: it has its own lengths")
+        one, path = Lengths("constant", 1), Path(argument)
+        trace, digest = read_trace(path), hashlib.sha256(path.read_bytes()).hexdigest()
+        num_cut = int((trace.prompt_tokens + trace.output_tokens > max_tokens).sum())
+        source = f"{len(trace)} requests, SHA-256 {digest[:16]}, {num_cut} of them cut to {max_tokens} tokens"
+        workload = Workload(f"trace:{path.name}", one, one, source=source, trace=trace)
     elif name == "sharegpt" and argument:
         workload = _sharegpt(_scale(argument))
     elif name in WORKLOADS and not argument:
@@ -195,9 +191,6 @@ def parse_workload(text: str, *, inputs: str = "", outputs: str = "", vocab: int
         changes["inputs"] = _parse_lengths(inputs, "--input")
     if outputs:
         changes["outputs"] = _parse_lengths(outputs, "--output")
-    if workload.trace is not None:
-        num_cut = int((workload.trace.prompt_tokens + workload.trace.output_tokens > max_tokens).sum())
-        changes["source"] = f"{workload.source}, {num_cut} of them cut to {max_tokens} tokens"
     workload = dataclasses.replace(workload, **changes)
     if workload.prefix_tokens + 2 > max_tokens:
         raise BenchError(f"--max-tokens is {max_tokens}: {name} needs more than {workload.prefix_tokens + 2}")
@@ -214,10 +207,7 @@ def _parse_lengths(text: str, name: str) -> Lengths | Range:
 
 
 def _scale(text: str) -> float:
-    try:
-        scale = float(text)
-    except ValueError:
-        scale = 0.0
-    if not 0.001 <= scale <= 100.0:
-        raise BenchError(f"--workload sharegpt:{text}: the scale must be a number from 0.001 to 100")
-    return scale
+    with contextlib.suppress(ValueError):
+        if 0.001 <= (scale := float(text)) <= 100.0:
+            return scale
+    raise BenchError(f"--workload sharegpt:{text}: the scale must be a number from 0.001 to 100")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
-from tidewheel.cli.bench_parts import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, parts_of, why_no_vllm
+from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES, BenchError
 from tidewheel.cli.serve import DEFAULT_REPOSITORY
 from tidewheel.cli.usage import UsageError
 
-INTERRUPTED = 130
 DEFAULT_MODEL = DEFAULT_REPOSITORY / "demo" / "1" / "weights"
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -50,12 +49,18 @@ def _add_what(what: argparse._ArgumentGroup) -> None:
     what.add_argument("--offline-model", **folder, help="of compare's offline part (default: --model)")
     what.add_argument("--offline-dtype", default="bfloat16", choices=_DTYPES, help="default: %(default)s")
     what.add_argument("--one-at-a-time", action="store_true", help="start each target for its runs, and end it then")
-    what.add_argument("--warm-up", type=_count, default=16, metavar="N", help="requests before the first run")
+    what.add_argument(
+        "--warm-up",
+        type=functools.partial(_at_least, 0),
+        default=16,
+        metavar="N",
+        help="requests before the first run",
+    )
 
 
 def _add_load(load: argparse._ArgumentGroup) -> None:
     seconds: dict[str, Any] = {"type": _seconds, "metavar": "S"}
-    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    number: dict[str, Any] = {"type": functools.partial(_at_least, 1), "metavar": "N"}
     lengths: dict[str, Any] = {"default": "", "metavar": "LENGTHS"}
     workloads = "fixed, mixed, sharegpt[:SCALE], chat, shared-prefix, qos, trace:FILE"
     load.add_argument("--workload", metavar="NAME", help=workloads)
@@ -69,7 +74,7 @@ def _add_load(load: argparse._ArgumentGroup) -> None:
     load.add_argument("--requests", **number, help="at most, a run")
     load.add_argument("--repeats", **number, default=3, help="of every run (default: %(default)s)")
     load.add_argument("--timeout-s", **seconds, default=120.0, help="of one request")
-    load.add_argument("--seed", type=_count, default=0)
+    load.add_argument("--seed", type=functools.partial(_at_least, 0), default=0)
 
 
 def _add_objective(objective: argparse._ArgumentGroup) -> None:
@@ -89,61 +94,23 @@ def _repeated(group: argparse._ArgumentGroup, name: str, metavar: str, text: str
 
 def run(args: argparse.Namespace) -> int:
     """Return 0, or 130 after Ctrl-C with the results so far kept; raise `UsageError`."""
-    from tidewheel.bench import BenchError
+    from tidewheel.cli.bench_parts import measure
     from tidewheel.errors import ConfigError
 
     # SIGTERM acts like Ctrl-C: servers end, results are kept.
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        return _measure(args)
+        return measure(args)
     except (BenchError, ConfigError) as error:
         raise UsageError(str(error)) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _measure(args: argparse.Namespace) -> int:
-    from tidewheel.bench.environment import environment
-    from tidewheel.bench.experiment import Experiment
-    from tidewheel.bench.html_page import write_files
-    from tidewheel.bench.results import Recorder
-    from tidewheel.bench.suites import Suite
-    from tidewheel.bench.terminal import result_tables
-
-    parts = list(parts_of(args))
-    recorder = Recorder(args.out, environment())
-    recorder.extra |= {"suite": args.suite, "vllm_cpu_ratio": None, "vllm_cpu_ratio_reason": why_no_vllm(parts)}
-    interrupted = False
-    try:
-        for deployment, stage, run_stages in parts:
-            with Experiment(
-                deployment, recorder, stage.targets, warm_up=args.warm_up, one_at_a_time=args.one_at_a_time
-            ) as experiment:
-                run_stages(Suite(experiment, recorder, stage))
-    except KeyboardInterrupt:
-        interrupted = True
-        print("interrupted: keeping what was measured", file=sys.stderr)
-    finally:
-        if recorder.extra["vllm_cpu_ratio"] is not None:
-            del recorder.extra["vllm_cpu_ratio_reason"]
-        if any(result.runs for result in recorder.stages):
-            print("", *result_tables(recorder), write_files(recorder, args.record), sep="\n\n")
-    return INTERRUPTED if interrupted else 0
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _count(text: str) -> int:
-    return _at_least(0, text)
-
-
 def _at_least(least: int, text: str) -> int:
-    number = int(text)
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{text}: it must be at least {least}")
-    return number
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text}: it must be a whole number, at least {least}")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

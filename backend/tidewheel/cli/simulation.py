@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from tidewheel.bench.text_tables import NOTHING, Table
+from tidewheel.bench.figure_columns import COLUMNS, Column, headings
+from tidewheel.bench.text_tables import Table
 from tidewheel.cli.usage import UsageError
 from tidewheel.engine.build import check_record_folder
 from tidewheel.fleet.router import make_router
@@ -24,19 +25,22 @@ from tidewheel.workload.traces import Prefixes, Tenants, Trace
 
 DEFAULT_LOAD = 0.8
 MAX_LOAD = 10.0
-# Heading, key of the figure, factor, format.
 _COLUMNS = (
-    ("finished", "finished", 1, ".0f"), ("refused", "refused", 1, ".0f"), ("req/s", "requests_per_s", 1, ".1f"),
-    ("output tok/s", "output_tokens_per_s", 1, ".0f"), ("TTFT p50 ms", "ttft_s.p50", 1e3, ".0f"),
-    ("p99", "ttft_s.p99", 1e3, ".0f"), ("TPOT p50 ms", "tpot_s.p50", 1e3, ".1f"), ("p99", "tpot_s.p99", 1e3, ".1f"),
-    ("mean latency s", "latency_s.mean", 1, ".2f"), ("waiting", "mean_waiting", 1, ".1f"),
-    ("preempted", "preemptions", 1, ".0f"), ("Jain", "fairness", 1, ".3f"),
-)  # fmt: skip
+    Column("finished", "", "finished"),
+    Column("refused", "", "refused"),
+    *(COLUMNS[title] for title in ("done", "output", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")),
+    Column("mean latency", "s", "latency_s.mean"),
+    Column("waiting", "", "mean_waiting"),
+    Column("preempted", "", "preemptions"),
+    COLUMNS["fairness"],
+)
 _PART_COLUMNS = (
-    ("requests", "num_requests", 1, ".0f"), ("refused", "refused", 1, ".0f"),
-    ("TTFT p50 ms", "ttft_s.p50", 1e3, ".0f"), ("p99", "ttft_s.p99", 1e3, ".0f"),
-    ("latency p50 s", "latency_s.p50", 1, ".2f"), ("p99", "latency_s.p99", 1, ".2f"),
-)  # fmt: skip
+    Column("requests", "", "num_requests"),
+    *(COLUMNS[title] for title in ("TTFT p50", "TTFT p99")),
+    Column("refused", "", "refused"),
+    Column("latency p50", "s", "latency_s.p50"),
+    Column("latency p99", "s", "latency_s.p99"),
+)
 
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
@@ -71,27 +75,18 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     return scenario
 
 
-def with_progress(scenario: Scenario) -> Iterator[Result]:
-    total = len(scenario.policies) * max(len(scenario.loads), 1)
-    for index, result in enumerate(scenario.results(), 1):
-        if sys.stderr.isatty():
-            print(f"\r{index} of {total} done", end="\n" if index == total else "", file=sys.stderr)
-        yield result
-
-
 def print_results(scenario: Scenario, results: Sequence[Result]) -> None:
     cost, count = scenario.cost, scenario.num_replicas
     print(f"{count} x {cost.name}: {cost.device}\nrouter {scenario.router}, trace {scenario.arrivals}\n")
-    rows = [[_name(result), *_cells(result.figures, _COLUMNS)] for result in results]
-    print(Table(["policy", *(heading for heading, *_ in _COLUMNS)], rows, num_labels=1).as_text())
+    rows = [[_name(result), *(c.cell(result.figures) for c in _COLUMNS)] for result in results]
+    print(Table(["policy", *headings(_COLUMNS)], rows, num_labels=1).as_text())
     parts = [
-        [_name(result), name, *_cells(figures, _PART_COLUMNS)]
+        [_name(result), name, *(c.cell(figures) for c in _PART_COLUMNS)]
         for result in results
         for name, figures in _parts(result.figures)
     ]
     if parts:
-        header = ["policy", "part", *(heading for heading, *_ in _PART_COLUMNS)]
-        print("\n" + Table(header, parts).as_text())
+        print("\n" + Table(["policy", "part", *headings(_PART_COLUMNS)], parts).as_text())
 
 
 def _name(result: Result) -> str:
@@ -103,14 +98,6 @@ def _parts(figures: Figures) -> Iterator[tuple[str, Figures]]:
     for kind, parts in (("class", figures["classes"]), ("tenant", figures["tenants"])):
         if len(parts) > 1:
             yield from ((f"{kind} {name or 'none'}", part) for name, part in parts.items())
-
-
-def _cells(figures: Figures, columns: Sequence[tuple[str, str, float, str]]) -> Iterator[str]:
-    for _, path, factor, form in columns:
-        value: Any = figures
-        for key in path.split("."):
-            value = value[key]
-        yield NOTHING if value is None else format(value * factor, form)
 
 
 def write_json(scenario: Scenario, results: Sequence[Result], target: str) -> None:
@@ -168,20 +155,20 @@ def _cost(text: str) -> CostModel:
 def _tenants(text: str | None) -> Tenants:
     if text is None:
         return Tenants()
-    names, shares, priorities = [], [], []
+    rows = []
     for entry in text.split(","):
         try:
             name, share, *priority = entry.split(":")
-            names.append(name)
-            shares.append(_positive("--tenants", float(share)))
-            priorities.append(Priority.from_wire(int(priority[0]) if priority else 0))
+            number = int(priority[0]) if priority else 0
+            rows.append((name, _positive("--tenants", float(share)), Priority.from_wire(number)))
         except (ValueError, IndexError):
             raise UsageError(
                 f"--tenants has {entry!r}: write NAME:SHARE or NAME:SHARE:CLASS, say acme:10:3"
             ) from None
+    names, shares, priorities = zip(*rows, strict=True)
     if len(set(names)) != len(names):
         raise UsageError("--tenants names one of them twice")
-    return Tenants(tuple(names), tuple(shares), tuple(priorities))
+    return Tenants(names, shares, priorities)
 
 
 def _prefixes(text: str | None) -> Prefixes | None:
@@ -195,13 +182,10 @@ def _prefixes(text: str | None) -> Prefixes | None:
 
 
 def _load(text: str) -> float:
-    try:
-        load = float(text)
-    except ValueError:
-        load = float("nan")
-    if not 0 < load <= MAX_LOAD:
-        raise UsageError(f"--load has {text!r}: it must be above 0 and at most {MAX_LOAD:g}, a share of the capacity")
-    return load
+    with contextlib.suppress(ValueError):
+        if 0 < (load := float(text)) <= MAX_LOAD:
+            return load
+    raise UsageError(f"--load has {text!r}: it must be above 0 and at most {MAX_LOAD:g}, a share of the capacity")
 
 
 def _at_least(name: str, value: int, least: int) -> int:

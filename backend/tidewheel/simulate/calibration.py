@@ -20,6 +20,9 @@ from tidewheel.workload.arrival_times import FloatArray
 
 MIN_STEPS = 50
 KNOTS = tuple(2**exponent for exponent in range(1, 16))
+_LINEAR = (
+    "seconds_per_kv_byte", "seconds_per_chunk_pair", "seconds_per_row", "seconds_per_sample", "seconds_per_new_row",
+)  # fmt: skip
 MIN_STEPS_PER_SEGMENT = 20  # fewer give a noisy slope
 
 
@@ -91,7 +94,6 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
     design = np.stack(terms, axis=1)
     values = nonnegative_least_squares(design, seconds)
     overhead_s, *slopes = values[:-5].tolist()
-    per_kv_byte, per_chunk_pair, per_row, per_sample, per_new_row = values[-5:].tolist()
     turn_overhead_s, turn_per_row = _fit_turn(steps).tolist()
     return CostModel(
         name=name,
@@ -99,11 +101,7 @@ def fit(steps: Sequence[MeasuredStep], name: str, *, kv_bytes_per_token: float =
         overhead_s=overhead_s,
         knots=knots,
         seconds_per_token=tuple(slopes),
-        seconds_per_kv_byte=per_kv_byte,
-        seconds_per_chunk_pair=per_chunk_pair,
-        seconds_per_row=per_row,
-        seconds_per_sample=per_sample,
-        seconds_per_new_row=per_new_row,
+        **dict(zip(_LINEAR, values[-5:].tolist(), strict=True)),
         turn_overhead_s=turn_overhead_s,
         turn_seconds_per_row=turn_per_row,
         fit=_quality(seconds, design @ values),

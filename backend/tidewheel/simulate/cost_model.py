@@ -10,11 +10,9 @@ reading the cache.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -94,17 +92,10 @@ class CostModel:
             **facts,  # type: ignore[arg-type]
         )
 
-    @cached_property
-    def _gemm_at_knots(self) -> tuple[float, ...]:
-        spans = (knot - before for before, knot in pairwise((0, *self.knots)))
-        return tuple(accumulate(slope * span for slope, span in zip(self.seconds_per_token, spans, strict=False)))
-
     def gemm_seconds(self, num_tokens: int) -> float:
-        segment = bisect_right(self.knots, num_tokens)
-        slope = self.seconds_per_token[segment]
-        if segment == 0:
-            return slope * num_tokens
-        return self._gemm_at_knots[segment - 1] + slope * (num_tokens - self.knots[segment - 1])
+        edges = pairwise((0, *self.knots, math.inf))
+        spans = (min(num_tokens, high) - low for low, high in edges if low < num_tokens)
+        return sum(slope * span for slope, span in zip(self.seconds_per_token, spans, strict=False))
 
     def step_seconds(self, step: StepFeatures) -> float:
         """Return seconds from start to tokens."""

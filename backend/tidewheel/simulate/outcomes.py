@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from tidewheel.batch import BoolArray, Int32Array
+from tidewheel.batch import BoolArray
 from tidewheel.bench.estimates import jain
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.request import FinishReason, Priority, Request
-from tidewheel.simulate.replica import Replica
 from tidewheel.workload.arrival_times import FloatArray
 from tidewheel.workload.traces import Trace
 
@@ -35,14 +32,9 @@ class Outcomes:
     def __init__(self, trace: Trace) -> None:
         count = len(trace)
         self.trace = trace
-        self.ends: npt.NDArray[np.int8] = np.full(count, UNKNOWN, dtype=np.int8)
-        self.replicas: Int32Array = np.full(count, -1, dtype=np.int32)
-        self.first_scheduled: FloatArray = np.full(count, np.nan)
-        self.first_token: FloatArray = np.full(count, np.nan)
-        self.last_token: FloatArray = np.full(count, np.nan)
-        self.output_tokens: Int32Array = np.zeros(count, dtype=np.int32)
-        self.cached_tokens: Int32Array = np.zeros(count, dtype=np.int32)
-        self.preemptions: Int32Array = np.zeros(count, dtype=np.int32)
+        self.ends, self.replicas = np.full(count, UNKNOWN), np.full(count, -1)
+        self.first_scheduled, self.first_token, self.last_token = (np.full(count, np.nan) for _ in range(3))
+        self.output_tokens, self.cached_tokens, self.preemptions = (np.zeros(count, np.int32) for _ in range(3))
 
     def record(self, index: int, replica: int, request: Request) -> None:
         """Record the end of a request; raise `InternalError` for a second one."""
@@ -106,7 +98,7 @@ def throughput(outcomes: Outcomes) -> float:
     return float((last - first) / (ends[last] - ends[first]))
 
 
-def summarise(outcomes: Outcomes, replicas: Sequence[Replica]) -> Figures:
+def summarise(outcomes: Outcomes) -> Figures:
     trace, span = outcomes.trace, max(outcomes.span, 1e-12)
     finished, tokens = outcomes.finished, served_tokens(outcomes)
     return {
@@ -138,7 +130,6 @@ def summarise(outcomes: Outcomes, replicas: Sequence[Replica]) -> Figures:
             if name in tokens
         },
         "fairness": jain(list(tokens.values())) if any(tokens.values()) else 1.0,
-        "replicas": _replicas(replicas, span),
     }
 
 
@@ -176,18 +167,6 @@ def _distribution(values: FloatArray) -> dict[str, float | None]:
         return dict.fromkeys(("mean", *QUANTILES))
     quantiles = np.quantile(values, list(QUANTILES.values())).tolist()
     return {"mean": float(values.mean()), **dict(zip(QUANTILES, quantiles, strict=True))}
-
-
-def _replicas(replicas: Sequence[Replica], span: float) -> Figures:
-    steps = sum(replica.num_steps for replica in replicas)
-    busy = [replica.busy_seconds / span for replica in replicas]
-    return {
-        "count": len(replicas),
-        "steps": steps,
-        "tokens_per_step": sum(replica.num_tokens for replica in replicas) / max(steps, 1),
-        "busy_mean": float(np.mean(busy)),
-        "busy_max": float(np.max(busy)),
-    }
 
 
 def mean_in_system(load: float, service_scv: float = 1.0) -> float:

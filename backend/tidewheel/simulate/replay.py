@@ -15,23 +15,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, EngineDead, InternalError, NotFound, TidewheelError
-from tidewheel.record.recorded_events import (
-    ORDINARY_TOKEN,
-    SCHEMA,
-    STOP_TOKEN,
-    Added,
-    AnyEvent,
-    Applied,
-    Cancelled,
-    Expired,
-    Failed,
-    Full,
-    Header,
-    RecordedRequest,
-    Scheduled,
-    SessionClosed,
-    decoder,
-)
+from tidewheel.record import recorded_events as record
 from tidewheel.record.recorder import describe_batch, describe_ended
 from tidewheel.request import FinishReason, Priority, Request
 from tidewheel.sampling import SamplingParams
@@ -53,23 +37,23 @@ class Recording:
         self._path = path
         self.is_cut = False
         header = next(self._events(), None)
-        if not isinstance(header, Header):
+        if not isinstance(header, record.Header):
             raise ConfigError(f"{path} is no recording: its first line is not the header of one")
-        if header.schema != SCHEMA:
-            raise ConfigError(f"{path} has schema {header.schema}: this version reads {SCHEMA}")
+        if header.schema != record.SCHEMA:
+            raise ConfigError(f"{path} has schema {header.schema}: this version reads {record.SCHEMA}")
         self.header = header
 
-    def events(self) -> Iterator[AnyEvent]:
+    def events(self) -> Iterator[record.AnyEvent]:
         """Yield events after the header, but no torn last line."""
         events = self._events()
         next(events)
         for event in events:
-            if isinstance(event, Full):
+            if isinstance(event, record.Full):
                 self.is_cut = True
                 return
             yield event
 
-    def _events(self) -> Iterator[AnyEvent]:
+    def _events(self) -> Iterator[record.AnyEvent]:
         number = 0
         try:
             with self._path.open("rb") as file:
@@ -78,14 +62,14 @@ class Recording:
                     if not line.endswith(b"\n"):
                         self.is_cut = True
                         return
-                    yield decoder.decode(line)
+                    yield record.decoder.decode(line)
         except OSError as error:
             raise ConfigError(f"cannot read the recording {self._path}: {error}") from None
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{self._path}: line {number} of the recording cannot be read: {error}") from None
 
 
-def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
+def engine_of(header: record.Header) -> tuple[EngineConfig, EngineInfo]:
     """Return the recorded engine; raise `ConfigError` if this version cannot read it."""
     try:
         info = msgspec.convert(header.info, EngineInfo)
@@ -96,7 +80,7 @@ def engine_of(header: Header) -> tuple[EngineConfig, EngineInfo]:
         ) from None
 
 
-def scheduler_of(header: Header) -> Scheduler:
+def scheduler_of(header: record.Header) -> Scheduler:
     return build_scheduler(*engine_of(header))
 
 
@@ -117,30 +101,30 @@ class _Player:
         self._scheduler = scheduler
         self._in_flight: deque[ScheduledBatch] = deque()
 
-    def play(self, event: AnyEvent) -> str:
+    def play(self, event: record.AnyEvent) -> str:
         """Return the difference; empty: none."""
         match event:
-            case Added():
+            case record.Added():
                 return self._add(event)
-            case Cancelled():
+            case record.Cancelled():
                 request = self._scheduler.cancel(event.request_id, FinishReason(event.reason))
                 return _differs(f"cancel of {event.request_id}, was it there", event.was_there, request is not None)
-            case Expired():
+            case record.Expired():
                 ended = _ids(self._scheduler.expire(event.now))
                 return _differs("requests whose deadline passed", event.ended, ended)
-            case Failed():
+            case record.Failed():
                 self._in_flight.clear()
                 return _differs("requests that fail", event.ended, _ids(self._scheduler.fail_all(_FAILURE)))
-            case SessionClosed():
+            case record.SessionClosed():
                 return self._close_session(event)
-            case Scheduled():
+            case record.Scheduled():
                 return self._schedule(event)
-            case Applied():
+            case record.Applied():
                 return self._apply(event)
             case _:
                 return f"a second {type(event).__name__}"
 
-    def _add(self, event: Added) -> str:
+    def _add(self, event: record.Added) -> str:
         requests = [to_request(recorded) for recorded in event.requests]
         for follower in requests[1:]:
             follower.leader = requests[0]
@@ -155,7 +139,7 @@ class _Player:
             f"requests evicted for {name}", event.evicted, evicted
         )
 
-    def _close_session(self, event: SessionClosed) -> str:
+    def _close_session(self, event: record.SessionClosed) -> str:
         was_there = True
         try:
             self._scheduler.close_session(event.tenant, event.session_id)
@@ -163,8 +147,8 @@ class _Player:
             was_there = False
         return _differs("close of a session, was it there", event.was_there, was_there)
 
-    def _schedule(self, event: Scheduled) -> str:
-        if event.expired and (difference := self.play(Expired(event.now, []))):
+    def _schedule(self, event: record.Scheduled) -> str:
+        if event.expired and (difference := self.play(record.Expired(event.now, []))):
             return difference
         batch = self._scheduler.schedule(event.now)
         if batch is None:
@@ -172,13 +156,13 @@ class _Player:
         self._in_flight.append(batch)
         self.num_steps += 1
         decision = describe_batch(event.now, batch, expired=event.expired)
-        for name in (*_COMPARED_FIRST, *decision.__struct_fields__):
-            difference = _differs(f"step {event.step_id}, {name}", getattr(event, name), getattr(decision, name))
-            if difference:
-                return difference
-        return ""
+        differences = (
+            _differs(f"step {event.step_id}, {name}", getattr(event, name), getattr(decision, name))
+            for name in (*_COMPARED_FIRST, *decision.__struct_fields__)
+        )
+        return next(filter(None, differences), "")
 
-    def _apply(self, event: Applied) -> str:
+    def _apply(self, event: record.Applied) -> str:
         if not self._in_flight:
             return f"tokens of step {event.step_id}, which is not in flight"
         batch = self._in_flight.popleft()
@@ -196,7 +180,7 @@ _COMPARED_FIRST = ("step_id", "new_requests", "freed_rows", "num_rows")
 _FAILURE = EngineDead("replayed")
 
 
-def to_request(recorded: RecordedRequest) -> Request:
+def to_request(recorded: record.RecordedRequest) -> Request:
     return Request(
         recorded.request_id,
         _tokens(recorded.prompt, recorded.num_prompt_tokens),
@@ -204,7 +188,7 @@ def to_request(recorded: RecordedRequest) -> Request:
         max_tokens=recorded.max_tokens,
         arrival_time=recorded.arrival_time,
         priority=Priority(recorded.priority),
-        stop_token_ids=(STOP_TOKEN,) if recorded.can_stop else (),
+        stop_token_ids=(record.STOP_TOKEN,) if recorded.can_stop else (),
         cache_salt=recorded.cache_salt,
         tenant=recorded.tenant,
         deadline=recorded.deadline,
@@ -216,7 +200,7 @@ def to_request(recorded: RecordedRequest) -> Request:
 
 def _tokens(names: bytes, count: int) -> Int32Array:
     if not names:
-        return np.full(count, ORDINARY_TOKEN, dtype=np.int32)
+        return np.full(count, record.ORDINARY_TOKEN, dtype=np.int32)
     return np.frombuffer(names, dtype="<i4").astype(np.int32)
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tidewheel.config import EngineConfig
 from tidewheel.engine.build import build_scheduler, is_async
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.fleet.router import make_router
 from tidewheel.simulate.cost_model import CostModel
-from tidewheel.simulate.outcomes import Figures, summarise, throughput
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.outcomes import Figures, throughput
+from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrival_times import FloatArray, bursty_arrivals, poisson_arrivals, switching_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Prefixes, Tenants, Trace, synthesise
@@ -51,6 +50,10 @@ class Scenario:
     cost: CostModel
     settings: dict[str, str]
     record: str  # folder; empty: none
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.policies) * max(len(self.loads), 1)
 
     def config(self, policy: str) -> EngineConfig:
         values = {"model": MODEL, **self.settings, "scheduling_policy": policy, "record": self.record}
@@ -92,44 +95,28 @@ class Scenario:
                 rates = [(load, load * capacity) for load in self.loads]
             for load, rate in rates:
                 simulator = self.simulator(self.config(policy), self.trace(rate), self.num_replicas)
-                yield Result(policy, load, summarise(simulator.run(), simulator.replicas))
+                simulator.run()
+                yield Result(policy, load, simulator.summary())
 
     def simulator(self, config: EngineConfig, trace: Trace, num_replicas: int) -> Simulator:
         info = simulated_info(config, self.cost, max_model_len=max(trace.max_num_tokens, 2))
-        return simulator_of(
-            config,
-            info,
-            trace,
-            self.cost,
-            num_replicas=num_replicas,
-            router=self.router,
-            max_tokens=self.max_tokens,
-        )
+        deployment = {"num_replicas": num_replicas, "router": self.router, "max_tokens": self.max_tokens}
+        return simulator_of(config, info, trace, self.cost, **deployment)
 
 
 def simulator_of(
-    config: EngineConfig,
-    info: EngineInfo,
-    trace: Trace,
-    cost: CostModel,
-    *,
-    num_replicas: int = 1,
-    router: str = "round-robin",
-    max_tokens: int | None = None,
+    config: EngineConfig, info: EngineInfo, trace: Trace, cost: CostModel, **deployment: Any
 ) -> Simulator:
+    """Pass `deployment` on."""
     return Simulator(
         trace,
         lambda _: build_scheduler(config, info),
         cost,
-        ReplicaSettings(
-            num_rows=info.max_num_seqs,
-            max_model_len=info.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            session_ttl_s=config.session_ttl_s,
-        ),
-        num_replicas=num_replicas,
-        router=make_router(router, num_replicas),
-        max_tokens=max_tokens,
+        num_rows=info.max_num_seqs,
+        max_model_len=info.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        session_ttl_s=config.session_ttl_s,
+        **deployment,
     )
 
 

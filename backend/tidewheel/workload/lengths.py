@@ -34,8 +34,8 @@ class Lengths:
 
     kind: str
     mean: float
-    shape: float
-    maximum: int
+    shape: float = 1.0
+    maximum: int = 1 << 20
 
     @classmethod
     def parse(cls, text: str, *, name: str) -> Lengths:

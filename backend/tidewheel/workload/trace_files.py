@@ -20,12 +20,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 
 from tidewheel.errors import ConfigError
@@ -33,124 +33,117 @@ from tidewheel.request import Priority
 from tidewheel.settings import unknown_setting
 from tidewheel.workload.traces import NOBODY, Trace
 
-REQUIRED = ("arrival", "prompt_tokens", "output_tokens")
-FIELDS = (*REQUIRED, "priority", "tenant", "session", "prefix_group", "prefix_tokens", "deadline_s")
-AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 MAX_TOKENS = 1 << 24
+_Prompt = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e300)]
+_Name = str | int | float
 
 
-class _Row(NamedTuple):
+class _Request(msgspec.Struct):
+    arrival: _Seconds
+    prompt_tokens: _Prompt
+    output_tokens: _Prompt
+    priority: Annotated[int, msgspec.Meta(ge=0, le=4)] = 0
+    tenant: _Name = ""
+    session: _Name = ""
+    prefix_group: _Name = ""
+    prefix_tokens: _Tokens = 0
+    deadline_s: _Seconds = math.inf
+
+
+class _Azure(msgspec.Struct):
+    arrival: datetime = msgspec.field(name="TIMESTAMP")
+    prompt_tokens: _Prompt = msgspec.field(name="ContextTokens")
+    output_tokens: _Tokens = msgspec.field(name="GeneratedTokens")
+
+    def request(self) -> _Request:
+        return _Request(self.arrival.timestamp(), self.prompt_tokens, max(1, self.output_tokens))
+
+
+class _BurstGpt(msgspec.Struct):
+    arrival: _Seconds = msgspec.field(name="Timestamp")
+    prompt_tokens: _Prompt = msgspec.field(name="Request tokens")
+    output_tokens: _Tokens = msgspec.field(name="Response tokens")
+
+    def request(self) -> _Request | None:
+        return _Request(self.arrival, self.prompt_tokens, self.output_tokens) if self.output_tokens else None
+
+
+FIELDS = _Request.__struct_fields__
+REQUIRED = FIELDS[:3]
+
+
+class _Line(NamedTuple):
     where: str
     values: Mapping[str, object]
+    kind: type[_Request | _Azure | _BurstGpt] = _Request
 
-    def text(self, name: str) -> str:
-        value = self.values.get(name)
-        return "" if value is None else str(value)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self.values.get(name, default)
-        if value is None:
-            raise ConfigError(f"{self.where}: {name} is missing")
-        number = math.nan
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            with suppress(ValueError):
-                number = float(value)
-        if math.isnan(number) or (math.isinf(number) and name in self.values) or number < 0:
-            raise ConfigError(f"{self.where}: {name} is {value!r}: it must be a number of 0 or more")
-        return number
-
-    def whole(self, name: str, low: int = 1, high: int = MAX_TOKENS, default: int | None = None) -> int:
-        number = self.number(name, default)
-        if number != int(number) or not low <= number <= high:
-            raise ConfigError(
-                f"{self.where}: {name} is {self.values[name]!r}: it must be a whole number from {low} to {high}"
-            )
-        return int(number)
-
-    def date(self, name: str) -> float:
-        text = self.text(name)
+    def request(self) -> _Request | None:
+        """Return None for a failed request; raise `ConfigError`."""
+        values = {name: value for name, value in self.values.items() if value is not None and value != ""}
         try:
-            return datetime.fromisoformat(text).timestamp()
-        except ValueError:
-            raise ConfigError(f"{self.where}: {name} is {text!r}: it must be a date and time") from None
-
-
-class _Requests:
-    """Columns of a `Trace` in the order of the file."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, list[float]] = {}
-        self._tenants: dict[str, int] = {"": 0}
-        self._sessions: dict[str, int] = {}
-        self._groups: dict[str, int] = {}
-
-    def add(self, row: _Row) -> None:
-        for key in row.values:
-            if key not in FIELDS:
-                raise ConfigError(f"{row.where}: {unknown_setting(key, FIELDS).replace('setting', 'field')}")
-        group, num_prompt_tokens = row.text("prefix_group"), row.whole("prompt_tokens")
-        num_shared = row.whole("prefix_tokens", 0, default=0)
-        if num_shared > num_prompt_tokens:
-            raise ConfigError(f"{row.where}: prefix_tokens is {num_shared}, more than prompt_tokens")
-        if num_shared and not group:
-            raise ConfigError(f"{row.where}: prefix_tokens needs a prefix_group")
-        self._append(
-            arrivals=row.number("arrival"),
-            prompt_tokens=num_prompt_tokens,
-            output_tokens=row.whole("output_tokens"),
-            priorities=Priority.from_wire(row.whole("priority", 0, 4, default=0)),
-            tenants=_index(self._tenants, row.text("tenant")),
-            sessions=_index(self._sessions, row.text("session")),
-            prefix_groups=_index(self._groups, group),
-            prefix_tokens=num_shared,
-            deadlines=row.number("deadline_s", math.inf),
-        )
-
-    def add_published(self, row: _Row, columns: tuple[str, str, str]) -> None:
-        arrival, prompt, output = columns
-        num_output_tokens = row.whole(output, 0)
-        if num_output_tokens or columns == AZURE:
-            self._append(
-                arrivals=row.date(arrival) if columns == AZURE else row.number(arrival),
-                prompt_tokens=row.whole(prompt),
-                output_tokens=max(1, num_output_tokens),
-            )
-
-    def _append(self, **values: float) -> None:
-        for name, value in values.items():
-            self._columns.setdefault(name, []).append(value)
-
-    def trace(self, path: Path) -> Trace:
-        if not self._columns:
-            raise ConfigError(f"the trace {path} has no requests")
-        columns = {name: np.array(column) for name, column in self._columns.items()}
-        order = np.argsort(columns["arrivals"], kind="stable")
-        columns["arrivals"] = columns["arrivals"] - columns["arrivals"].min()
-        return Trace.of(
-            **{name: column[order] for name, column in columns.items()},
-            tenant_names=tuple(self._tenants),
-            session_names=tuple(self._sessions),
-            prefix_names=tuple(self._groups),
-        )
-
-
-def _index(names: dict[str, int], name: str) -> int:
-    return names.setdefault(name, len(names)) if name or name in names else NOBODY
+            request = msgspec.convert(values, self.kind, strict=False)
+        except msgspec.ValidationError as error:
+            reason, _, name = str(error).partition(" - at `$.")
+            name = name.removesuffix("`")
+            found = f"{name} is {values[name]!r}: " if name else ""
+            raise ConfigError(f"{self.where}: {found}{reason}") from None
+        if not isinstance(request, _Request):
+            return request.request()
+        for name in self.values.keys() - set(FIELDS):
+            raise ConfigError(f"{self.where}: {unknown_setting(name, FIELDS).replace('setting', 'field')}")
+        if request.prefix_tokens > request.prompt_tokens:
+            raise ConfigError(f"{self.where}: prefix_tokens is {request.prefix_tokens}, more than prompt_tokens")
+        if request.prefix_tokens and not request.prefix_group:
+            raise ConfigError(f"{self.where}: prefix_tokens needs a prefix_group")
+        return request
 
 
 def read_trace(path: Path) -> Trace:
     """Read a trace, sorted by arrival, the first at 0; raise `ConfigError` naming file, line and field."""
-    requests = _Requests()
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            (_read_csv if path.suffix == ".csv" else _read_json)(file, path, requests)
+            lines = (_csv_lines if path.suffix == ".csv" else _json_lines)(file, path)
+            requests = [request for line in lines if (request := line.request()) is not None]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from None
-    return requests.trace(path)
+    if not requests:
+        raise ConfigError(f"the trace {path} has no requests")
+    return _trace(requests)
 
 
-def _read_json(lines: Iterable[str], path: Path, requests: _Requests) -> None:
+def _trace(requests: list[_Request]) -> Trace:
+    tenants: dict[str, int] = {"": 0}
+    sessions: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    arrivals = np.array([request.arrival for request in requests])
+    columns = {
+        "arrivals": arrivals - arrivals.min(),
+        "prompt_tokens": [request.prompt_tokens for request in requests],
+        "output_tokens": [request.output_tokens for request in requests],
+        "priorities": [Priority.from_wire(request.priority) for request in requests],
+        "tenants": [_index(tenants, request.tenant) for request in requests],
+        "sessions": [_index(sessions, request.session) for request in requests],
+        "prefix_groups": [_index(groups, request.prefix_group) for request in requests],
+        "prefix_tokens": [request.prefix_tokens for request in requests],
+        "deadlines": [request.deadline_s for request in requests],
+    }
+    order = np.argsort(arrivals, kind="stable")
+    return Trace.of(
+        **{name: np.array(column)[order] for name, column in columns.items()},
+        tenant_names=tuple(tenants),
+        session_names=tuple(sessions),
+        prefix_names=tuple(groups),
+    )
+
+
+def _index(names: dict[str, int], name: _Name) -> int:
+    text = str(name)
+    return names.setdefault(text, len(names)) if text or text in names else NOBODY
+
+
+def _json_lines(lines: Iterable[str], path: Path) -> Iterator[_Line]:
     for number, content in enumerate(lines, 1):
         if not content.strip():
             continue
@@ -161,24 +154,21 @@ def _read_json(lines: Iterable[str], path: Path, requests: _Requests) -> None:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: it must be an object with {', '.join(REQUIRED)}")
-        requests.add(_Row(where, values))
+        yield _Line(where, values)
 
 
-def _read_csv(lines: Iterable[str], path: Path, requests: _Requests) -> None:
+def _csv_lines(lines: Iterable[str], path: Path) -> Iterator[_Line]:
     reader = csv.DictReader(lines)
     header = reader.fieldnames or ()
-    published = next((columns for columns in (AZURE, BURSTGPT) if set(columns) <= set(header)), None)
+    published = next((kind for kind in (_Azure, _BurstGpt) if set(kind.__struct_encode_fields__) <= {*header}), None)
     missing = [name for name in REQUIRED if name not in header]
     if missing and published is None:
         raise ConfigError(f"{path}: the header line has no {', '.join(missing)}")
     for values in reader:
-        row = _Row(f"{path}, line {reader.line_num}", {name: value for name, value in values.items() if value})
+        where = f"{path}, line {reader.line_num}"
         if None in values:
-            raise ConfigError(f"{row.where}: more values than the header has names")
-        if published is None:
-            requests.add(row)
-        elif None in values.values():
+            raise ConfigError(f"{where}: more values than the header has names")
+        if published is not None and None in values.values():
             found = len(header) - list(values.values()).count(None)
-            raise ConfigError(f"{row.where}: {found} values, the header names {len(header)}")
-        else:
-            requests.add_published(row, published)
+            raise ConfigError(f"{where}: {found} values, the header names {len(header)}")
+        yield _Line(where, values, published or _Request)

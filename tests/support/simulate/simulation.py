@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from tidewheel.fleet.router import make_router
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.simulate.cost_model import CostModel
 from tidewheel.simulate.outcomes import Outcomes
-from tidewheel.simulate.simulator import ReplicaSettings, Simulator
+from tidewheel.simulate.simulator import Simulator
 from tidewheel.workload.arrival_times import poisson_arrivals
 from tidewheel.workload.lengths import Lengths
 from tidewheel.workload.traces import Trace, synthesise
@@ -75,13 +74,11 @@ def simulator(
             max_inflight_steps=max_inflight_steps, enable_prefix_caching=enable_prefix_caching, **changes
         ),
         cost,
-        ReplicaSettings(
-            num_rows=changes.get("max_num_seqs", 4),
-            max_model_len=512,
-            enable_prefix_caching=enable_prefix_caching,
-        ),
+        num_rows=changes.get("max_num_seqs", 4),
+        max_model_len=512,
+        enable_prefix_caching=enable_prefix_caching,
         num_replicas=num_replicas,
-        router=make_router(router, num_replicas),
+        router=router,
     )
 
 

@@ -11,6 +11,7 @@ import aiohttp
 
 from tidewheel.bench import BenchError
 from tidewheel.bench.outcome import Offered, Outcome, RequestFailed, words
+from tidewheel.bench.transports.declared_inputs import Declared
 
 PROBE_S = 5.0
 _READ_BUFFER = 1 << 20  # for an SSE line
@@ -78,28 +79,24 @@ class _TritonModel(_Http):
     async def _probe(self) -> None:
         model_url = self.url.rpartition("/")[0]
         name = model_url.rpartition("/")[2]
-        status, _ = await self._get(f"{model_url}/ready")
-        if status != 200:
-            raise BenchError(f"model {name!r} at {urlsplit(self.url).netloc} is not ready: wait until it is loaded")
-        status, text = await self._get(f"{model_url}/config")
-        config = json.loads(text) if status == 200 else {}
-        self._inputs = {tensor["name"] for tensor in config.get("input", ())}
-        self._is_batched = config.get("max_batch_size", 0) > 0
+        for page in ("ready", "config"):
+            status, text = await self._get(f"{model_url}/{page}")
+            if status != 200:
+                raise BenchError(
+                    f"model {name!r} at {urlsplit(self.url).netloc} is not ready: wait until it is loaded"
+                )
+        config = json.loads(text)
+        inputs = (tensor["name"] for tensor in config.get("input", ()))
+        self._declared = Declared.of(name, inputs, config.get("max_batch_size", 0), is_decoupled=False)
 
 
 class GenerateStream(_TritonModel):
     """Triton's /generate_stream, of Tidewheel's or vLLM's backend."""
 
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
-        body: dict[str, Any] = {"stream": True, "max_tokens": offered.num_output_tokens, "temperature": 0}
-        body |= {"ignore_eos": True, **offered.parameters}
-        if "input_ids" in self._inputs:
-            body["input_ids"] = list(input_ids)
-        else:
-            body["text_input"] = words(input_ids)
-        for flag in ("return_num_output_tokens", "return_finish_reason"):
-            if flag in self._inputs:
-                body[flag] = True
+        body: dict[str, Any] = {"stream": True, **offered.sampling, **dict([self._declared.prompt(input_ids)])}
+        flags = ("return_num_output_tokens", "return_finish_reason")
+        body |= {flag: True for flag in flags if flag in self._declared.inputs}
         async for event in self._events(body):
             if "error" in event:
                 raise RequestFailed("ERROR", str(event["error"]))
@@ -114,25 +111,13 @@ class Infer(_TritonModel):
 
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
         outcome.streamed = False
-        inputs = [self._tensor("input_ids", "INT32", list(input_ids))]
-        if "sampling_parameters" in self._inputs:
-            sampling = {"max_tokens": offered.num_output_tokens, "temperature": 0, "ignore_eos": True}
-            text = json.dumps({**sampling, **offered.parameters})
-            inputs.append(self._tensor("sampling_parameters", "BYTES", [text]))
-        else:
-            inputs.append(self._tensor("max_tokens", "INT32", [offered.num_output_tokens]))
-        inputs += [
-            self._tensor(flag, "BOOL", [True])
-            for flag in ("return_num_output_tokens", "exclude_input_in_output", "ignore_eos")
-            if flag in self._inputs and not (flag == "ignore_eos" and "sampling_parameters" in self._inputs)
+        inputs = [
+            {"name": name, "datatype": datatype, "shape": self._declared.sizes(values), "data": values}
+            for name, datatype, values in self._declared.tensors(offered, input_ids)
         ]
         body = b"".join([line async for line in self._post({"inputs": inputs})])
         outputs = {tensor["name"]: tensor["data"] for tensor in json.loads(body)["outputs"]}
         outcome.add_tokens(int(outputs.get("num_output_tokens", [offered.num_output_tokens])[0]))
-
-    def _tensor(self, name: str, datatype: str, data: list[Any]) -> dict[str, Any]:
-        shape = [1, len(data)] if self._is_batched else [len(data)]
-        return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
 class OpenAi(_Http):
@@ -144,14 +129,8 @@ class OpenAi(_Http):
         self._is_chat = url.endswith("/chat/completions")
 
     async def send(self, offered: Offered, input_ids: Sequence[int], outcome: Outcome) -> None:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "max_tokens": offered.num_output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        }
+        body: dict[str, Any] = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": offered.num_output_tokens, "temperature": 0, "ignore_eos": True}
         if self._is_chat:
             body["messages"] = [{"role": "user", "content": words(input_ids)}]
         else:

@@ -44,11 +44,10 @@ class Peer:
         try:
             self._process = WorkerProcess(self._kind, self._command, self._log, {"HF_HUB_OFFLINE": "1"})
             answer = await asyncio.to_thread(self._process.receive, START_S)
-        except WorkerFailed as error:
+        except BaseException as error:
             await self.close()
-            raise BenchError(f"{error}") from None
-        except BaseException:
-            await self.close()
+            if isinstance(error, WorkerFailed):
+                raise BenchError(f"{error}") from None
             raise
         self.versions = dict(answer["versions"])
         self._reader = threading.Thread(target=self._read, args=(self._process, loop), daemon=True)

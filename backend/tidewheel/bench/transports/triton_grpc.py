@@ -5,17 +5,17 @@ One asyncio loop and a few shared channels keep the load cheap beside a server o
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tidewheel.bench import BenchError
-from tidewheel.bench.outcome import Offered, Outcome, RequestFailed, words
+from tidewheel.bench.outcome import Offered, Outcome, RequestFailed
+from tidewheel.bench.transports.declared_inputs import Declared
 
 NUM_CHANNELS = 4
 PROBE_S = 5.0
@@ -25,9 +25,6 @@ _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 )
-
-
-_FLAGS = ("return_num_output_tokens", "return_finish_reason", "exclude_input_in_output")
 
 
 class TritonGrpc:
@@ -58,7 +55,10 @@ class TritonGrpc:
         assert shape is not None
         self._sent += 1
         stub = self._stubs[self._sent % NUM_CHANNELS]
-        message = build_request(shape, offered, input_ids, with_ids=self._with_ids)
+        message = pb.ModelInferRequest(model_name=self._model)
+        for name, datatype, values in shape.tensors(offered, input_ids, with_ids=self._with_ids):
+            message.inputs.add(name=name, datatype=datatype, shape=shape.sizes(values))
+            message.raw_input_contents.append(_packed(datatype, values))
         outcome.streamed = shape.is_decoupled
         try:
             if shape.is_decoupled:
@@ -85,7 +85,8 @@ class TritonGrpc:
             raise BenchError(f"{where} cannot be measured: {error.details()}") from None
         if not ready.ready:
             raise BenchError(f"{where} is not ready: wait until it is loaded")
-        self._shape = Declared.from_config(config.config)
+        inputs, policy = (tensor.name for tensor in config.config.input), config.config.model_transaction_policy
+        self._shape = Declared.of(self._model, inputs, config.config.max_batch_size, is_decoupled=policy.decoupled)
 
     @staticmethod
     async def _stream(stub: Any, message: pb.ModelInferRequest, shape: Declared, outcome: Outcome) -> None:
@@ -96,49 +97,6 @@ class TritonGrpc:
             if answer.error_message:
                 raise RequestFailed("ERROR", answer.error_message)
             note_response(shape, answer.infer_response, outcome)
-
-
-class Declared(NamedTuple):
-    """Configuration that shapes a request."""
-
-    name: str
-    inputs: frozenset[str]
-    is_batched: bool  # leading batch dimension
-    is_decoupled: bool
-
-    @classmethod
-    def from_config(cls, config: Any) -> Declared:
-        """Raise `BenchError` without an input for prompts."""
-        inputs = frozenset(tensor.name for tensor in config.input)
-        if not inputs & {"input_ids", "text_input"}:
-            raise BenchError(f"model {config.name!r} has neither input_ids nor text_input: it takes no prompt")
-        return cls(config.name, inputs, config.max_batch_size > 0, config.model_transaction_policy.decoupled)
-
-
-def build_request(
-    shape: Declared, offered: Offered, input_ids: Sequence[int], *, with_ids: bool
-) -> pb.ModelInferRequest:
-    """Build a greedy, full-length request; parameters without an input go."""
-    message = pb.ModelInferRequest(model_name=shape.name)
-    if "input_ids" in shape.inputs:
-        ids = struct.pack(f"<{len(input_ids)}i", *input_ids)
-        _add(message, shape, "input_ids", "INT32", len(input_ids), ids)
-    else:
-        _add_text(message, shape, "text_input", words(input_ids))
-    length = offered.num_output_tokens
-    if "sampling_parameters" in shape.inputs:
-        sampling = {"max_tokens": length, "temperature": 0, "ignore_eos": True, **offered.parameters}
-        _add_text(message, shape, "sampling_parameters", json.dumps(sampling))
-    else:
-        _add(message, shape, "max_tokens", "INT32", 1, struct.pack("<i", length))
-        if "ignore_eos" in shape.inputs:
-            _add(message, shape, "ignore_eos", "BOOL", 1, b"\x01")
-    if "stream" in shape.inputs:
-        _add(message, shape, "stream", "BOOL", 1, b"\x01" if shape.is_decoupled else b"\x00")
-    for flag in (*_FLAGS, *(("return_token_ids",) if with_ids else ())):
-        if flag in shape.inputs:
-            _add(message, shape, flag, "BOOL", 1, b"\x01")
-    return message
 
 
 def note_response(shape: Declared, response: Any, outcome: Outcome) -> None:
@@ -157,13 +115,7 @@ def note_response(shape: Declared, response: Any, outcome: Outcome) -> None:
     outcome.finish_reason = outcome.finish_reason if reason in ("", "None") else reason
 
 
-def _add_text(message: pb.ModelInferRequest, shape: Declared, name: str, text: str) -> None:
-    data = text.encode()
-    _add(message, shape, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
-
-
-def _add(message: pb.ModelInferRequest, shape: Declared, name: str, datatype: str, size: int, raw: bytes) -> None:
-    tensor = message.inputs.add()
-    tensor.name, tensor.datatype = name, datatype
-    tensor.shape.extend([1, size] if shape.is_batched else [size])
-    message.raw_input_contents.append(raw)
+def _packed(datatype: str, values: Sequence[Any]) -> bytes:
+    if datatype == "BYTES":
+        return b"".join(struct.pack("<I", len(data)) + data for data in map(str.encode, values))
+    return struct.pack(f"<{len(values)}{'i' if datatype == 'INT32' else '?'}", *values)

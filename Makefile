@@ -84,7 +84,7 @@ docs: venv
 	$(BIN)/python -m tidewheel.cli.reference_pages docs
 
 # Lines of Python in each part.
-MEASURE := $(addprefix backend/tidewheel/,bench simulate baseline workload cli/bench*.py cli/simul*.py)
+MEASURE := $(addprefix backend/tidewheel/,bench simulate workload cli/bench*.py cli/simul*.py)
 count = @printf '%-10s %6d\n' $(1) $$(git ls-files -- $(2) | grep '\.py$$' | xargs cat | wc -l)
 lines:
 	$(call count,serve,backend $(MEASURE:%=':!%'))

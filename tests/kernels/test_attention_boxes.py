@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tidewheel_kernels.attention.triton_prefill import box_descriptor
+from tidewheel_kernels.attention.triton_kernels import box_descriptor
 
 BOX = (1, 16, 1, 8)
 

@@ -213,7 +213,7 @@ def test_a_violation_is_found() -> None:
 
 def test_an_argument_that_changes_and_is_specialised_on_is_found() -> None:
     """As if the number of decodes before the first prompt were like any other integer to the compiler."""
-    from tidewheel_kernels.attention.triton_prefill import prefill_attention_kernel
+    from tidewheel_kernels.attention.triton_kernels import prefill_attention_kernel
 
     parameter = next(p for p in prefill_attention_kernel.params if p.name == "first_seq")
     assert parameter.do_not_specialize

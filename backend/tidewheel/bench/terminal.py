@@ -69,7 +69,7 @@ def run_line(
     figures = {**summarise_run(outcomes, slo, offered_s), "server": server}
     columns = (COLUMNS[title] for title in _RUN_COLUMNS)
     shown = (f"{column.title} {column.cell(figures)} {column.unit}" for column in columns)
-    return "  ".join((label, f"{figures['completed']}/{len(outcomes)} done", *shown))
+    return "  ".join((label, f"{figures['completed']}/{len(outcomes)} answered", *shown))
 
 
 def result_tables(recorder: Recorder) -> Iterator[str]:

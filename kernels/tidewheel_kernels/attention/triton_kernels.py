@@ -1,15 +1,237 @@
-"""Launch the split-KV kernel for decode rows and the prefill kernel for all others."""
+"""The launcher of attention, and the kernel for any number of queries: a program per tile of queries and KV head.
+
+Decode rows go to the split-KV kernel of `triton_decode`. With TMA, the tensor memory accelerator copies keys and values
+in boxes.
+"""
 
 import math
 
 import torch
+import triton
+import triton.language as tl
+from torch.utils.weak import WeakIdKeyDictionary
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.triton_decode import launch_decode
-from tidewheel_kernels.attention.triton_prefill import launch_prefill
+from tidewheel_kernels.attention.triton_tiles import (
+    attend_boxes,
+    attend_tiles,
+    empty_softmax,
+    first_logits,
+    store_rows,
+)
 from tidewheel_kernels.launch_config import AttentionConfig, architecture, decode_config, prefill_config
 
 LOG2_E = math.log2(math.e)
+# These change with every batch.
+_VARYING = ["first_seq", "num_seqs"]
+_INDEX_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr"]
+# Making one takes microseconds.
+_descriptors = WeakIdKeyDictionary()
+
+
+@triton.jit
+def _sequence_of_tile(cu_seqlens_ptr, first_row, tile, num_seqs, BLOCK_Q: tl.constexpr):
+    """Return the owner of `tile`: sequence i has those from ``start_i // BLOCK_Q + i`` on, without a prefix sum."""
+    left = 0
+    right = num_seqs
+    while left < right:
+        middle = (left + right) // 2
+        start = tl.load(cu_seqlens_ptr + middle) - first_row
+        if start // BLOCK_Q + middle <= tile:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1
+
+
+@triton.jit
+def _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q: tl.constexpr):
+    """Return (seq, start, query_len, first_query) of this program."""
+    # The longest programs, with most keys, start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    first_row = tl.load(cu_seqlens_ptr + first_seq)
+    nth = _sequence_of_tile(cu_seqlens_ptr + first_seq, first_row, tile, num_seqs, BLOCK_Q)
+    seq = first_seq + nth
+    start = tl.load(cu_seqlens_ptr + seq)
+    query_len = tl.load(cu_seqlens_ptr + seq + 1) - start
+    first_query = (tile - (start - first_row) // BLOCK_Q - nth) * BLOCK_Q
+    return seq, start, query_len, first_query
+
+
+@triton.jit
+def _key_tiles(
+    first_position, seq_len, sliding_window, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """Return (first, full, masked, end): all queries see all keys of tiles [full, masked), some of the others."""
+    end = tl.cdiv(tl.minimum(first_position + BLOCK_Q, seq_len), BLOCK_N)
+    masked = (first_position + 1) // BLOCK_N
+    first = 0
+    full = 0
+    if HAS_WINDOW:
+        first = tl.maximum(first_position - sliding_window + 1, 0) // BLOCK_N
+        full = tl.minimum(tl.cdiv(tl.maximum(first_position + BLOCK_Q - sliding_window, 0), BLOCK_N), masked)
+    return first, full, masked, end
+
+
+@triton.jit
+def _attend(
+    q,  # [BLOCK_M, BLOCK_D]
+    position,  # [BLOCK_M]
+    first_position,
+    seq_len,
+    block_table_ptr,
+    k_cache,
+    v_cache,
+    kv_head,
+    logit_scale,
+    soft_cap_log2,
+    sliding_window,
+    k_block_stride,
+    k_offset_stride,
+    k_head_stride,
+    v_block_stride,
+    v_offset_stride,
+    v_head_stride,
+    TMA: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    tiles = _key_tiles(first_position, seq_len, sliding_window, BLOCK_Q, BLOCK_N, HAS_WINDOW)
+    acc, row_max, row_sum = empty_softmax(BLOCK_M, BLOCK_D)
+    # Parts: begin of the window, tiles without a mask, diagonal.
+    if TMA:
+        logits = first_logits(q, tiles[0], block_table_ptr, k_cache, kv_head, BLOCK_SIZE, BLOCK_N, BLOCK_D)
+        for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+            logits, acc, row_max, row_sum = attend_boxes(
+                q, logits, acc, row_max, row_sum, position, seq_len, tiles[part], tiles[part + 1], tiles[3] - 1,
+                block_table_ptr, k_cache, v_cache, kv_head, logit_scale, soft_cap_log2, sliding_window,
+                part != 1, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    else:
+        k_ptr = k_cache + kv_head * k_head_stride
+        v_ptr = v_cache + kv_head * v_head_stride
+        for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+            acc, row_max, row_sum = attend_tiles(
+                q, acc, row_max, row_sum, position, seq_len, tiles[part], tiles[part + 1],
+                block_table_ptr, k_ptr, v_ptr, k_block_stride, k_offset_stride, v_block_stride, v_offset_stride,
+                logit_scale, soft_cap_log2, sliding_window,
+                part != 1, HAS_SOFT_CAP, HAS_WINDOW, BLOCK_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    return acc, row_sum
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDEX_TENSORS)
+def prefill_attention_kernel(
+    q_ptr,  # [num_tokens, num_q_heads, head_dim]
+    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]; with TMA its descriptor
+    v_cache,  # like k_cache
+    out_ptr,  # [num_tokens, num_q_heads, head_dim]
+    block_tables_ptr,  # [first_seq + num_seqs, max_blocks]
+    cu_seqlens_ptr,  # [first_seq + num_seqs + 1]
+    seq_lens_ptr,  # [first_seq + num_seqs]
+    logit_scale,
+    soft_cap_log2,
+    sliding_window,
+    first_seq,
+    num_seqs,
+    q_token_stride,
+    q_head_stride,
+    out_token_stride,
+    out_head_stride,
+    block_table_stride,
+    k_block_stride,
+    k_offset_stride,
+    k_head_stride,
+    v_block_stride,
+    v_offset_stride,
+    v_head_stride,
+    TMA: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # grid: [num_rows // BLOCK_Q + num_seqs, num_kv_heads], for the rows from sequence first_seq on
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    seq, start, query_len, first_query = _query_tile(cu_seqlens_ptr, first_seq, num_seqs, BLOCK_Q)
+    if first_query >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    row = tl.arange(0, BLOCK_M)
+    query = first_query + row // GROUP
+    head = (kv_head * GROUP + row % GROUP)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    mask = ((row < BLOCK_Q * GROUP) & (query < query_len))[:, None] & (column < HEAD_DIM)
+    token = (start + query).to(tl.int64)[:, None]
+    q = tl.load(q_ptr + token * q_token_stride + head * q_head_stride + column, mask=mask, other=0.0)
+    context_len = seq_len - query_len
+    acc, row_sum = _attend(
+        q, context_len + query, context_len + first_query, seq_len,
+        block_tables_ptr + seq.to(tl.int64) * block_table_stride, k_cache, v_cache, kv_head,
+        logit_scale, soft_cap_log2, sliding_window,
+        k_block_stride, k_offset_stride, k_head_stride, v_block_stride, v_offset_stride, v_head_stride,
+        TMA, HAS_SOFT_CAP, HAS_WINDOW, HEAD_DIM, BLOCK_SIZE, BLOCK_Q, BLOCK_M, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    store_rows(out_ptr + token * out_token_stride + head * out_head_stride + column, acc, row_sum, mask)
+
+
+def launch_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    meta: AttentionMetadata,
+    out: torch.Tensor,
+    config: AttentionConfig,
+    arguments: dict[str, object],
+) -> None:
+    first = meta.num_decodes
+    num_seqs = meta.num_seqs - first
+    num_kv_heads = k_cache.shape[2]
+    block_q = config.block_m // (q.shape[1] // num_kv_heads)
+    box = (1, config.block_n, 1, config.block_d)
+    prefill_attention_kernel[((q.shape[0] - first) // block_q + num_seqs, num_kv_heads)](
+        k_cache=box_descriptor(k_cache, box) if config.tma else k_cache,
+        v_cache=box_descriptor(v_cache, box) if config.tma else v_cache,
+        out_ptr=out,
+        cu_seqlens_ptr=meta.cu_seqlens_q,
+        first_seq=first,
+        num_seqs=num_seqs,
+        TMA=config.tma,
+        **arguments,
+    )
+
+
+def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
+    """Return `tensor`'s descriptor for boxes of shape `box`, kept while the tensor lives and does not move.
+
+    It reads zeros outside the tensor. Raise AssertionError unless address and strides are multiples of 16 bytes and
+    the last dimension is contiguous.
+    """
+    boxes: dict[tuple[int, ...], TensorDescriptor] = _descriptors.setdefault(tensor, {})
+    descriptor = boxes.get(box)
+    if descriptor is None or descriptor.base.data_ptr() != tensor.data_ptr():
+        descriptor = TensorDescriptor.from_tensor(_alias(tensor), list(box))
+        boxes[box] = descriptor
+    return descriptor
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that, unlike a view, does not keep `tensor` alive."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def paged_attention(

@@ -1,7 +1,7 @@
 """The launcher of attention, and the kernel for any number of queries: a program per tile of queries and KV head.
 
-Decode rows go to the split-KV kernel of `triton_decode`. With TMA, the tensor memory accelerator copies keys and values
-in boxes.
+Decode rows go to the split-KV kernel of `triton_decode`. With TMA, the tensor memory accelerator copies keys and
+values in boxes.
 """
 
 import math

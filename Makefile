@@ -31,7 +31,7 @@ serve: venv
 # Parts run at once, the longest first; each prints when it is done. Three keep two cores busy: servers are often waited for.
 TEST_JOBS ?= 3
 test: venv
-	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --output-sync=target test-unit test-e2e test-kernels lint
+	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --keep-going --output-sync=target test-unit test-e2e test-kernels lint
 
 lint: venv
 	$(BIN)/ruff check .

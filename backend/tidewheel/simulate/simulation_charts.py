@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,15 +11,6 @@ from matplotlib.figure import Figure
 from tidewheel.bench.charts import COLOURS, INK, MARKERS, Picture, logarithmic, panels, style
 from tidewheel.simulate.outcomes import Figures, mean_in_system
 from tidewheel.simulate.scenario import Result
-
-
-class Knee(NamedTuple):
-    """Simulated queue of one service time distribution."""
-
-    name: str
-    service_scv: float  # squared coefficient of variation
-    loads: Sequence[float]
-    mean_in_system: Sequence[float]
 
 
 def charts(results: Sequence[Result]) -> Iterator[Picture]:
@@ -87,18 +77,6 @@ def _queue(series: Mapping[str, Sequence[Result]]) -> Picture:
     waiting = [mean_in_system(load) - load for load in loads]
     axes.plot(loads, waiting, color=INK, linestyle=":", label="M/M/1 (no batching)")
     return _finished("queue", figure, axes)
-
-
-def knee_chart(knees: Sequence[Knee]) -> Picture:
-    title = "One server: simulated queue, and Pollaczek-Khinchine"
-    figure, axes = _figure(title, "load", "mean requests in the system")
-    loads = np.linspace(0.5, 0.96, 200)
-    axes.plot(loads, [mean_in_system(load) for load in loads], color=INK, linestyle=":", label="M/M/1")
-    for index, knee in enumerate(knees):
-        formula = [mean_in_system(load, knee.service_scv) for load in loads]
-        axes.plot(loads, formula, color=_colour(index), linewidth=1.2, label=f"M/G/1, {knee.name}")
-        axes.plot(knee.loads, knee.mean_in_system, "o", color=_colour(index), label=f"simulated, {knee.name}")
-    return _finished("knee", figure, axes)
 
 
 def _colour(index: int) -> str:

@@ -30,8 +30,7 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
 from tidewheel.scheduler.policy import POLICIES
-from tidewheel.scheduler.scheduler import Scheduler
-from tidewheel.scheduler.scheduler_config import SchedulerConfig
+from tidewheel.scheduler.scheduler import Scheduler, SchedulerConfig  # older checkouts have it in another file
 
 BLOCK_SIZE = 16
 MEAN_PROMPT_TOKENS = 128

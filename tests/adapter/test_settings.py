@@ -45,7 +45,7 @@ def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
     settings = load(tmp_path / "demo", {"model": "weights", "max_num_seqs": "8"})
     assert settings.engine.model == str(weights)
     assert settings.engine.max_num_seqs == 8
-    assert settings.owner is settings.entry
+    assert settings.owner == settings.entry
     assert settings.entry.repository == tmp_path
     assert settings.entry.labels == {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
     assert settings.frontend.num_sender_threads == 4

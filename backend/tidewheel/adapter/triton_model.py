@@ -17,12 +17,14 @@ from tidewheel.adapter.repository_entry import ModelSettings, load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.tensors import complete
+from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import EngineRelay, Frontend
+from tidewheel.frontend.model_files import GenerationDefaults
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class TritonPythonModel:
                 max_prompt_bytes=settings.engine.max_prompt_bytes,
                 door=door,
                 num_senders=settings.frontend.num_sender_threads,
+                defaults=_load_defaults(info, settings.engine),
             )
         except BaseException:
             self._client.close()
@@ -83,9 +86,7 @@ class TritonPythonModel:
             for line in info.describe():
                 log.info("%s", line)
         self._refused: Counter[str] = Counter()  # by tag, before the front end
-        self._metrics = (
-            self._publish_metrics(settings, info, relay) if settings.frontend.REPORT_CUSTOM_METRICS else None
-        )
+        self._metrics = self._publish_metrics(settings, info, relay) if settings.has_metrics else None
 
     def _submit(self, request: Any) -> None:
         """Pass a request on, or answer it with an error."""
@@ -123,3 +124,10 @@ class TritonPythonModel:
                 engine.follow(relay.stats)
 
         return MetricsPublisher(flush)
+
+
+def _load_defaults(info: EngineInfo, config: EngineConfig) -> GenerationDefaults:
+    """Sample as Triton's vLLM backend does, which reads no `generation_config.json`, unless a setting asks for it."""
+    return GenerationDefaults.load(
+        Path(info.model), config.generation_config or "vllm", config.override_generation_config
+    )

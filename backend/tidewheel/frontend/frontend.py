@@ -25,6 +25,7 @@ from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalErro
 from tidewheel.frontend.door import Door
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Response, Sink, is_last
 from tidewheel.frontend.live_request import Ending, LiveRequest
+from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.preparation import RequestReader, read_urgency
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
@@ -50,10 +51,11 @@ class Frontend:
         max_prompt_bytes: int,
         door: Door,
         num_senders: int = 4,
+        defaults: GenerationDefaults | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Raise `ConfigError` without a usable tokenizer."""
-        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        """Without `defaults`, requests sample as the model says. Raise `ConfigError` without a usable tokenizer."""
+        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes, defaults=defaults)
         self._tenants = info.tenants
         self._engine = engine
         self._door = door

@@ -55,10 +55,12 @@ class Prepared(NamedTuple):
 class Preparer:
     """Maker of messages and outputs, thread-safe. Without a tokenizer, outputs have no text."""
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, info: EngineInfo, tokenizer: Tokenizer | None, defaults: GenerationDefaults | None = None
+    ) -> None:
         self._info = info
         self._tokenizer = tokenizer
-        self.defaults = GenerationDefaults.load(Path(info.model))
+        self.defaults = defaults or GenerationDefaults.load(Path(info.model))
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         # Folders may name ids that the model cannot output.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
@@ -97,11 +99,18 @@ class Preparer:
 class RequestReader:
     """Reader of client requests, thread-safe."""
 
-    def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer_folder: Path,
+        *,
+        max_prompt_bytes: int,
+        defaults: GenerationDefaults | None = None,
+    ) -> None:
         """Raise `ConfigError` without a usable tokenizer."""
         self._info = info
         self._tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
-        self._preparer = Preparer(info, self._tokenizer)
+        self._preparer = Preparer(info, self._tokenizer, defaults)
         self._template = ChatTemplate.load(tokenizer_folder, self._tokenizer.named_tokens)
         self._max_prompt_bytes = max_prompt_bytes
 
@@ -155,7 +164,7 @@ def _close_session(key: int, request: GenerateRequest, options: RequestOptions) 
 
 
 def parse_parameters(
-    sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
+    sources: Iterable[ParameterSource], defaults: Mapping[str, Any] | None = None
 ) -> ParsedParameters:
     """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
     given = _collect(sources)

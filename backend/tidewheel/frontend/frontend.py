@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Literal
 
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
@@ -49,11 +50,12 @@ class Frontend:
         *,
         max_prompt_bytes: int,
         door: Door,
+        default_max_tokens: int | Literal["context"],
         num_senders: int = 4,
         poll_interval_s: float = 0.02,
     ) -> None:
         """Raise `ConfigError` without a usable tokenizer."""
-        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        self._reader = RequestReader(info, model_dir, max_prompt_bytes, default_max_tokens)
         self._tenants = info.tenants
         self._engine = engine
         self._door = door

@@ -170,7 +170,7 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
     assert frontend.options.pop("defaults").sampling == {}
-    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
+    assert frontend.options == {"max_prompt_bytes": 9, "default_max_tokens": 16, "num_senders": 2}
     assert frontend.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])

@@ -38,6 +38,7 @@ def sampling(**values: object) -> SamplingParams:
         ({"max_tokens": 12.0}, {"max_tokens": 12}),
         ({"max_tokens": b" 7 "}, {"max_tokens": 7}),
         ({"max_new_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
         ({"min_length": "2"}, {"min_tokens": 2}),
         ({"random_seed": 2**64 - 1}, {"seed": 2**64 - 1}),
         ({"seed": "18446744073709551615"}, {"seed": 2**64 - 1}),

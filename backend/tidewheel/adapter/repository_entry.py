@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import ARGUMENTS, translate
@@ -27,8 +27,11 @@ _MAX_SENDER_THREADS = 64
 class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
+    default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
 
     def __post_init__(self) -> None:
+        if self.default_max_tokens != "context" and self.default_max_tokens < 1:
+            raise ConfigError(f"default_max_tokens is {self.default_max_tokens}: use 1 or more, or context")
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
 

@@ -76,6 +76,7 @@ class TritonPythonModel:
                 self._client,
                 max_prompt_bytes=settings.engine.max_prompt_bytes,
                 door=door,
+                default_max_tokens=settings.frontend.default_max_tokens,
                 num_senders=settings.frontend.num_sender_threads,
                 defaults=_load_defaults(info, settings.engine),
             )

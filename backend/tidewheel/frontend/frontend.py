@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Literal
 
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
@@ -50,12 +51,13 @@ class Frontend:
         *,
         max_prompt_bytes: int,
         door: Door,
+        default_max_tokens: int | Literal["context"],
         num_senders: int = 4,
         defaults: GenerationDefaults | None = None,
         poll_interval_s: float = 0.02,
     ) -> None:
         """Without `defaults`, requests sample as the model says. Raise `ConfigError` without a usable tokenizer."""
-        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes, defaults=defaults)
+        self._reader = RequestReader(info, model_dir, max_prompt_bytes, default_max_tokens, defaults)
         self._tenants = info.tenants
         self._engine = engine
         self._door = door

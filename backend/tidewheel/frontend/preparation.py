@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
@@ -103,8 +103,8 @@ class RequestReader:
         self,
         info: EngineInfo,
         tokenizer_folder: Path,
-        *,
         max_prompt_bytes: int,
+        default_max_tokens: int | Literal["context"],
         defaults: GenerationDefaults | None = None,
     ) -> None:
         """Raise `ConfigError` without a usable tokenizer."""
@@ -113,6 +113,7 @@ class RequestReader:
         self._preparer = Preparer(info, self._tokenizer, defaults)
         self._template = ChatTemplate.load(tokenizer_folder, self._tokenizer.named_tokens)
         self._max_prompt_bytes = max_prompt_bytes
+        self._default_max_tokens = info.max_num_tokens if default_max_tokens == "context" else default_max_tokens
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
         """Raise `InvalidRequest` or `Unsupported`."""
@@ -120,6 +121,7 @@ class RequestReader:
         if options.close_session:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request)
+        sampling = self._fit(sampling, len(prompt_ids))
         echo = request.echo and not request.stream
         given = Generation(prompt_ids, sampling, options, name, text, echo)
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
@@ -138,6 +140,18 @@ class RequestReader:
             return name, None, request.input_ids
         text = to_text(name, request.text) if request.messages is None else self._render(request.messages)
         return name, text, self._encode(name, text, add_special_tokens=request.messages is None)
+
+    def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Set `max_tokens` if it is not given, and cut it to the context. Leave refusals to `check_request`."""
+        room = self._info.max_num_tokens - num_prompt_tokens
+        if room < max(sampling.min_tokens, 1):
+            return dataclasses.replace(sampling, max_tokens=None)
+        if sampling.max_tokens is None and sampling.min_tokens > self._default_max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {sampling.min_tokens}, more than {self._default_max_tokens}, the default of "
+                "max_tokens (default_max_tokens): set max_tokens too"
+            )
+        return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens or self._default_max_tokens, room))
 
     def _render(self, messages: str | bytes) -> str:
         if self._template is None:

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class FrontendHarness:
         num_senders: int = 2,
         max_prompt_bytes: int = 4096,
         door: Door | None = None,
+        default_max_tokens: int | Literal["context"] = "context",
         poll_interval_s: float = 0.001,
         **files: object,
     ) -> None:
@@ -48,6 +49,7 @@ class FrontendHarness:
             self.engine,
             max_prompt_bytes=max_prompt_bytes,
             door=door or RefusingDoor(),
+            default_max_tokens=default_max_tokens,
             num_senders=num_senders,
             poll_interval_s=poll_interval_s,
         )

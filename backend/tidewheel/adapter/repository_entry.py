@@ -115,6 +115,17 @@ def _read(entry: ModelEntry) -> dict[str, object]:
                 f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
             )
         settings[key] = value
+    return _known(settings)
+
+
+def check_settings(settings: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for settings that an entry with an engine cannot have."""
+    values = _known(settings)
+    _take_frontend(values)
+    EngineConfig.from_settings(values)
+
+
+def _known(settings: Mapping[str, object]) -> dict[str, object]:
     known = {*setting_names(), *_frontend_hints(), "engine_of"}
     translated = translate(settings).settings
     for key in translated:

@@ -142,6 +142,21 @@ def test_model_json_of_the_vllm_backend(tmp_path: Path) -> None:
     assert (engine.model, engine.max_model_len, engine.gpu_memory_utilization) == ("org/name", 64, 0.5)
 
 
+@pytest.mark.parametrize("form", ["model.json", "config.pbtxt"])
+def test_every_default_of_vllm_loads(tmp_path: Path, form: str) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    arguments = json.loads((Path(__file__).parents[1] / "values" / "vllm_engine_arguments.json").read_text())
+    values = {name: facts.get("default") for name, facts in arguments["arguments"].items()} | {"model": "m"}
+    if form == "model.json":
+        (folder / "1" / "model.json").write_text(json.dumps(values))
+        engine = load(folder, {}).engine
+    else:
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+        engine = load(folder, texts).engine
+    unlike_ours = {"scheduling_policy": "fifo", "generation_config": "auto", "gpu_memory_utilization": 0.92}
+    assert engine.to_settings() == {"model": "m", "swap_space": 4.0, **unlike_ours}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -26,6 +26,7 @@ from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import EngineRelay
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
+from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.stats import EngineStats
 
@@ -58,10 +59,10 @@ class FakeClient:
 class FakeFrontend:
     """Answers at once, unless the prompt says otherwise."""
 
-    def __init__(self, info: EngineInfo, model_dir: Path, engine: FakeClient, **options: Any) -> None:
-        if model_dir.name == "broken":
-            raise ConfigError("tokenizer.json is not one")
-        self.model_dir, self.engine, self.options = model_dir, engine, options
+    def __init__(
+        self, info: EngineInfo, tokenizer: object, encoder: FakeWorkers, engine: FakeClient, **options: Any
+    ) -> None:
+        self.model_dir, self.engine, self.options = encoder.folder.path, engine, options
         self.held: list[Sink] = []
         self.num_waits = 0
 
@@ -91,10 +92,28 @@ class FakeFrontend:
             sink.fail(Draining("shutting down"))
 
 
+class FakeWorkers:
+    def __init__(self, folder: Folder, count: int) -> None:
+        self.folder = folder
+
+    def wait_tried(self) -> None:
+        if self.folder.path.name == "broken":
+            raise ConfigError("tokenizer.json is not one")
+
+    def close(self) -> None: ...
+
+
+class FakeTokenizer:
+    @staticmethod
+    def load(folder: Path, *, vocab_size: int) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
     monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
+    monkeypatch.setattr(triton_model, "PromptWorkers", FakeWorkers)
+    monkeypatch.setattr(triton_model, "Tokenizer", FakeTokenizer)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate

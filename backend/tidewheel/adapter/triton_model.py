@@ -21,8 +21,11 @@ from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
-from tidewheel.frontend.door import HoldingDoor, RefusingDoor
-from tidewheel.frontend.frontend import EngineRelay, Frontend
+from tidewheel.frontend.door import Door, HoldingDoor, RefusingDoor
+from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
+from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +71,7 @@ class TritonPythonModel:
         self._client = EngineClient(folder, settings.engine, relay, name=f"{name}.{os.getpid()}")
         try:
             info = self._client.start(settings.engine.engine_start_timeout_s)
-            self._frontend = relay.frontend = Frontend(
-                info,
-                Path(settings.engine.tokenizer or info.model),
-                self._client,
-                max_prompt_bytes=settings.engine.max_prompt_bytes,
-                door=door,
-                num_senders=settings.frontend.num_sender_threads,
-            )
+            self._frontend = relay.frontend = self._make_frontend(settings, info, door)
         except BaseException:
             self._client.close()
             raise
@@ -86,6 +82,25 @@ class TritonPythonModel:
         self._metrics = (
             self._publish_metrics(settings, info, relay) if settings.frontend.REPORT_CUSTOM_METRICS else None
         )
+
+    def _make_frontend(self, settings: ModelSettings, info: EngineInfo, door: Door) -> Frontend:
+        max_prompt_bytes = settings.engine.max_prompt_bytes
+        folder = Folder(Path(settings.engine.tokenizer or info.model), info.vocab_size, max_prompt_bytes)
+        encoder = PromptWorkers(folder, NUM_TOKENIZERS)
+        try:
+            encoder.wait_tried()  # before this process trusts the same files
+            return Frontend(
+                info,
+                Tokenizer.load(folder.path, vocab_size=info.vocab_size),
+                encoder,
+                self._client,
+                max_prompt_bytes=max_prompt_bytes,
+                door=door,
+                num_senders=settings.frontend.num_sender_threads,
+            )
+        except BaseException:
+            encoder.close()
+            raise
 
     def _submit(self, request: Any) -> None:
         """Pass a request on, or answer it with an error."""

@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from queue import SimpleQueue
 
 from tidewheel.engine.engine_client import EngineClient
@@ -26,8 +25,10 @@ from tidewheel.frontend.door import Door
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Response, Sink, is_last
 from tidewheel.frontend.live_request import Ending, LiveRequest
 from tidewheel.frontend.preparation import RequestReader, read_urgency
+from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
+from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between steps
 _CLOSE_TIMEOUT_S = 5.0
-_NUM_TOKENIZERS = 2  # threads
+NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
@@ -44,7 +45,8 @@ class Frontend:
     def __init__(
         self,
         info: EngineInfo,
-        model_dir: Path,
+        tokenizer: Tokenizer,
+        encoder: PromptEncoder,
         engine: EngineClient,
         *,
         max_prompt_bytes: int,
@@ -52,8 +54,9 @@ class Frontend:
         num_senders: int = 4,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Raise `ConfigError` without a usable tokenizer."""
-        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        """`close` closes the encoder, too."""
+        self._encoder = encoder
+        self._reader = RequestReader(info, tokenizer, encoder, max_prompt_bytes=max_prompt_bytes)
         self._tenants = info.tenants
         self._engine = engine
         self._door = door
@@ -62,10 +65,10 @@ class Frontend:
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
-        self._prompts = PromptQueue(max_prompt_bytes, _NUM_TOKENIZERS)
+        self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
         self._turns = Turns(num_senders, engine, self._recorder, self._forget)
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
-        self._tokenizers = Workers("tokenizer", _NUM_TOKENIZERS, self._prompts.take, self._prepare)
+        self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     def stats(self) -> FrontendStats:
         return self._recorder.snapshot()
@@ -102,6 +105,7 @@ class Frontend:
         self._prompts.close()
         for request in live:
             self._end(request, Ending(error=error))
+        self._encoder.close()
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
         if not self._turns.close(_CLOSE_TIMEOUT_S):
             logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))

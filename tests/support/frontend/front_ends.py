@@ -17,6 +17,7 @@ from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
+from tidewheel.frontend.prompt_process import Folder, LocalEncoder
 from tidewheel.frontend.tokenizer import Tokenizer
 
 
@@ -44,7 +45,8 @@ class FrontendHarness:
         self.tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
         self.frontend = Frontend(
             self.info,
-            folder,
+            self.tokenizer,
+            LocalEncoder(Folder(folder, vocab_size, max_prompt_bytes)),
             self.engine,
             max_prompt_bytes=max_prompt_bytes,
             door=door or RefusingDoor(),

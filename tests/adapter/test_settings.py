@@ -65,6 +65,18 @@ def test_a_block_for_dynamic_batching_makes_a_native_queue(tmp_path: Path) -> No
     assert not load(folder, {"model": "m"}).has_native_queue
 
 
+def test_the_dialect_fits_what_triton_was_told(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    given = {"model": "m", "io_dialect": "trtllm"}
+    assert load(folder, given, max_batch_size=1).frontend.io_dialect == "trtllm"
+    assert load(folder, {"model": "m"}).frontend.io_dialect == "vllm"
+    for parameters, max_batch_size in ((given, 0), ({"model": "m"}, 4)):
+        with pytest.raises(ConfigError, match=f"max_batch_size {max_batch_size}: set io_dialect in config.pbtxt"):
+            load(folder, parameters, max_batch_size=max_batch_size)
+    with pytest.raises(ConfigError, match="io_dialect is 'tensorrt': choose one of vllm, trtllm"):
+        load(folder, {"model": "m", "io_dialect": "tensorrt"})
+
+
 # Every setting of order, admission, preemption, strategy, control and sessions, as config.pbtxt spells it.
 SCHEDULING: list[tuple[dict[str, str], dict[str, object]]] = [
     ({"scheduling_policy": "sjf"}, {"scheduling_policy": "sjf"}),

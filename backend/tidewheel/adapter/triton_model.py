@@ -101,6 +101,7 @@ class TritonPythonModel:
                 decoupled=self._settings.decoupled,
                 max_prompt_bytes=self._settings.engine.max_prompt_bytes,
                 arrival_ns=arrival_ns,
+                dialect=self._settings.frontend.io_dialect,
             )
             self._frontend.submit(generate, sink)
         except TidewheelError as error:

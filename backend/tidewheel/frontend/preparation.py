@@ -20,6 +20,7 @@ from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.frontend.word_biases import with_token_biases
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams, pack_biases
 from tidewheel.tenants import TenantLimits, limits_of
@@ -130,7 +131,8 @@ class RequestReader:
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
         """Raise `InvalidRequest` or `Unsupported`."""
-        sampling, options = parse_parameters(request.parameters, self._preparer.defaults.sampling)
+        parameters = with_token_biases(request.parameters, self._encode_word)
+        sampling, options = parse_parameters(parameters, self._preparer.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request)
@@ -168,6 +170,9 @@ class RequestReader:
                 "max_tokens (default_max_tokens): set max_tokens too"
             )
         return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens or self._default_max_tokens, room))
+
+    def _encode_word(self, word: str) -> Int32Array:
+        return self._tokenizer.encode(word, add_special_tokens=False)
 
     def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
         if not text:

@@ -83,7 +83,7 @@ def test_the_prompt_is_prepended_unless_streaming(stream: bool | None, exclude: 
 
 
 def test_streaming_cannot_prepend() -> None:
-    with pytest.raises(InvalidRequest, match=r"exclude_input_in_output is false.*stream"):
+    with pytest.raises(InvalidRequest, match=r"^\[TW-INPUT\] Error generating stream: When streaming, `exclude"):
         read(text_input="Hi", stream=True, exclude_input_in_output=False)
 
 
@@ -95,7 +95,8 @@ def test_a_twin_cannot_stream() -> None:
 @pytest.mark.parametrize("flag", RETURN_FLAGS)
 def test_each_flag_asks_for_its_output(flag: str) -> None:
     _, response_format = read(text_input="Hi", **{flag: True})
-    assert response_format == ResponseFormat(**{flag.removeprefix("return_"): True})
+    is_null = flag == "return_logprobs"
+    assert response_format == ResponseFormat(**{flag.removeprefix("return_"): True}, is_logprobs_null=is_null)
     assert read(text_input="Hi", **{flag: False})[1] == ResponseFormat()
 
 
@@ -184,11 +185,23 @@ def test_wrong_shapes_and_bytes() -> None:
         read(text_input="Hi", stop_words=[b"a\xff"])
 
 
+def test_the_cumulative_logprob_switches_those_of_the_chosen_tokens_on() -> None:
+    request, response_format = read(text_input="Hi", return_cumulative_logprob=True, return_logprobs=True)
+    assert parameters_of(request) == {"return_cumulative_logprob": {"logprobs": 0}}
+    assert response_format.is_logprobs_null
+
+
 @pytest.mark.parametrize("flag", ["return_logprobs", "return_cumulative_logprob"])
-def test_logprobs_are_switched_on_by_their_outputs(flag: str) -> None:
-    assert parameters_of(read(text_input="Hi", **{flag: True})[0]) == {"input tensor": {"logprobs": 0}}
-    request, _ = read(text_input="Hi", sampling_parameters='{"logprobs": 3}', **{flag: True})
+def test_logprobs_that_are_given(flag: str) -> None:
+    request, response_format = read(text_input="Hi", sampling_parameters='{"logprobs": 3}', **{flag: True})
     assert parameters_of(request) == {"sampling_parameters": {"logprobs": 3}}
+    assert not response_format.is_logprobs_null
+
+
+def test_logprobs_that_are_not_given_are_null() -> None:
+    assert parameters_of(read(text_input="Hi", return_logprobs=True)[0]) == {}
+    outputs = several([CHUNK, CHUNK], ResponseFormat(logprobs=True, is_logprobs_null=True))
+    assert outputs["logprobs"] == [b"null", b"null"]
 
 
 CHUNK = Chunk(
@@ -251,12 +264,14 @@ def test_every_output() -> None:
 
 
 def test_the_chosen_token_comes_first_and_once() -> None:
-    logprobs = [TopLogprobs(-1.5, 2, (9, 5), (-0.5, -1.5))]
-    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 9: "m"})
+    """Its rank is the place among the likeliest, where ties stand in any order."""
+    logprobs = [TopLogprobs(-1.5, 3, (9, 5, 7), (-0.5, -1.5, -1.5))]
+    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 7: "o", 9: "m"})
     (entry,) = json.loads(values(chunk, ResponseFormat(logprobs=True))["logprobs"][0])
     assert list(entry.items()) == [
         ("5", {"logprob": -1.5, "rank": 2, "decoded_token": "n"}),
         ("9", {"logprob": -0.5, "rank": 1, "decoded_token": "m"}),
+        ("7", {"logprob": -1.5, "rank": 3, "decoded_token": "o"}),
     ]
 
 

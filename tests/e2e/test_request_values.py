@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support.triton.serving import Server, grpc_inputs, grpc_stream, serving_demo
+from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, serving_demo
 
 pytestmark = pytest.mark.e2e
 
@@ -75,3 +76,45 @@ def test_a_prompt_beyond_the_context_is_refused(server: Server) -> None:
     response = server.post("demo/generate", {"input_ids": [5] * CONTEXT})
     assert response.status_code == 400
     assert "[TW-TOO-LARGE]" in response.text
+
+
+# --- outputs and texts --------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_null_unless_they_are_asked_for_twice(server: Server) -> None:
+    flags = {"return_logprobs": True, "return_cumulative_logprob": True}
+    for stream in (False, True):
+        for result in grpc_stream(server, grpc_inputs("A tuple is", stream=stream, max_tokens=4, **flags)):
+            assert result.as_numpy("logprobs").tolist() == [b"null"]
+            assert result.as_numpy("cumulative_logprob")[0] < 0.0
+    answer = ask(server, "demo_infer", text_input="A tuple is", n=2, return_logprobs=True)
+    assert answer["logprobs"] == ["null", "null"]
+
+
+def test_ranks(server: Server) -> None:
+    """The chosen token comes first, with its place among the likeliest if it has one."""
+    parameters = json.dumps({"logprobs": 2, "seed": 3, "temperature": 2.0})
+    answer = ask(server, text_input="A tuple is", sampling_parameters=parameters, max_tokens=40, return_logprobs=True)
+    entries = [list(entry.values()) for entry in json.loads(answer["logprobs"])]
+    for chosen, *others in entries:
+        assert {1, 2} <= {chosen["rank"], *(other["rank"] for other in others)}
+        assert len(others) == (1 if chosen["rank"] <= 2 else 2)
+        assert all((other["logprob"] >= chosen["logprob"]) == (other["rank"] < chosen["rank"]) for other in others)
+    assert {len(entry) for entry in entries} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (
+            {"stream": True, "exclude_input_in_output": False},
+            "[TW-INPUT] Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+        ),
+        ({"sampling_parameters": '{"lora_name": "doll"}'}, "[TW-UNSUPPORTED] LoRA feature is not enabled."),
+    ],
+    ids=["stream", "lora"],
+)
+def test_texts_that_clients_compare_follow_the_tag(server: Server, tensors: dict[str, Any], text: str) -> None:
+    with pytest.raises(StreamError) as error:
+        grpc_stream(server, grpc_inputs("Hello", **tensors))
+    assert str(error.value) == text

@@ -31,9 +31,18 @@ def read_request(
     # By default only a text prompt is echoed: the client did not write the rendered template.
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
     if stream and not exclude_input:
-        raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
+        # The text of Triton's vLLM backend, whose clients compare it.
+        raise InvalidRequest(
+            "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+        )
+    parameters = _parameters(request, inputs)
+    has_logprobs = any(source.values.get("logprobs") is not None for source in parameters)
+    if _flag(inputs, "return_cumulative_logprob") and not has_logprobs:
+        chosen_alone = ParameterSource(origin="return_cumulative_logprob", values={"logprobs": 0})
+        parameters = (*parameters, chosen_alone)
     response_format = ResponseFormat(
         accumulate=_flag(inputs, "accumulate_tokens"),
+        is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
         **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
     )
     return GenerateRequest(
@@ -41,7 +50,7 @@ def read_request(
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
         input_ids=_token_ids(inputs, max_prompt_bytes),
         messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
-        parameters=_parameters(request, inputs, response_format),
+        parameters=parameters,
         stream=stream,
         echo=not exclude_input,
         arrival_ns=arrival_ns,
@@ -49,18 +58,13 @@ def read_request(
     ), response_format
 
 
-def _parameters(
-    request: Any, inputs: Mapping[str, Any], response_format: ResponseFormat
-) -> tuple[ParameterSource, ...]:
+def _parameters(request: Any, inputs: Mapping[str, Any]) -> tuple[ParameterSource, ...]:
     tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
-    sources = [
+    sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
         ParameterSource(origin="input tensor", values=tensors),
-    ]
-    wants_logprobs = response_format.logprobs or response_format.cumulative_logprob
-    if wants_logprobs and all(source.values.get("logprobs") is None for source in sources):
-        tensors["logprobs"] = 0  # the chosen token alone
+    )
     return tuple(source for source in sources if source.values)
 
 

@@ -26,6 +26,7 @@ class ResponseFormat:
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False
+    is_logprobs_null: bool = False  # only `return_logprobs` asks for them, which vLLM's backend answers with null
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     token_ids: bool = False
@@ -105,7 +106,8 @@ def response_tensors(response: Response, response_format: ResponseFormat, texts:
     if response_format.cumulative_logprob and response[0].cumulative_logprob is not None:
         tensors.append(_tensor("cumulative_logprob", np.float32, [c.cumulative_logprob or 0.0 for c in response]))
     if response_format.logprobs:
-        tensors.append(_text_tensor("logprobs", [logprobs_json(chunk) for chunk in response]))
+        is_null = response_format.is_logprobs_null
+        tensors.append(_text_tensor("logprobs", ["null" if is_null else logprobs_json(c) for c in response]))
     if response_format.num_input_tokens:
         tensors.append(_tensor("num_input_tokens", np.uint32, [response[0].num_input_tokens]))
     if response_format.num_output_tokens:
@@ -127,7 +129,7 @@ def logprobs_json(chunk: Chunk) -> str:
 def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
-        found.setdefault(top_id, (logprob, rank))
+        found[top_id] = (logprob, rank)  # of a tie, vLLM shows the place among the likeliest
     return {
         str(known): {
             "logprob": logprob if math.isfinite(logprob) else None,

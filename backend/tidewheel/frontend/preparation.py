@@ -230,7 +230,7 @@ def _is_neutral(key: str, raw: object) -> bool:
     if feature is None:
         raise InvalidRequest(_unknown(key))
     if not feature.is_neutral(raw):
-        raise Unsupported(f"{key} is {show(raw)}: {feature.reason}")
+        raise Unsupported(feature.reason if feature.is_whole else f"{key} is {show(raw)}: {feature.reason}")
     return True
 
 

@@ -67,6 +67,16 @@ def test_input_ids_are_copied_out_of_tritons_memory() -> None:
     assert generate.input_ids.dtype == np.int32
 
 
+@pytest.mark.parametrize(
+    ("timeout_us", "max_request_s", "expected"),
+    [(0, None, 0), (7, None, 7), (0, 0.5, 500_000), (7, 0.5, 7), (900_000, 0.5, 500_000), (2**64 - 5, 1e-7, 1)],
+)
+def test_the_lower_time_limit_holds(timeout_us: int, max_request_s: float | None, expected: int) -> None:
+    request = InferenceRequest([tensor("text_input", "Hi")], timeout_us=timeout_us)
+    limits: dict[str, Any] = {"max_prompt_bytes": 9, "max_request_s": max_request_s}
+    assert read_request(request, decoupled=True, arrival_ns=0, **limits)[0].timeout_us == expected
+
+
 def test_messages() -> None:
     assert read(messages='[{"role": "user"}]')[0].messages == b'[{"role": "user"}]'
 

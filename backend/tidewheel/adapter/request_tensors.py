@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-
 
 
 def read_request(
-    request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
+    request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int, max_request_s: float | None = None
 ) -> tuple[GenerateRequest, ResponseFormat]:
     """Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
@@ -54,8 +55,16 @@ def read_request(
         stream=stream,
         echo=not exclude_input,
         arrival_ns=arrival_ns,
-        timeout_us=request.timeout(),
+        timeout_us=_time_limit_us(request.timeout(), max_request_s),
     ), response_format
+
+
+def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
+    """Return the lower of both limits, 0 for none."""
+    if max_request_s is None:
+        return timeout_us
+    limit_us = math.ceil(max_request_s * 1e6)
+    return min(timeout_us or limit_us, limit_us)
 
 
 def _parameters(request: Any, inputs: Mapping[str, Any]) -> tuple[ParameterSource, ...]:

@@ -158,11 +158,11 @@ def test_an_end_of_sequence_id_that_the_model_cannot_output(tmp_path: Path) -> N
 def test_default_sampling(tmp_path: Path, settings: dict[str, object], temperature: float) -> None:
     save(llama, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.0}))
-    overrides = {"max_new_tokens": 3, "skip_special_tokens": False}
+    overrides = {"max_new_tokens": 3, "top_k": 9}
     with load(tmp_path, override_generation_config=overrides, **settings) as llm:
         (given,) = llm._params(None, 1)
         (result,) = llm.generate({"input_ids": [1, 2, 3]}, use_tqdm=False)
-    assert (given.temperature, given.skip_special_tokens) == (temperature, False)
+    assert (given.temperature, given.top_k) == (temperature, 9)
     assert len(result.token_ids) == 3
 
 

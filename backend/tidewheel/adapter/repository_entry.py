@@ -14,7 +14,7 @@ from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import ARGUMENTS, translate
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_object
+from tidewheel.frontend.model_files import read_object, read_overrides
 from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
@@ -103,7 +103,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(engine_of))
-    engine = EngineConfig.from_settings(settings, base_dir=owner.version_folder)
+    engine = _engine_config(settings, owner.version_folder)
     return ModelSettings(
         engine=engine,
         frontend=frontend,
@@ -137,7 +137,13 @@ def check_settings(settings: Mapping[str, object]) -> None:
     """Raise `ConfigError` for settings that an entry with an engine cannot have."""
     values = _known(settings)
     _take_frontend(values)
-    EngineConfig.from_settings(values)
+    _engine_config(values)
+
+
+def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None) -> EngineConfig:
+    config = EngineConfig.from_settings(settings, base_dir=base_dir)
+    read_overrides(config.override_generation_config)  # before a model is loaded
+    return config
 
 
 def _known(settings: Mapping[str, object]) -> dict[str, object]:

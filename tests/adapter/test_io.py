@@ -134,6 +134,13 @@ def test_every_input_is_read_or_refused() -> None:
             continue
 
 
+def test_a_number_that_does_not_fit_its_tensor_is_named_as_it_arrived() -> None:
+    text = "top_k arrived as -2147483648, and takes nothing below -1. Its tensor is INT32"
+    with pytest.raises(InvalidRequest, match=text):
+        read(text_input="Hi", top_k=-(2**31))
+    assert parameters_of(read(text_input="Hi", top_k=-1)[0]) == {"input tensor": {"top_k": -1}}
+
+
 def test_json_and_request_parameters() -> None:
     request, _ = read({"top_p": 0.5, "id": "42", "n": 1}, text_input="Hi", sampling_parameters='{"seed": "1"}')
     assert parameters_of(request) == {

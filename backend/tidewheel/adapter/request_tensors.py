@@ -101,6 +101,11 @@ def _parameter(tensor: Any) -> object:
     if name in _LIST_NAMES:
         return [to_text(name, item) for item in items]
     value = _scalar(tensor)
+    if isinstance(value, int) and value < -1:
+        raise InvalidRequest(
+            f"{name} arrived as {value}, and takes nothing below -1. Its tensor is INT32, to which Triton narrows "
+            "larger numbers: send at most 2147483647"
+        )
     return to_text(name, value) if isinstance(value, bytes) else value
 
 

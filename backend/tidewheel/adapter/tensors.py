@@ -35,6 +35,7 @@ SAMPLING_INPUTS = (
     *_specs("TYPE_STRING", "stop_words bad_words stop", (-1,)),
     *_specs("TYPE_BOOL", "ignore_eos"),
     *_specs("TYPE_STRING", "guided_decoding_guide_type guided_decoding_guide"),
+    *_specs("TYPE_STRING", "image", (-1,)),
 )
 INPUTS = (
     *_specs("TYPE_STRING", "text_input messages sampling_parameters"),

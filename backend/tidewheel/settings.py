@@ -9,14 +9,17 @@ from typing import Literal
 
 from tidewheel.errors import ConfigError
 
-JSON_SETTINGS = ("tenants",)  # text in `config.pbtxt`, an object in `model.json`
+JSON_SETTINGS = ("tenants", "override_generation_config")  # text in `config.pbtxt`, an object in `model.json`
+_MOST_SHOWN = 16
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(known)}"
-    return f"unknown setting {key!r}{hint}"
+    if near:
+        return f"unknown setting {key!r}; did you mean {near[0]!r}?"
+    where = f"known settings: {', '.join(known)}" if len(known) <= _MOST_SHOWN else "docs/settings.md lists them"
+    return f"unknown setting {key!r}; {where}"
 
 
 def coerce_setting(key: str, raw: object, hint: object) -> object:

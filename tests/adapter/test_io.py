@@ -23,6 +23,7 @@ _DTYPES = {
     "TYPE_UINT32": np.uint32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.float32,
 }  # fmt: skip
 _INPUT_DTYPES = {spec.name: _DTYPES[spec.data_type] for spec in INPUTS}
+_OUTPUT_DIMS = {spec.name: spec.dims for spec in OUTPUTS}
 _OUTPUT_DTYPES = {spec.name: _DTYPES[spec.data_type] for spec in OUTPUTS}
 
 
@@ -204,7 +205,7 @@ def test_wrong_shapes_and_bytes() -> None:
 
 def test_the_cumulative_logprob_switches_those_of_the_chosen_tokens_on() -> None:
     request, response_format = read(text_input="Hi", return_cumulative_logprob=True, return_logprobs=True)
-    assert parameters_of(request) == {"return_cumulative_logprob": {"logprobs": 0}}
+    assert parameters_of(request) == {"output flag": {"logprobs": 0}}
     assert response_format.is_logprobs_null
 
 
@@ -250,10 +251,10 @@ def values(chunk: Chunk, response_format: ResponseFormat) -> dict[str, Any]:
 
 
 def several(response: Response, response_format: ResponseFormat) -> dict[str, Any]:
-    tensors = response_tensors(response, response_format, [chunk.text for chunk in response])
+    (tensors,) = response_tensors(response, response_format, [chunk.text for chunk in response])
     for one in tensors:
         assert one.as_numpy().dtype == _OUTPUT_DTYPES[one.name()], one.name()
-        assert one.as_numpy().ndim == 1
+        assert one.as_numpy().ndim == len(_OUTPUT_DIMS[one.name()])
     return {one.name(): one.as_numpy().tolist() for one in tensors}
 
 
@@ -267,6 +268,7 @@ def test_every_output() -> None:
     logprobs = json.loads(outputs.pop("logprobs")[0])
     assert outputs == {
         "text_output": ["né".encode()], "finish_reason": [b"length"], "cumulative_logprob": [-2.0],
+        "cum_log_probs": [-2.0], "output_log_probs": [[-0.5, -1.5]],
         "num_input_tokens": [4], "num_output_tokens": [2], "token_ids": [5, 6],
         "arrival_time_ns": [1], "first_scheduled_time_ns": [2], "first_token_time_ns": [3], "last_token_time_ns": [4],
         "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6], "priority": [2],
@@ -306,7 +308,8 @@ def test_an_element_for_each_sequence() -> None:
     del outputs["logprobs"]
     assert outputs == {
         "text_output": ["né".encode(), b"z"], "finish_reason": [b"length", b"length"],
-        "cumulative_logprob": [-2.0, -3.0], "num_input_tokens": [4], "num_output_tokens": [2, 1],
+        "cumulative_logprob": [-2.0, -3.0], "cum_log_probs": [-2.0, -3.0],
+        "output_log_probs": [[-0.5, -1.5], [0.0, 0.0]], "num_input_tokens": [4], "num_output_tokens": [2, 1],
         "token_ids": [5, 6, 9], "arrival_time_ns": [1, 0], "first_scheduled_time_ns": [2, 0],
         "first_token_time_ns": [3, 0], "last_token_time_ns": [4, 0], "kv_cache_reused_blocks": [5, 0],
         "kv_cache_alloc_new_blocks": [6, 0], "priority": [2, 0],

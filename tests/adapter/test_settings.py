@@ -45,7 +45,7 @@ def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
     settings = load(tmp_path / "demo", {"model": "weights", "max_num_seqs": "8"})
     assert settings.engine.model == str(weights)
     assert settings.engine.max_num_seqs == 8
-    assert settings.owner is settings.entry
+    assert settings.owner == settings.entry
     assert settings.entry.repository == tmp_path
     assert settings.entry.labels == {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
     assert settings.frontend.num_sender_threads == 4
@@ -63,6 +63,18 @@ def test_a_block_for_dynamic_batching_makes_a_native_queue(tmp_path: Path) -> No
     assert load(folder, {"model": "m"}, dynamic_batching={"priority_levels": 3}).has_native_queue
     assert load(folder, {"model": "m"}, dynamic_batching={}).has_native_queue
     assert not load(folder, {"model": "m"}).has_native_queue
+
+
+def test_the_dialect_fits_what_triton_was_told(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    given = {"model": "m", "io_dialect": "trtllm"}
+    assert load(folder, given, max_batch_size=1).frontend.io_dialect == "trtllm"
+    assert load(folder, {"model": "m"}).frontend.io_dialect == "vllm"
+    for parameters, max_batch_size in ((given, 0), ({"model": "m"}, 4)):
+        with pytest.raises(ConfigError, match=f"max_batch_size {max_batch_size}: set io_dialect in config.pbtxt"):
+            load(folder, parameters, max_batch_size=max_batch_size)
+    with pytest.raises(ConfigError, match="io_dialect is 'tensorrt': choose one of vllm, trtllm"):
+        load(folder, {"model": "m", "io_dialect": "tensorrt"})
 
 
 # Every setting of order, admission, preemption, strategy, control and sessions, as config.pbtxt spells it.

@@ -102,7 +102,7 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"logit_bias": [1]}, ["logit_bias", "object"]),
         ({"logit_bias": {"x": 1}}, ["logit_bias", "x"]),
         ({"logit_bias": {"1": 1, "01": 1}}, ["logit_bias", "1", "twice"]),
-        ({"logprobs": 10**9}, ["logprobs", "1000000000", "20"]),
+        ({"logprobs": 10**9}, ["logprobs", "1000000000", "256"]),
         ({"priority": 5}, ["priority", "5", "4"]),
         ({"seed": -2}, ["seed is -2"]),
         ({"seed": 2.0**63 + 2048}, ["seed arrived as the float 9.22337e+18", "sampling_parameters"]),

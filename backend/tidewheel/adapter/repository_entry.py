@@ -6,11 +6,13 @@ import json
 import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
+from tidewheel.engine_arguments import ARGUMENTS, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object
 from tidewheel.settings import coerce_setting, unknown_setting
@@ -29,6 +31,7 @@ class FrontendSettings:
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
+    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:
         if self.default_max_tokens != "context" and self.default_max_tokens < 1:
@@ -45,6 +48,7 @@ class ModelEntry:
     folder: Path  # absolute
     version: str
     parameters: Mapping[str, str]  # of config.pbtxt
+    model_label: str = ""  # of metrics; empty: name
 
     @property
     def repository(self) -> Path:
@@ -57,7 +61,12 @@ class ModelEntry:
     @property
     def labels(self) -> dict[str, str]:
         """Return vLLM's and Triton's labels of metrics."""
-        return {"model_name": self.name, "engine": "0", "model": self.name, "version": self.version}
+        return {
+            "model_name": self.model_label or self.name,
+            "engine": "0",
+            "model": self.name,
+            "version": self.version,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,10 @@ class ModelSettings:
     has_native_queue: bool  # Triton's queue sets the order
     entry: ModelEntry
     owner: ModelEntry  # of the engine
+
+    @property
+    def has_metrics(self) -> bool:
+        return self.frontend.REPORT_CUSTOM_METRICS and not self.engine.disable_log_stats
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
@@ -80,6 +93,7 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
     )
     settings = _read(entry)
     frontend = _take_frontend(settings)
+    _check_dialect(frontend.io_dialect, int(config.get("max_batch_size", 0)))
     engine_of = settings.pop("engine_of", None)
     owner = entry
     if engine_of is not None:
@@ -89,14 +103,23 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(engine_of))
+    engine = EngineConfig.from_settings(settings, base_dir=owner.version_folder)
     return ModelSettings(
-        engine=EngineConfig.from_settings(settings, base_dir=owner.version_folder),
+        engine=engine,
         frontend=frontend,
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         has_native_queue="dynamic_batching" in config,
-        entry=entry,
-        owner=owner,
+        entry=replace(entry, model_label=engine.served_model_name),
+        owner=replace(owner, model_label=engine.served_model_name),
     )
+
+
+def _check_dialect(dialect: IoDialect, max_batch_size: int) -> None:
+    if (dialect == "trtllm") != (max_batch_size > 0):
+        raise ConfigError(
+            f"io_dialect is {dialect} and max_batch_size {max_batch_size}: set io_dialect in config.pbtxt, "
+            "which Triton reads before model.json, and leave max_batch_size out"
+        )
 
 
 def _read(entry: ModelEntry) -> dict[str, object]:
@@ -108,10 +131,11 @@ def _read(entry: ModelEntry) -> dict[str, object]:
             )
         settings[key] = value
     known = {*setting_names(), *_frontend_hints(), "engine_of"}
-    for key in settings:
+    translated = translate(settings).settings
+    for key in translated:
         if key not in known:
-            raise ConfigError(unknown_setting(key, known))
-    return settings
+            raise ConfigError(unknown_setting(key, {*known, *ARGUMENTS}))
+    return dict(translated)
 
 
 def _same(text: object, value: object) -> bool:

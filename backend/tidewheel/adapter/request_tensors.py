@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tidewheel.adapter.responder import ResponseFormat
-from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
+from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS, IoDialect
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.coercion import check_size, parse_json, to_text
@@ -22,7 +22,13 @@ _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-
 
 
 def read_request(
-    request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int, max_request_s: float | None = None
+    request: Any,
+    *,
+    decoupled: bool,
+    max_prompt_bytes: int,
+    arrival_ns: int,
+    max_request_s: float | None = None,
+    dialect: IoDialect = "vllm",
 ) -> tuple[GenerateRequest, ResponseFormat]:
     """Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
@@ -31,21 +37,23 @@ def read_request(
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
     # By default only a text prompt is echoed: the client did not write the rendered template.
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
-    if stream and not exclude_input:
+    is_trtllm = dialect == "trtllm"
+    if stream and not exclude_input and not is_trtllm:
         # The text of Triton's vLLM backend, whose clients compare it.
         raise InvalidRequest(
             "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
         )
-    parameters = _parameters(request, inputs)
+    parameters = _parameters(request, inputs, is_trtllm=is_trtllm)
     has_logprobs = any(source.values.get("logprobs") is not None for source in parameters)
-    if _flag(inputs, "return_cumulative_logprob") and not has_logprobs:
-        chosen_alone = ParameterSource(origin="return_cumulative_logprob", values={"logprobs": 0})
-        parameters = (*parameters, chosen_alone)
     response_format = ResponseFormat(
         accumulate=_flag(inputs, "accumulate_tokens"),
         is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
+        is_trtllm=is_trtllm,
+        one_by_one=is_trtllm and decoupled,
         **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
     )
+    if not has_logprobs and (response_format.cumulative_logprob or response_format.log_probs):
+        parameters = (*parameters, ParameterSource(origin="output flag", values={"logprobs": 0}))  # the chosen alone
     return GenerateRequest(
         request_id=request.request_id(),
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
@@ -67,8 +75,10 @@ def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
     return min(timeout_us or limit_us, limit_us)
 
 
-def _parameters(request: Any, inputs: Mapping[str, Any]) -> tuple[ParameterSource, ...]:
+def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> tuple[ParameterSource, ...]:
     tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
+    if is_trtllm and tensors.get("top_p") == 0:
+        del tensors["top_p"]  # off, as in TensorRT-LLM
     sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
@@ -96,26 +106,32 @@ def _request_parameters(request: Any) -> dict[str, object]:
 def _parameter(tensor: Any) -> object:
     name = tensor.name()
     items = tensor.as_numpy().reshape(-1)
-    if items.dtype == np.object_:
-        check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
+    is_text = items.dtype == np.object_
+    num_bytes = sum(_LENGTH_BYTES + len(item) for item in items) if is_text else items.nbytes
+    check_size(name, num_bytes, MAX_PARAMETER_BYTES)
     if name in _LIST_NAMES:
-        return [to_text(name, item) for item in items]
-    value = _scalar(tensor)
-    if isinstance(value, int) and value < -1:
+        return [_to_python(name, item) for item in items]
+    if name == "logit_bias":
+        return parse_json(_scalar(tensor), name)
+    return _to_python(name, _scalar(tensor))
+
+
+def _to_python(name: str, item: Any) -> object:
+    if isinstance(item, bytes):
+        return to_text(name, item)
+    if isinstance(item, np.int32) and item < -1:
         raise InvalidRequest(
-            f"{name} arrived as {value}, and takes nothing below -1. Its tensor is INT32, to which Triton narrows "
+            f"{name} arrived as {item}, and takes nothing below -1. Its tensor is INT32, to which Triton narrows "
             "larger numbers: send at most 2147483647"
         )
-    return to_text(name, value) if isinstance(value, bytes) else value
+    return float(str(item)) if isinstance(item, np.float32) else item.item()  # 0.7, not 0.699999988
 
 
 def _scalar(tensor: Any) -> Any:
     array = tensor.as_numpy().reshape(-1)
     if array.size != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.size} elements: it must have one")
-    if array.dtype == np.float32:
-        return float(str(array[0]))  # 0.7, not 0.699999988
-    return array[0] if array.dtype == np.object_ else array[0].item()
+    return array[0]
 
 
 def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> bool:

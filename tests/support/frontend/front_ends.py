@@ -17,6 +17,8 @@ from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
+from tidewheel.frontend.preparation import RequestReader
+from tidewheel.frontend.prompt_process import Folder, LocalEncoder
 from tidewheel.frontend.tokenizer import Tokenizer
 
 
@@ -43,13 +45,19 @@ class FrontendHarness:
         self.engine = FakeEngine()
         self.info = make_info(folder, vocab_size=vocab_size)
         self.tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
+        reader = RequestReader(
+            self.info,
+            self.tokenizer,
+            LocalEncoder(Folder(folder, vocab_size, max_prompt_bytes)),
+            max_prompt_bytes=max_prompt_bytes,
+            default_max_tokens=default_max_tokens,
+        )
         self.frontend = Frontend(
             self.info,
-            folder,
+            reader,
             self.engine,
             max_prompt_bytes=max_prompt_bytes,
             door=door or RefusingDoor(),
-            default_max_tokens=default_max_tokens,
             num_senders=num_senders,
             poll_interval_s=poll_interval_s,
         )

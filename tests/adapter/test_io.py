@@ -135,6 +135,13 @@ def test_every_input_is_read_or_refused() -> None:
             continue
 
 
+def test_a_number_that_does_not_fit_its_tensor_is_named_as_it_arrived() -> None:
+    text = "top_k arrived as -2147483648, and takes nothing below -1. Its tensor is INT32"
+    with pytest.raises(InvalidRequest, match=text):
+        read(text_input="Hi", top_k=-(2**31))
+    assert parameters_of(read(text_input="Hi", top_k=-1)[0]) == {"input tensor": {"top_k": -1}}
+
+
 def test_json_and_request_parameters() -> None:
     request, _ = read({"top_p": 0.5, "id": "42", "n": 1}, text_input="Hi", sampling_parameters='{"seed": "1"}')
     assert parameters_of(request) == {
@@ -198,7 +205,7 @@ def test_wrong_shapes_and_bytes() -> None:
 
 def test_the_cumulative_logprob_switches_those_of_the_chosen_tokens_on() -> None:
     request, response_format = read(text_input="Hi", return_cumulative_logprob=True, return_logprobs=True)
-    assert parameters_of(request) == {"return flags": {"logprobs": 0}}
+    assert parameters_of(request) == {"output flag": {"logprobs": 0}}
     assert response_format.is_logprobs_null
 
 

@@ -45,16 +45,15 @@ def read_request(
         )
     parameters = _parameters(request, inputs, is_trtllm=is_trtllm)
     has_logprobs = any(source.values.get("logprobs") is not None for source in parameters)
-    wants_sums = _flag(inputs, "return_cumulative_logprob") or _flag(inputs, "return_log_probs")
-    if wants_sums and not has_logprobs:
-        parameters = (*parameters, ParameterSource(origin="return flags", values={"logprobs": 0}))  # the chosen alone
     response_format = ResponseFormat(
         accumulate=_flag(inputs, "accumulate_tokens"),
+        is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
         is_trtllm=is_trtllm,
         one_by_one=is_trtllm and decoupled,
-        is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
         **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
     )
+    if not has_logprobs and (response_format.cumulative_logprob or response_format.log_probs):
+        parameters = (*parameters, ParameterSource(origin="output flag", values={"logprobs": 0}))  # the chosen alone
     return GenerateRequest(
         request_id=request.request_id(),
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
@@ -120,6 +119,11 @@ def _parameter(tensor: Any) -> object:
 def _to_python(name: str, item: Any) -> object:
     if isinstance(item, bytes):
         return to_text(name, item)
+    if isinstance(item, np.int32) and item < -1:
+        raise InvalidRequest(
+            f"{name} arrived as {item}, and takes nothing below -1. Its tensor is INT32, to which Triton narrows "
+            "larger numbers: send at most 2147483647"
+        )
     return float(str(item)) if isinstance(item, np.float32) else item.item()  # 0.7, not 0.699999988
 
 

@@ -47,6 +47,7 @@ SAMPLING_INPUTS = (
     *_specs("TYPE_FP32", "embedding_bias_weights", (-1,)),
     *_specs("TYPE_STRING", "guided_decoding_guide_type guided_decoding_guide"),
     *_specs("TYPE_BOOL", "return_context_logits return_generation_logits"),
+    *_specs("TYPE_STRING", "image", (-1,)),
 )
 INPUTS = (
     *_specs("TYPE_STRING", "text_input messages sampling_parameters"),

@@ -17,6 +17,7 @@ from tidewheel.version import __version__
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
     "check": "say what is wrong with a model repository before it is deployed",
+    "migrate": "turn entries of Triton's vLLM or TensorRT-LLM backend into ours",
     "generate": "send one prompt and stream the answer",
     "chat": "talk to a model",
     "simulate": "try a deployment under a load, with the real scheduler under a modelled clock",

@@ -4,7 +4,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from tidewheel.errors import ConfigError
@@ -28,10 +28,8 @@ def unknown_setting(key: str, known: Iterable[str]) -> str:
 
 def coerce_setting(key: str, raw: object, hint: object) -> object:
     """Convert text or a JSON value to the declared type. Raise `ConfigError`."""
-    if isinstance(hint, types.UnionType):
-        if raw is None:
-            return None
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return _coerce_either(key, raw, typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if raw not in choices:
@@ -46,6 +44,18 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
             raise ConfigError(f"{key} is {raw!r}: it must be text")
         return raw
     return _coerce_number(key, raw, int if hint is int else float)
+
+
+def _coerce_either(key: str, raw: object, hints: Sequence[object]) -> object:
+    """Convert to the first kind that is no word, unless the value is one of the words or None."""
+    words = [word for hint in hints if typing.get_origin(hint) is Literal for word in typing.get_args(hint)]
+    if raw in words or (raw is None and type(None) in hints):
+        return raw
+    hint = next(hint for hint in hints if hint is not type(None) and typing.get_origin(hint) is not Literal)
+    try:
+        return coerce_setting(key, raw, hint)
+    except ConfigError as error:
+        raise ConfigError(" or ".join((str(error), *words))) from None
 
 
 def _coerce_bool(key: str, raw: object) -> bool:

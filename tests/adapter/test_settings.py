@@ -65,6 +65,18 @@ def test_a_block_for_dynamic_batching_makes_a_native_queue(tmp_path: Path) -> No
     assert not load(folder, {"model": "m"}).has_native_queue
 
 
+def test_the_dialect_fits_what_triton_was_told(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    given = {"model": "m", "io_dialect": "trtllm"}
+    assert load(folder, given, max_batch_size=1).frontend.io_dialect == "trtllm"
+    assert load(folder, {"model": "m"}).frontend.io_dialect == "vllm"
+    for parameters, max_batch_size in ((given, 0), ({"model": "m"}, 4)):
+        with pytest.raises(ConfigError, match=f"max_batch_size {max_batch_size}: set io_dialect in config.pbtxt"):
+            load(folder, parameters, max_batch_size=max_batch_size)
+    with pytest.raises(ConfigError, match="io_dialect is 'tensorrt': choose one of vllm, trtllm"):
+        load(folder, {"model": "m", "io_dialect": "tensorrt"})
+
+
 # Every setting of order, admission, preemption, strategy, control and sessions, as config.pbtxt spells it.
 SCHEDULING: list[tuple[dict[str, str], dict[str, object]]] = [
     ({"scheduling_policy": "sjf"}, {"scheduling_policy": "sjf"}),
@@ -120,7 +132,14 @@ def test_tenants_as_an_object(tmp_path: Path) -> None:
 def test_frontend_settings_are_not_the_engines(tmp_path: Path) -> None:
     settings = load_new(tmp_path, {"model": "m", "num_sender_threads": "2", "REPORT_CUSTOM_METRICS": "false"})
     assert settings.frontend.num_sender_threads == 2
+    assert settings.frontend.max_request_s is None
     assert not settings.frontend.REPORT_CUSTOM_METRICS
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, 16), ("100", 100), ("context", "context")])
+def test_default_of_max_tokens(tmp_path: Path, text: str | None, expected: int | str) -> None:
+    parameters = {} if text is None else {"default_max_tokens": text}
+    assert load_new(tmp_path, {"model": "m", **parameters}).frontend.default_max_tokens == expected
 
 
 def test_parameters_of_the_python_backend_are_left_to_it(tmp_path: Path) -> None:
@@ -158,6 +177,10 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "num_sender_thread": "4"}, ["'num_sender_thread'", "'num_sender_threads'"]),
         ({"model": "m", "num_sender_threads": "0"}, ["num_sender_threads", "0", "64"]),
         ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),
+        ({"model": "m", "default_max_tokens": "0"}, ["default_max_tokens", "0", "1", "context"]),
+        ({"model": "m", "default_max_tokens": "full"}, ["default_max_tokens", "full", "integer or context"]),
+        ({"model": "m", "max_request_s": "0"}, ["max_request_s", "0", "seconds"]),
+        ({"model": "m", "max_request_s": "inf"}, ["max_request_s", "inf", "above 0"]),
         ({"model": "m", "block_size": "17"}, ["block_size", "17"]),
         ({"model": "m", "scheduling_policy": "lifo"}, ["scheduling_policy", "lifo", "fifo", "density"]),
         ({"model": "m", "scheduling_strategy": "magic"}, ["scheduling_strategy", "magic", "hybrid"]),

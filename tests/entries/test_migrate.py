@@ -9,7 +9,6 @@ import pytest
 
 from entries.conftest import WriteEntry
 from support.triton.serving import WEIGHTS
-from tidewheel.adapter.repository_entry import known_settings
 from tidewheel.cli.main import main
 from tidewheel.entries.checking import check
 from tidewheel.entries.entry import parse_config
@@ -256,7 +255,6 @@ def test_an_ensemble_of_tensorrt_llm(trtllm: Path, tmp_path: Path, capsys: pytes
     )
 
 
-@pytest.mark.skipif("io_dialect" not in known_settings(), reason="the backend has no io_dialect yet")
 def test_the_ensemble_is_clean(trtllm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     migrate(capsys, trtllm, "--out", tmp_path / "out", "--model", WEIGHTS)
     report = check(tmp_path / "out", is_this_machine=False)

@@ -103,6 +103,9 @@ MISTAKES = {
     "no effect": Mistake(
         "settings", "model.json:1:2", "max_loras", "no effect here … LoRA", "", '{"max_loras": 2}', "note"
     ),
+    "a dialect that Triton does not see": Mistake(
+        "settings", "model.json:1:2", "io_dialect", "io_dialect in config.pbtxt", "", '{"io_dialect": "trtllm"}'
+    ),
     "a limit of tenants": Mistake(
         "settings", "config.pbtxt:4:14", "parameters.tenants", "tenants.a … 'wieght' … 'weight'",
         setting("tenants", "{\\\"a\\\": {\\\"wieght\\\": 2}}"),

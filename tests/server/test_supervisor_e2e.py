@@ -15,6 +15,7 @@ import pytest
 import requests
 
 from support.triton.serving import Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel.server.supervisor import REAP_GRACE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -202,6 +203,34 @@ def test_a_death_ends_the_group(server: Server, folder: Path, victim: str) -> No
     assert "died" in server.log.read_text()
 
 
+def stubs(server: Server) -> list[psutil.Process]:
+    return [process for process in server.descendants() if process.name().startswith("triton_python_b")]
+
+
+def control(server: Server, action: str) -> requests.Response:
+    return requests.post(f"{server.http}/v2/repository/models/words/{action}", timeout=60)
+
+
+def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path) -> None:
+    server = wait_ready(serve(folder, "--model-control", "explicit", "--models", "words"))
+    assert control(server, "unload").ok
+    wait_for(lambda: not stubs(server), STOP_LIMIT_S, "end of the stub")
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.process.wait(REAP_GRACE_S + 1.0)
+    model = folder / "repository" / "words" / "1" / "model.py"
+    text = model.read_text()
+    model.write_text(
+        text.replace("def initialize(self, args):\n", "def initialize(self, args):\n        raise OSError\n")
+    )
+    assert control(server, "load").status_code == 400
+    model.write_text(text)
+    assert control(server, "load").ok
+    (stub,) = stubs(server)
+    stub.kill()
+    assert wait_end(server, DEATH_LIMIT_S) == 1
+    assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
+
+
 def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path) -> None:
     traces = Traces(server, folder)
     server.process.kill()
@@ -264,6 +293,8 @@ def test_port_in_use_is_one_line(server: Server, folder: Path) -> None:
         (["--model", "a/b", "--models", "x"], 2, "--models"),
         (["--model-repository", "model_repository", "--models", "x"], 1, "baseline_dynamic"),
         (["--set", "dtype=float32"], 2, "--set"),
+        (["--model-control", "explicit", "--repository-poll-s", "3"], 2, "poll, not with explicit"),
+        (["--model-repository", "model_repository", "--model-control", "explicit", "--models", "x"], 1, "demo_infer"),
         (["--model", "a/b", "--log-file", "/no/such/folder/log"], 1, "--log-file"),
         (["--model", "a/b", "--tritonserver", "/no/such/program"], 1, "/no/such/program"),
     ],

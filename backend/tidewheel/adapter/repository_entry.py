@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import ARGUMENTS, translate
 from tidewheel.errors import ConfigError
@@ -27,8 +29,15 @@ _MAX_SENDER_THREADS = 64
 class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
+    default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
+    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
+    max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
 
     def __post_init__(self) -> None:
+        if self.default_max_tokens != "context" and self.default_max_tokens < 1:
+            raise ConfigError(f"default_max_tokens is {self.default_max_tokens}: use 1 or more, or context")
+        if self.max_request_s is not None and not 0.0 < self.max_request_s < math.inf:
+            raise ConfigError(f"max_request_s is {self.max_request_s:g}: it must be above 0, in seconds")
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
 
@@ -89,12 +98,17 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
         entry,
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         has_native_queue="dynamic_batching" in config,
+        max_batch_size=int(config.get("max_batch_size", 0)),
     )
 
 
-def resolve_settings(entry: ModelEntry, *, decoupled: bool, has_native_queue: bool) -> ModelSettings:
+def resolve_settings(
+    entry: ModelEntry, *, decoupled: bool, has_native_queue: bool, max_batch_size: int
+) -> ModelSettings:
+    """Raise `ConfigError`."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
+    _check_dialect(frontend.io_dialect, max_batch_size)
     engine_of = settings.pop("engine_of", None)
     owner = entry
     if engine_of is not None:
@@ -113,6 +127,14 @@ def resolve_settings(entry: ModelEntry, *, decoupled: bool, has_native_queue: bo
         entry=replace(entry, model_label=engine.served_model_name),
         owner=replace(owner, model_label=engine.served_model_name),
     )
+
+
+def _check_dialect(dialect: IoDialect, max_batch_size: int) -> None:
+    if (dialect == "trtllm") != (max_batch_size > 0):
+        raise ConfigError(
+            f"io_dialect is {dialect} and max_batch_size {max_batch_size}: set io_dialect in config.pbtxt, "
+            "which Triton reads before model.json, and leave max_batch_size out"
+        )
 
 
 def _read(entry: ModelEntry) -> dict[str, object]:

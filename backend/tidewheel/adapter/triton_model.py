@@ -23,8 +23,12 @@ from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
-from tidewheel.frontend.frontend import EngineRelay, Frontend
+from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.preparation import RequestReader
+from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +76,11 @@ class TritonPythonModel:
             info = self._client.start(settings.engine.engine_start_timeout_s)
             self._frontend = relay.frontend = Frontend(
                 info,
-                Path(settings.engine.tokenizer or info.model),
+                _make_reader(settings, info),
                 self._client,
                 max_prompt_bytes=settings.engine.max_prompt_bytes,
                 door=door,
                 num_senders=settings.frontend.num_sender_threads,
-                defaults=_load_defaults(info, settings.engine),
             )
         except BaseException:
             self._client.close()
@@ -97,7 +100,9 @@ class TritonPythonModel:
                 request,
                 decoupled=self._settings.decoupled,
                 max_prompt_bytes=self._settings.engine.max_prompt_bytes,
+                max_request_s=self._settings.frontend.max_request_s,
                 arrival_ns=arrival_ns,
+                dialect=self._settings.frontend.io_dialect,
             )
             self._frontend.submit(generate, sink)
         except TidewheelError as error:
@@ -124,6 +129,26 @@ class TritonPythonModel:
                 engine.follow(relay.stats)
 
         return MetricsPublisher(flush)
+
+
+def _make_reader(settings: ModelSettings, info: EngineInfo) -> RequestReader:
+    """Raise `ConfigError` without a usable tokenizer."""
+    config = settings.engine
+    folder = Folder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
+    encoder = PromptWorkers(folder, NUM_TOKENIZERS)
+    try:
+        encoder.wait_tried()  # before this process reads the same files
+        return RequestReader(
+            info,
+            Tokenizer.load(folder.path, vocab_size=info.vocab_size),
+            encoder,
+            max_prompt_bytes=config.max_prompt_bytes,
+            default_max_tokens=settings.frontend.default_max_tokens,
+            defaults=_load_defaults(info, config),
+        )
+    except BaseException:
+        encoder.close()
+        raise
 
 
 def _load_defaults(info: EngineInfo, config: EngineConfig) -> GenerationDefaults:

@@ -97,8 +97,8 @@ def _read_comments(source: str) -> dict[str, tuple[str, str]]:
 
 
 def _kind(hint: object) -> str:
-    if isinstance(hint, types.UnionType):
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_kind(arg) for arg in typing.get_args(hint) if arg is not type(None))
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     return _KINDS[hint]

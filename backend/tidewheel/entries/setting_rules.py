@@ -40,7 +40,10 @@ def judge_settings(entry: Entry) -> Judgement:
         )
         try:
             settings = resolve_settings(
-                model, decoupled=entry.is_decoupled, has_native_queue=entry.config.HasField("dynamic_batching")
+                model,
+                decoupled=entry.is_decoupled,
+                has_native_queue=entry.config.HasField("dynamic_batching"),
+                max_batch_size=int(entry.parameters.get("io_dialect") == "trtllm"),  # as completed
             )
             is_known = settings.engine.model != _NO_MODEL
             return Judgement([*problems, *_without_effect(entry)], settings if is_known else None)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import json
+import functools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from support.entries.foreign_entries import write_entry
 from support.triton.serving import WEIGHTS
 from tidewheel.entries.entry import Machine
 
@@ -17,16 +18,7 @@ WriteEntry = Callable[..., Path]
 def write(tmp_path: Path) -> WriteEntry:
     """Write an entry into the repository `tmp_path / "models"`."""
 
-    def write_entry(name: str, config: str, model_json: Mapping[str, object] | str | None = None) -> Path:
-        folder = tmp_path / "models" / name
-        (folder / "1").mkdir(parents=True)
-        (folder / "config.pbtxt").write_text(config)
-        if model_json is not None:
-            text = model_json if isinstance(model_json, str) else json.dumps(model_json, indent=4)
-            (folder / "1" / "model.json").write_text(text)
-        return folder
-
-    return write_entry
+    return functools.partial(write_entry, tmp_path / "models")
 
 
 @pytest.fixture

@@ -8,58 +8,11 @@ from pathlib import Path
 import pytest
 
 from entries.conftest import WriteEntry
+from support.entries.foreign_entries import SAMPLE, SAMPLE_JSON, pbtxt, write_trtllm
 from support.triton.serving import WEIGHTS
 from tidewheel.cli.main import main
 from tidewheel.entries.checking import check
 from tidewheel.entries.entry import parse_config
-
-# As in the vLLM backend's samples/model_repository/vllm_model.
-SAMPLE = """# The server knows nothing of vLLM.
-name: "sample"
-backend: "vllm"  # not ours yet
-max_batch_size: 0
-model_transaction_policy {
-  decoupled: True
-}
-input [
-  {
-    name: "text_input"
-    data_type: TYPE_STRING
-    dims: [ 1 ]
-  },
-  {
-    name: "stream"
-    data_type: TYPE_BOOL
-    dims: [ 1 ]
-  },
-  {
-    name: "sampling_parameters"
-    data_type: TYPE_STRING
-    dims: [ 1 ]
-    optional: true
-  }
-]
-output [
-  {
-    name: "text_output"
-    data_type: TYPE_STRING
-    dims: [ -1 ]
-  }
-]
-instance_group [
-  {
-    count: 1
-    kind: KIND_MODEL
-  }
-]
-"""
-SAMPLE_JSON = {
-    "model": "facebook/opt-125m",
-    "disable_log_requests": True,
-    "gpu_memory_utilization": 0.5,
-    "enforce_eager": True,
-    "disable_log_stats": False,
-}
 
 
 def migrate(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> list[str]:
@@ -179,49 +132,9 @@ def test_what_cannot_be_migrated(
     assert words in capsys.readouterr().err
 
 
-# As fill_template.py of tensorrtllm_backend leaves its all_models/inflight_batcher_llm; what it does not fill in
-# counts as absent there too.
-ENGINE = """name: "tensorrt_llm"
-backend: "tensorrtllm"
-max_batch_size: 16
-model_transaction_policy { decoupled: True }
-dynamic_batching {
-    preferred_batch_size: [ 16 ]
-    max_queue_delay_microseconds: 100
-    default_queue_policy: { max_queue_size: 500 }
-}
-input [ { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] } ]
-"""
-PARAMETERS = {
-    "max_beam_width": "2", "FORCE_CPU_ONLY_INPUT_TENSORS": "no", "gpt_model_type": "inflight_fused_batching",
-    "gpt_model_path": "/engines/llama", "max_tokens_in_paged_kv_cache": "${max_tokens_in_paged_kv_cache}",
-    "batch_scheduler_policy": "max_utilization", "kv_cache_free_gpu_mem_fraction": "0.7",
-    "kv_cache_host_memory_bytes": "1073741824", "enable_kv_cache_reuse": "true", "enable_chunked_context": "true",
-    "gpu_device_ids": "1", "decoding_mode": "${decoding_mode}", "medusa_choices": "[[0]]", "novel_option": "3",
-}  # fmt: skip
-
-
-def pbtxt(head: str, parameters: dict[str, str]) -> str:
-    return head + "".join(
-        f'parameters: {{\n  key: "{key}"\n  value: {{\n    string_value: "{text}"\n  }}\n}}\n'
-        for key, text in parameters.items()
-    )
-
-
 @pytest.fixture
-def trtllm(write: WriteEntry, tmp_path: Path) -> Path:
-    tokenizer = {"tokenizer_dir": "/models/llama"}
-    write("preprocessing", pbtxt('backend: "python"\nmax_batch_size: 16\n', tokenizer))
-    write("postprocessing", pbtxt('backend: "python"\nmax_batch_size: 16\n', tokenizer))
-    write("tensorrt_llm", pbtxt(ENGINE, PARAMETERS))
-    bls = {"accumulate_tokens": "${accumulate_tokens}", "tensorrt_llm_model_name": "${tensorrt_llm_model_name}"}
-    write("tensorrt_llm_bls", pbtxt('backend: "python"\nmax_batch_size: 16\n', bls))
-    steps = "".join(
-        f'step {{ model_name: "{name}" }} ' for name in ("preprocessing", "tensorrt_llm", "postprocessing")
-    )
-    write("ensemble", f'platform: "ensemble"\nmax_batch_size: 16\nensemble_scheduling {{ {steps}}}\n')
-    write("add_sub", 'backend: "python"\n')
-    return tmp_path / "models"
+def trtllm(tmp_path: Path) -> Path:
+    return write_trtllm(tmp_path / "models")
 
 
 def test_an_ensemble_of_tensorrt_llm(trtllm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +147,7 @@ def test_an_ensemble_of_tensorrt_llm(trtllm: Path, tmp_path: Path, capsys: pytes
     assert {key: value.string_value for key, value in ensemble.parameters.items()} == {
         "model": str(WEIGHTS), "io_dialect": "trtllm", "gpu_memory_utilization": "0.7",
         "enable_prefix_caching": "true",
-        "swap_space": "1", "admit_by_growth": "false", "max_num_seqs": "16", "max_waiting_requests": "500",
+        "swap_space": "0.0625", "admit_by_growth": "false", "max_num_seqs": "16", "max_waiting_requests": "500",
     }  # fmt: skip
     assert {key: value.string_value for key, value in bls.parameters.items()} == {
         "engine_of": "ensemble", "io_dialect": "trtllm",

@@ -13,11 +13,15 @@ JSON_SETTINGS = ("tenants", "override_generation_config")  # text in `config.pbt
 _MOST_SHOWN = 16
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most like it; empty if none is."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
+
+
 def unknown_setting(key: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    if near:
-        return f"unknown setting {key!r}; did you mean {near[0]!r}?"
+    if near := nearest(key, known):
+        return f"unknown setting {key!r}; did you mean {near!r}?"
     where = f"known settings: {', '.join(known)}" if len(known) <= _MOST_SHOWN else "docs/settings.md lists them"
     return f"unknown setting {key!r}; {where}"
 

@@ -51,6 +51,7 @@ LAYERS = {
     "tidewheel.adapter": 5,
     "tidewheel.baseline": 5,
     "tidewheel.server": 6,
+    "tidewheel.entries": 6,
     "tidewheel.bench": 7,
     "tidewheel.simulate": 7,
     "tidewheel.workload": 7,

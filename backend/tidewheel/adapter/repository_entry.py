@@ -48,6 +48,7 @@ class ModelEntry:
     folder: Path  # absolute
     version: str
     parameters: Mapping[str, str]  # of config.pbtxt
+    model_json: Mapping[str, object]
     model_label: str = ""  # of metrics; empty: name
 
     @property
@@ -85,15 +86,29 @@ class ModelSettings:
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
     config = json.loads(args["model_config"])
+    folder, version = Path(args["model_repository"]).resolve(), args["model_version"]
     entry = ModelEntry(
         name=args["model_name"],
-        folder=Path(args["model_repository"]).resolve(),
-        version=args["model_version"],
+        folder=folder,
+        version=version,
         parameters={key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()},
+        model_json=read_object(folder / version / MODEL_JSON),
     )
+    return resolve_settings(
+        entry,
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        has_native_queue="dynamic_batching" in config,
+        max_batch_size=int(config.get("max_batch_size", 0)),
+    )
+
+
+def resolve_settings(
+    entry: ModelEntry, *, decoupled: bool, has_native_queue: bool, max_batch_size: int
+) -> ModelSettings:
+    """Raise `ConfigError`."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
-    _check_dialect(frontend.io_dialect, int(config.get("max_batch_size", 0)))
+    _check_dialect(frontend.io_dialect, max_batch_size)
     engine_of = settings.pop("engine_of", None)
     owner = entry
     if engine_of is not None:
@@ -107,8 +122,8 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
     return ModelSettings(
         engine=engine,
         frontend=frontend,
-        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
-        has_native_queue="dynamic_batching" in config,
+        decoupled=decoupled,
+        has_native_queue=has_native_queue,
         entry=replace(entry, model_label=engine.served_model_name),
         owner=replace(owner, model_label=engine.served_model_name),
     )
@@ -124,7 +139,7 @@ def _check_dialect(dialect: IoDialect, max_batch_size: int) -> None:
 
 def _read(entry: ModelEntry) -> dict[str, object]:
     settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in TRITON_PARAMETERS}
-    for key, value in read_object(entry.version_folder / MODEL_JSON).items():
+    for key, value in entry.model_json.items():
         if key in settings and not _same(settings[key], value):
             raise ConfigError(
                 f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
@@ -147,12 +162,15 @@ def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None)
 
 
 def _known(settings: Mapping[str, object]) -> dict[str, object]:
-    known = {*setting_names(), *_frontend_hints(), "engine_of"}
-    translated = translate(settings).settings
+    known, translated = known_settings(), translate(settings).settings
     for key in translated:
         if key not in known:
             raise ConfigError(unknown_setting(key, {*known, *ARGUMENTS}))
     return dict(translated)
+
+
+def known_settings() -> set[str]:
+    return {*setting_names(), *_frontend_hints(), "engine_of"}
 
 
 def _same(text: object, value: object) -> bool:
@@ -180,8 +198,13 @@ def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, ob
     path = twin.repository / name / "config.pbtxt"
     if Path(name).name != name or not path.is_file():
         raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")
+    folder, version = path.parent, _latest_version(path.parent)
     owner = ModelEntry(
-        name=name, folder=path.parent, version=_latest_version(path.parent), parameters=_read_pbtxt(path)
+        name=name,
+        folder=folder,
+        version=version,
+        parameters=_read_pbtxt(path),
+        model_json=read_object(folder / version / MODEL_JSON),
     )
     settings = _read(owner)
     _take_frontend(settings)

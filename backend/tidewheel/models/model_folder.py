@@ -155,3 +155,22 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
         raise ConfigError(
             f"model {model!r} is no folder and cannot be fetched from Hugging Face: {one_line(error)}"
         ) from None
+
+
+def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path | None:
+    """Return the folder without a download; None for a Hugging Face id that is not in the cache."""
+    is_id = model.count("/") == 1 and not Path(model).is_absolute()
+    if Path(model).expanduser().exists() or not is_id:
+        return resolve_folder(model)
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision or None,
+                cache_dir=cache_dir or None,
+                allow_patterns=WANTED,
+                local_files_only=True,
+            )
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None

@@ -94,6 +94,11 @@ def select(repository: Path, names: Sequence[str], target: Path) -> Path:
 
 def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
     (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(entry_text(parameters, decoupled=decoupled), encoding="utf-8")
+
+
+def entry_text(parameters: Mapping[str, str], *, decoupled: bool) -> str:
+    """Return the `config.pbtxt` of an entry."""
     lines = [
         'backend: "tidewheel"',
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",
@@ -103,7 +108,7 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
         f'parameters {{ key: "{key}" value: {{ string_value: "{_escape(value)}" }} }}'
         for key, value in parameters.items()
     ]
-    (folder / "config.pbtxt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def _escape(text: str) -> str:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tidewheel.errors import InvalidRequest
 
 # Caps checked before allocation.
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 256  # an engine's own limit is max_logprobs
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64

@@ -45,7 +45,7 @@ def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
     settings = load(tmp_path / "demo", {"model": "weights", "max_num_seqs": "8"})
     assert settings.engine.model == str(weights)
     assert settings.engine.max_num_seqs == 8
-    assert settings.owner is settings.entry
+    assert settings.owner == settings.entry
     assert settings.entry.repository == tmp_path
     assert settings.entry.labels == {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
     assert settings.frontend.num_sender_threads == 4
@@ -135,6 +135,12 @@ def test_frontend_settings_are_not_the_engines(tmp_path: Path) -> None:
     assert not settings.frontend.REPORT_CUSTOM_METRICS
 
 
+@pytest.mark.parametrize(("text", "expected"), [(None, 16), ("100", 100), ("context", "context")])
+def test_default_of_max_tokens(tmp_path: Path, text: str | None, expected: int | str) -> None:
+    parameters = {} if text is None else {"default_max_tokens": text}
+    assert load_new(tmp_path, {"model": "m", **parameters}).frontend.default_max_tokens == expected
+
+
 def test_parameters_of_the_python_backend_are_left_to_it(tmp_path: Path) -> None:
     assert load_new(tmp_path, {"model": "m", "EXECUTION_ENV_PATH": "env.tar.gz"}).engine.model == "m"
 
@@ -170,6 +176,8 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "num_sender_thread": "4"}, ["'num_sender_thread'", "'num_sender_threads'"]),
         ({"model": "m", "num_sender_threads": "0"}, ["num_sender_threads", "0", "64"]),
         ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),
+        ({"model": "m", "default_max_tokens": "0"}, ["default_max_tokens", "0", "1", "context"]),
+        ({"model": "m", "default_max_tokens": "full"}, ["default_max_tokens", "full", "integer or context"]),
         ({"model": "m", "block_size": "17"}, ["block_size", "17"]),
         ({"model": "m", "scheduling_policy": "lifo"}, ["scheduling_policy", "lifo", "fifo", "density"]),
         ({"model": "m", "scheduling_strategy": "magic"}, ["scheduling_strategy", "magic", "hybrid"]),

@@ -12,6 +12,7 @@ from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.preparation import phrase_ids
 from tidewheel.frontend.tokenizer import Tokenizer
 
 
@@ -88,10 +89,10 @@ def test_the_text_of_one_token_keeps_its_space(family: str) -> None:
 
 def test_phrases_at_the_start_and_after_a_space() -> None:
     tokenizer = make_tokenizer()
-    spellings = tokenizer.phrase_ids("fox")
+    spellings = phrase_ids("fox", tokenizer, tokenizer.vocab_size)
     assert {tokenizer.decode(ids) for ids in spellings} == {"fox", " fox"}
-    assert tokenizer.phrase_ids(" fox") == spellings
-    assert tokenizer.phrase_ids("  ")
+    assert phrase_ids(" fox", tokenizer, tokenizer.vocab_size) == spellings
+    assert phrase_ids("  ", tokenizer, tokenizer.vocab_size)
 
 
 @pytest.mark.parametrize("family", BACKENDS)

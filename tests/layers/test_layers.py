@@ -29,6 +29,7 @@ LAYERS = {
     "tidewheel.private_dir": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,
+    "tidewheel.engine_arguments": 0,
     "tidewheel.tenants": 0,
     "tidewheel.sampling": 0,
     "tidewheel.request": 0,

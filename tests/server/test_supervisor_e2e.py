@@ -15,6 +15,7 @@ import pytest
 import requests
 
 from support.triton.serving import Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel.server.supervisor import REAP_GRACE_S
 
 pytestmark = pytest.mark.e2e
 
@@ -200,6 +201,35 @@ def test_a_death_ends_the_group(server: Server, folder: Path, victim: str) -> No
     assert wait_end(server, DEATH_LIMIT_S) == 1
     traces.assert_nothing_left()
     assert "died" in server.log.read_text()
+
+
+def stubs(server: Server) -> list[psutil.Process]:
+    return [process for process in server.descendants() if process.name().startswith("triton_python_b")]
+
+
+def control(server: Server, action: str) -> requests.Response:
+    return requests.post(f"{server.http}/v2/repository/models/words/{action}", timeout=60)
+
+
+def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path) -> None:
+    mode = ("--triton-arg=--model-control-mode=explicit", "--triton-arg=--load-model=words")
+    server = wait_ready(serve(folder, *mode))
+    assert control(server, "unload").ok
+    wait_for(lambda: not stubs(server), STOP_LIMIT_S, "end of the stub")
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.process.wait(REAP_GRACE_S + 1.0)
+    model = folder / "repository" / "words" / "1" / "model.py"
+    text = model.read_text()
+    model.write_text(
+        text.replace("def initialize(self, args):\n", "def initialize(self, args):\n        raise OSError\n")
+    )
+    assert control(server, "load").status_code == 400
+    model.write_text(text)
+    assert control(server, "load").ok
+    (stub,) = stubs(server)
+    stub.kill()
+    assert wait_end(server, DEATH_LIMIT_S) == 1
+    assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
 
 
 def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path) -> None:

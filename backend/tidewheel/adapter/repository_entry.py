@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
+from tidewheel.engine_arguments import ARGUMENTS, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object
 from tidewheel.settings import coerce_setting, unknown_setting
@@ -28,8 +29,11 @@ class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
+    default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
 
     def __post_init__(self) -> None:
+        if self.default_max_tokens != "context" and self.default_max_tokens < 1:
+            raise ConfigError(f"default_max_tokens is {self.default_max_tokens}: use 1 or more, or context")
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
 
@@ -40,6 +44,7 @@ class ModelEntry:
     folder: Path  # absolute
     version: str
     parameters: Mapping[str, str]  # of config.pbtxt
+    model_label: str = ""  # of metrics; empty: name
 
     @property
     def repository(self) -> Path:
@@ -52,7 +57,12 @@ class ModelEntry:
     @property
     def labels(self) -> dict[str, str]:
         """Return vLLM's and Triton's labels of metrics."""
-        return {"model_name": self.name, "engine": "0", "model": self.name, "version": self.version}
+        return {
+            "model_name": self.model_label or self.name,
+            "engine": "0",
+            "model": self.name,
+            "version": self.version,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +73,10 @@ class ModelSettings:
     has_native_queue: bool  # Triton's queue sets the order
     entry: ModelEntry
     owner: ModelEntry  # of the engine
+
+    @property
+    def has_metrics(self) -> bool:
+        return self.frontend.REPORT_CUSTOM_METRICS and not self.engine.disable_log_stats
 
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
@@ -85,13 +99,14 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(engine_of))
+    engine = EngineConfig.from_settings(settings, base_dir=owner.version_folder)
     return ModelSettings(
-        engine=EngineConfig.from_settings(settings, base_dir=owner.version_folder),
+        engine=engine,
         frontend=frontend,
         decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
         has_native_queue="dynamic_batching" in config,
-        entry=entry,
-        owner=owner,
+        entry=replace(entry, model_label=engine.served_model_name),
+        owner=replace(owner, model_label=engine.served_model_name),
     )
 
 
@@ -112,10 +127,11 @@ def _read(entry: ModelEntry) -> dict[str, object]:
             )
         settings[key] = value
     known = {*setting_names(), *_frontend_hints(), "engine_of"}
-    for key in settings:
+    translated = translate(settings).settings
+    for key in translated:
         if key not in known:
-            raise ConfigError(unknown_setting(key, known))
-    return settings
+            raise ConfigError(unknown_setting(key, {*known, *ARGUMENTS}))
+    return dict(translated)
 
 
 def _same(text: object, value: object) -> bool:

@@ -42,6 +42,7 @@ COERCIONS: dict[str, Coercion] = {
 ALIASES = {
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
     "min_length": "min_tokens",
     "stop_words": "stop",
     "random_seed": "seed",

@@ -15,7 +15,8 @@ def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, 
     """Write an entry and its non-decoupled twin. Raise `ConfigError` for wrong settings."""
     model = resolve_model(model)
     EngineConfig.from_settings({"model": model, **settings})
-    _write(repository / name, {"model": model, **settings}, decoupled=True)
+    # Like `vllm serve`, and unlike entries that are written for Triton.
+    _write(repository / name, {"model": model, "generation_config": "auto", **settings}, decoupled=True)
     _write(repository / f"{name}{TWIN_SUFFIX}", {"engine_of": name}, decoupled=False)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.folder import engine_dir, read_status
+from tidewheel.engine.folder import engine_dir, engine_dirs, read_status
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints
@@ -63,7 +63,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 _announce(console, plan, log.version, with_endpoints=session is None)
                 _stay(supervisor, plan.endpoints, session)
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(list(plan.engines.values()), options.drain_s)
+                supervisor.drain(engine_dirs(), options.drain_s)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 

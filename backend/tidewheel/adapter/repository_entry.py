@@ -28,8 +28,8 @@ _MAX_SENDER_THREADS = 64
 class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
-    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
+    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:
         if self.default_max_tokens != "context" and self.default_max_tokens < 1:

@@ -117,7 +117,7 @@ class Draining(TidewheelError):
 
 
 class DeadlineExceeded(TidewheelError):
-    """`deadline_ms` or Triton's `timeout` passed before the request started, or would pass before its first token.
+    """`deadline_ms`, Triton's `timeout` or `max_request_s` passed before the start, or would before the first token.
 
     Allow more time, ask for a higher class, or add capacity. A request that ran ends with `finish_reason` `deadline`.
     """

@@ -68,6 +68,16 @@ def test_input_ids_are_copied_out_of_tritons_memory() -> None:
     assert generate.input_ids.dtype == np.int32
 
 
+@pytest.mark.parametrize(
+    ("timeout_us", "max_request_s", "expected"),
+    [(0, None, 0), (7, None, 7), (0, 0.5, 500_000), (7, 0.5, 7), (900_000, 0.5, 500_000), (2**64 - 5, 1e-7, 1)],
+)
+def test_the_lower_time_limit_holds(timeout_us: int, max_request_s: float | None, expected: int) -> None:
+    request = InferenceRequest([tensor("text_input", "Hi")], timeout_us=timeout_us)
+    limits: dict[str, Any] = {"max_prompt_bytes": 9, "max_request_s": max_request_s}
+    assert read_request(request, decoupled=True, arrival_ns=0, **limits)[0].timeout_us == expected
+
+
 def test_messages() -> None:
     assert read(messages='[{"role": "user"}]')[0].messages == b'[{"role": "user"}]'
 
@@ -84,7 +94,7 @@ def test_the_prompt_is_prepended_unless_streaming(stream: bool | None, exclude: 
 
 
 def test_streaming_cannot_prepend() -> None:
-    with pytest.raises(InvalidRequest, match=r"exclude_input_in_output is false.*stream"):
+    with pytest.raises(InvalidRequest, match=r"^\[TW-INPUT\] Error generating stream: When streaming, `exclude"):
         read(text_input="Hi", stream=True, exclude_input_in_output=False)
 
 
@@ -96,7 +106,8 @@ def test_a_twin_cannot_stream() -> None:
 @pytest.mark.parametrize("flag", RETURN_FLAGS)
 def test_each_flag_asks_for_its_output(flag: str) -> None:
     _, response_format = read(text_input="Hi", **{flag: True})
-    assert response_format == ResponseFormat(**{flag.removeprefix("return_"): True})
+    is_null = flag == "return_logprobs"
+    assert response_format == ResponseFormat(**{flag.removeprefix("return_"): True}, is_logprobs_null=is_null)
     assert read(text_input="Hi", **{flag: False})[1] == ResponseFormat()
 
 
@@ -185,11 +196,23 @@ def test_wrong_shapes_and_bytes() -> None:
         read(text_input="Hi", stop_words=[b"a\xff"])
 
 
+def test_the_cumulative_logprob_switches_those_of_the_chosen_tokens_on() -> None:
+    request, response_format = read(text_input="Hi", return_cumulative_logprob=True, return_logprobs=True)
+    assert parameters_of(request) == {"return flags": {"logprobs": 0}}
+    assert response_format.is_logprobs_null
+
+
 @pytest.mark.parametrize("flag", ["return_logprobs", "return_cumulative_logprob"])
-def test_logprobs_are_switched_on_by_their_outputs(flag: str) -> None:
-    assert parameters_of(read(text_input="Hi", **{flag: True})[0]) == {"input tensor": {"logprobs": 0}}
-    request, _ = read(text_input="Hi", sampling_parameters='{"logprobs": 3}', **{flag: True})
+def test_logprobs_that_are_given(flag: str) -> None:
+    request, response_format = read(text_input="Hi", sampling_parameters='{"logprobs": 3}', **{flag: True})
     assert parameters_of(request) == {"sampling_parameters": {"logprobs": 3}}
+    assert not response_format.is_logprobs_null
+
+
+def test_logprobs_that_are_not_given_are_null() -> None:
+    assert parameters_of(read(text_input="Hi", return_logprobs=True)[0]) == {}
+    outputs = several([CHUNK, CHUNK], ResponseFormat(logprobs=True, is_logprobs_null=True))
+    assert outputs["logprobs"] == [b"null", b"null"]
 
 
 CHUNK = Chunk(
@@ -253,12 +276,14 @@ def test_every_output() -> None:
 
 
 def test_the_chosen_token_comes_first_and_once() -> None:
-    logprobs = [TopLogprobs(-1.5, 2, (9, 5), (-0.5, -1.5))]
-    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 9: "m"})
+    """Its rank is the place among the likeliest, where ties stand in any order."""
+    logprobs = [TopLogprobs(-1.5, 3, (9, 5, 7), (-0.5, -1.5, -1.5))]
+    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 7: "o", 9: "m"})
     (entry,) = json.loads(values(chunk, ResponseFormat(logprobs=True))["logprobs"][0])
     assert list(entry.items()) == [
         ("5", {"logprob": -1.5, "rank": 2, "decoded_token": "n"}),
         ("9", {"logprob": -0.5, "rank": 1, "decoded_token": "m"}),
+        ("7", {"logprob": -1.5, "rank": 3, "decoded_token": "o"}),
     ]
 
 

@@ -132,6 +132,7 @@ def test_tenants_as_an_object(tmp_path: Path) -> None:
 def test_frontend_settings_are_not_the_engines(tmp_path: Path) -> None:
     settings = load_new(tmp_path, {"model": "m", "num_sender_threads": "2", "REPORT_CUSTOM_METRICS": "false"})
     assert settings.frontend.num_sender_threads == 2
+    assert settings.frontend.max_request_s is None
     assert not settings.frontend.REPORT_CUSTOM_METRICS
 
 
@@ -178,6 +179,8 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),
         ({"model": "m", "default_max_tokens": "0"}, ["default_max_tokens", "0", "1", "context"]),
         ({"model": "m", "default_max_tokens": "full"}, ["default_max_tokens", "full", "integer or context"]),
+        ({"model": "m", "max_request_s": "0"}, ["max_request_s", "0", "seconds"]),
+        ({"model": "m", "max_request_s": "inf"}, ["max_request_s", "inf", "above 0"]),
         ({"model": "m", "block_size": "17"}, ["block_size", "17"]),
         ({"model": "m", "scheduling_policy": "lifo"}, ["scheduling_policy", "lifo", "fifo", "density"]),
         ({"model": "m", "scheduling_strategy": "magic"}, ["scheduling_strategy", "magic", "hybrid"]),

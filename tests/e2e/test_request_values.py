@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from support.triton.serving import Server, grpc_inputs, grpc_stream, serving_demo
+from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, serving_demo, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -16,12 +18,14 @@ backend: "tidewheel"
 parameters { key: "model" value { string_value: "weights" } }
 parameters { key: "kv_cache_memory_mb" value { string_value: "64" } }
 parameters { key: "default_max_tokens" value { string_value: "context" } }
+parameters { key: "max_request_s" value { string_value: "2" } }
 """
 TWIN = """
 backend: "tidewheel"
 model_transaction_policy { decoupled: false }
 parameters { key: "engine_of" value { string_value: "demo" } }
 parameters { key: "default_max_tokens" value { string_value: "3" } }
+parameters { key: "max_request_s" value { string_value: "2" } }
 """
 CONTEXT = 1024
 LONG_PROMPT = list(range(100, 1100))
@@ -75,3 +79,85 @@ def test_a_prompt_beyond_the_context_is_refused(server: Server) -> None:
     response = server.post("demo/generate", {"input_ids": [5] * CONTEXT})
     assert response.status_code == 400
     assert "[TW-TOO-LARGE]" in response.text
+
+
+# --- outputs and texts --------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_null_unless_they_are_asked_for_twice(server: Server) -> None:
+    flags = {"return_logprobs": True, "return_cumulative_logprob": True}
+    for stream in (False, True):
+        for result in grpc_stream(server, grpc_inputs("A tuple is", stream=stream, max_tokens=4, **flags)):
+            assert result.as_numpy("logprobs").tolist() == [b"null"]
+            assert result.as_numpy("cumulative_logprob")[0] < 0.0
+    answer = ask(server, "demo_infer", text_input="A tuple is", n=2, return_logprobs=True)
+    assert answer["logprobs"] == ["null", "null"]
+
+
+def test_ranks(server: Server) -> None:
+    """The chosen token comes first, with its place among the likeliest if it has one."""
+    parameters = json.dumps({"logprobs": 2, "seed": 3, "temperature": 2.0})
+    answer = ask(server, text_input="A tuple is", sampling_parameters=parameters, max_tokens=40, return_logprobs=True)
+    entries = [list(entry.values()) for entry in json.loads(answer["logprobs"])]
+    for chosen, *others in entries:
+        assert {1, 2} <= {chosen["rank"], *(other["rank"] for other in others)}
+        assert len(others) == (1 if chosen["rank"] <= 2 else 2)
+        assert all((other["logprob"] >= chosen["logprob"]) == (other["rank"] < chosen["rank"]) for other in others)
+    assert {len(entry) for entry in entries} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (
+            {"stream": True, "exclude_input_in_output": False},
+            "[TW-INPUT] Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed.",
+        ),
+        ({"sampling_parameters": '{"lora_name": "doll"}'}, "[TW-UNSUPPORTED] LoRA feature is not enabled."),
+    ],
+    ids=["stream", "lora"],
+)
+def test_texts_that_clients_compare_follow_the_tag(server: Server, tensors: dict[str, Any], text: str) -> None:
+    with pytest.raises(StreamError) as error:
+        grpc_stream(server, grpc_inputs("Hello", **tensors))
+    assert str(error.value) == text
+
+
+# --- clients that hang up -----------------------------------------------------------------------------------------
+
+# Of nobody's patience: it would go on for many seconds.
+ENDLESS = {"text_input": "The server", "max_tokens": 2000, "ignore_eos": True, "n": 16}
+TENSORS = [("text_input", "BYTES", "The server"), ("max_tokens", "INT32", 2000), ("ignore_eos", "BOOL", True)]
+INFER = {
+    "inputs": [{"name": name, "datatype": kind, "shape": [1], "data": [value]} for name, kind, value in TENSORS],
+    "parameters": {"n": 16},
+}
+
+
+def hang_up(server: Server, path: str, body: dict[str, Any]) -> None:
+    """Send a request, see it run, and close the connection."""
+    data = json.dumps(body).encode()
+    head = f"POST /v2/models/{path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.http_port)) as connection:
+        connection.sendall(head.encode() + data)
+        wait_for(lambda: server.metric("vllm:num_requests_running") > 0, 30, "a running request")
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "body"),
+    [("demo", "demo/generate", ENDLESS), ("demo_infer", "demo_infer/infer", INFER)],
+    ids=["generate", "infer"],
+)
+def test_a_request_whose_client_hung_up_ends_in_time(
+    bounded: Server, model: str, path: str, body: dict[str, Any]
+) -> None:
+    """Nothing in this server tells of it, but `max_request_s` frees its blocks."""
+
+    def num_ended(reason: str) -> float:
+        return bounded.metric("vllm:request_success_total", model_name=model, finished_reason=reason)
+
+    before = num_ended("length"), num_ended("deadline")
+    hang_up(bounded, path, body)
+    wait_for(lambda: bounded.metric("vllm:kv_cache_usage_perc") == 0, 60, "all blocks given back")
+    wait_for(lambda: num_ended("deadline") == before[1] + 1, 10, "the end in the metrics")
+    assert num_ended("length") == before[0]

@@ -122,7 +122,7 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
     [
         {"best_of": 3}, {"beam_width": 4}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
         {"guided_json": {}}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}},
-        {"logits_processors": ["x"]}, {"truncate_prompt_tokens": 3}, {"lora_name": "x"}, {"length_penalty": 2.0},
+        {"logits_processors": ["x"]}, {"truncate_prompt_tokens": 3}, {"lora_task_id": 7}, {"length_penalty": 2.0},
         {"allowed_token_ids": [1]}, {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"},
     ],
     ids=str,
@@ -130,6 +130,12 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 def test_known_and_absent_is_refused_by_name(given: dict[str, object]) -> None:
     with pytest.raises(Unsupported, match=rf"\[TW-UNSUPPORTED\] {next(iter(given))} is "):
         sampling(**given)
+
+
+def test_lora_is_refused_in_the_words_of_the_vllm_backend() -> None:
+    with pytest.raises(Unsupported) as caught:
+        sampling(lora_name="doll")
+    assert str(caught.value) == "[TW-UNSUPPORTED] LoRA feature is not enabled."
 
 
 def test_carriers_that_agree() -> None:

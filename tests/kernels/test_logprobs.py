@@ -82,7 +82,7 @@ def test_ids_out_of_range_and_masked_tokens(device: str) -> None:
     logits = torch.tensor([[1.0, 2.0, -INF, 2.0]]).repeat(5, 1).to(device)
     ids = torch.tensor([-1, 4, 2, 3, 0], dtype=torch.int32, device=device)
     for output in (kernels.compute_logprobs(logits, ids, 1), compute_logprobs_reference(logits, ids, 1)):
-        assert output.ranks.tolist() == [0, 0, 4, 1, 3]
+        assert output.ranks.tolist() == [0, 0, 4, 2, 3]
         assert output.logprobs[:2].isnan().all() and output.logprobs[2].item() == -INF
         assert output.top_logprobs.isfinite().all()
 

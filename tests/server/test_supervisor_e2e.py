@@ -212,8 +212,7 @@ def control(server: Server, action: str) -> requests.Response:
 
 
 def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path) -> None:
-    mode = ("--triton-arg=--model-control-mode=explicit", "--triton-arg=--load-model=words")
-    server = wait_ready(serve(folder, *mode))
+    server = wait_ready(serve(folder, "--model-control", "explicit", "--models", "words"))
     assert control(server, "unload").ok
     wait_for(lambda: not stubs(server), STOP_LIMIT_S, "end of the stub")
     with pytest.raises(subprocess.TimeoutExpired):
@@ -294,6 +293,8 @@ def test_port_in_use_is_one_line(server: Server, folder: Path) -> None:
         (["--model", "a/b", "--models", "x"], 2, "--models"),
         (["--model-repository", "model_repository", "--models", "x"], 1, "baseline_dynamic"),
         (["--set", "dtype=float32"], 2, "--set"),
+        (["--model-control", "explicit", "--repository-poll-s", "3"], 2, "poll, not with explicit"),
+        (["--model-repository", "model_repository", "--model-control", "explicit", "--models", "x"], 1, "demo_infer"),
         (["--model", "a/b", "--log-file", "/no/such/folder/log"], 1, "--log-file"),
         (["--model", "a/b", "--tritonserver", "/no/such/program"], 1, "/no/such/program"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,10 +31,13 @@ class FrontendSettings:
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
+    max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
 
     def __post_init__(self) -> None:
         if self.default_max_tokens != "context" and self.default_max_tokens < 1:
             raise ConfigError(f"default_max_tokens is {self.default_max_tokens}: use 1 or more, or context")
+        if self.max_request_s is not None and not 0.0 < self.max_request_s < math.inf:
+            raise ConfigError(f"max_request_s is {self.max_request_s:g}: it must be above 0, in seconds")
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
 

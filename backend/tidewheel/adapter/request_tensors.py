@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,13 @@ _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-
 
 
 def read_request(
-    request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int, dialect: IoDialect = "vllm"
+    request: Any,
+    *,
+    decoupled: bool,
+    max_prompt_bytes: int,
+    arrival_ns: int,
+    max_request_s: float | None = None,
+    dialect: IoDialect = "vllm",
 ) -> tuple[GenerateRequest, ResponseFormat]:
     """Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
@@ -32,11 +39,20 @@ def read_request(
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
     is_trtllm = dialect == "trtllm"
     if stream and not exclude_input and not is_trtllm:
-        raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
+        # The text of Triton's vLLM backend, whose clients compare it.
+        raise InvalidRequest(
+            "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+        )
+    parameters = _parameters(request, inputs, is_trtllm=is_trtllm)
+    has_logprobs = any(source.values.get("logprobs") is not None for source in parameters)
+    wants_sums = _flag(inputs, "return_cumulative_logprob") or _flag(inputs, "return_log_probs")
+    if wants_sums and not has_logprobs:
+        parameters = (*parameters, ParameterSource(origin="return flags", values={"logprobs": 0}))  # the chosen alone
     response_format = ResponseFormat(
         accumulate=_flag(inputs, "accumulate_tokens"),
         is_trtllm=is_trtllm,
         one_by_one=is_trtllm and decoupled,
+        is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
         **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
     )
     return GenerateRequest(
@@ -44,28 +60,31 @@ def read_request(
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
         input_ids=_token_ids(inputs, max_prompt_bytes),
         messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
-        parameters=_parameters(request, inputs, response_format),
+        parameters=parameters,
         stream=stream,
         echo=not exclude_input,
         arrival_ns=arrival_ns,
-        timeout_us=request.timeout(),
+        timeout_us=_time_limit_us(request.timeout(), max_request_s),
     ), response_format
 
 
-def _parameters(
-    request: Any, inputs: Mapping[str, Any], response_format: ResponseFormat
-) -> tuple[ParameterSource, ...]:
+def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
+    """Return the lower of both limits, 0 for none."""
+    if max_request_s is None:
+        return timeout_us
+    limit_us = math.ceil(max_request_s * 1e6)
+    return min(timeout_us or limit_us, limit_us)
+
+
+def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> tuple[ParameterSource, ...]:
     tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
-    if response_format.is_trtllm and tensors.get("top_p") == 0:
+    if is_trtllm and tensors.get("top_p") == 0:
         del tensors["top_p"]  # off, as in TensorRT-LLM
-    sources = [
+    sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
         ParameterSource(origin="input tensor", values=tensors),
-    ]
-    wants_logprobs = response_format.logprobs or response_format.cumulative_logprob or response_format.log_probs
-    if wants_logprobs and all(source.values.get("logprobs") is None for source in sources):
-        tensors["logprobs"] = 0  # the chosen token alone
+    )
     return tuple(source for source in sources if source.values)
 
 

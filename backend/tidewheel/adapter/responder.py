@@ -28,6 +28,7 @@ class ResponseFormat:
     cumulative_logprob: bool = False
     logprobs: bool = False
     log_probs: bool = False  # cum_log_probs and output_log_probs
+    is_logprobs_null: bool = False  # only `return_logprobs` asks for them, which vLLM's backend answers with null
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     token_ids: bool = False
@@ -126,7 +127,8 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
     if response[0].cumulative_logprob is not None:
         arrays |= _logprob_arrays(response, response_format)
     if response_format.logprobs:
-        arrays["logprobs"] = _encoded([logprobs_json(chunk) for chunk in response])
+        texts_of = ["null" if response_format.is_logprobs_null else logprobs_json(chunk) for chunk in response]
+        arrays["logprobs"] = _encoded(texts_of)
     if response_format.num_input_tokens:
         arrays["num_input_tokens"] = np.array([response[0].num_input_tokens], np.uint32)
     if response_format.num_output_tokens:
@@ -174,7 +176,7 @@ def logprobs_json(chunk: Chunk) -> str:
 def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
-        found.setdefault(top_id, (logprob, rank))
+        found[top_id] = (logprob, rank)  # of a tie, vLLM shows the place among the likeliest
     return {
         str(known): {
             "logprob": logprob if math.isfinite(logprob) else None,

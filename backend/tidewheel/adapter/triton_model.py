@@ -100,6 +100,7 @@ class TritonPythonModel:
                 request,
                 decoupled=self._settings.decoupled,
                 max_prompt_bytes=self._settings.engine.max_prompt_bytes,
+                max_request_s=self._settings.frontend.max_request_s,
                 arrival_ns=arrival_ns,
                 dialect=self._settings.frontend.io_dialect,
             )

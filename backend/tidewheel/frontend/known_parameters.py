@@ -58,6 +58,7 @@ class AbsentFeature(NamedTuple):
 
     reason: str
     neutral: tuple[object, ...] = _OFF  # beside null
+    is_whole: bool = False  # the reason is all of the message, which clients of Triton's vLLM backend compare
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
@@ -74,7 +75,8 @@ ABSENT: dict[str, AbsentFeature] = {
     **_each("guided_json_object guided_whitespace_pattern structured_outputs", "structured output is not offered"),
     **_each("guided_decoding guided_decoding_backend", "structured output is not offered"),
     **_each("guided_decoding_guide guided_decoding_guide_type", "structured output is not offered"),
-    **_each("lora_name lora_task_id lora_weights lora_config adapter_id", "adapters are not offered", (*_OFF, 0)),
+    "lora_name": AbsentFeature("LoRA feature is not enabled.", is_whole=True),
+    **_each("lora_task_id lora_weights lora_config adapter_id", "adapters are not offered", (*_OFF, 0)),
     **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
     **_each("runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids", "top_p is constant over a request"),
     **_each("prompt_embedding_table prompt_vocab_size prompt_table_extra_id", "prompts are text or token ids"),

@@ -172,7 +172,7 @@ class RequestReader:
         return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens or self._default_max_tokens, room))
 
     def _encode_word(self, word: str) -> Int32Array:
-        return self._tokenizer.encode(word, add_special_tokens=False)
+        return self._encoder.encode(word, add_special_tokens=False)
 
     def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
         if not text:
@@ -253,7 +253,7 @@ def _is_neutral(key: str, raw: object) -> bool:
     if feature is None:
         raise InvalidRequest(_unknown(key))
     if not feature.is_neutral(raw):
-        raise Unsupported(f"{key} is {show(raw)}: {feature.reason}")
+        raise Unsupported(feature.reason if feature.is_whole else f"{key} is {show(raw)}: {feature.reason}")
     return True
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tidewheel.config import EngineConfig
@@ -72,18 +72,22 @@ def entries(repository: Path) -> list[str]:
     return names
 
 
-def select(repository: Path, names: Iterable[str], target: Path) -> Path:
+def check_names(repository: Path, names: Iterable[str]) -> None:
+    """Raise `ConfigError` if an entry is missing."""
+    there = entries(repository)
+    for name in names:
+        if name not in there:
+            raise ConfigError(f"--models names {name!r}, but {str(repository)!r} has {', '.join(there)}")
+
+
+def select(repository: Path, names: Sequence[str], target: Path) -> Path:
     """Make a repository of links to some entries. Raise `ConfigError` if one is missing.
 
     Triton's own `--model-control-mode=explicit` would let every client load models.
     """
-    there = entries(repository)
-    wanted = list(dict.fromkeys(names))
-    for name in wanted:
-        if name not in there:
-            raise ConfigError(f"--models names {name!r}, but {str(repository)!r} has {', '.join(there)}")
+    check_names(repository, names)
     target.mkdir(parents=True)
-    for name in wanted:
+    for name in dict.fromkeys(names):
         (target / name).symlink_to((repository / name).resolve())
     return target
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tidewheel.engine.folder import engine_dir, engine_dirs, read_status
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
-from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
@@ -25,12 +25,14 @@ class ServeOptions:
     """Options, with either `model_repository` or `model`."""
 
     model_repository: Path | None = None
-    models: tuple[str, ...] = ()  # entries to serve; empty: all
+    models: tuple[str, ...] = ()  # entries to serve, or to load first with `explicit`; empty: all
     model: str | None = None  # folder or Hugging Face id
     model_name: str = ""  # empty: last part of `model`
     settings: Mapping[str, str]
     endpoints: Endpoints
     drain_s: float = 30.0
+    model_control: launch.ModelControl = "none"
+    repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
     log_file: Path | None = None
@@ -59,6 +61,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         with Supervisor(
             plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line
         ) as supervisor:
+            if warning := _control_warning(options):
+                console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 _announce(console, plan, log.version, with_endpoints=session is None)
                 _stay(supervisor, plan.endpoints, session)
@@ -80,6 +84,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         work,
         drain_s=options.drain_s,
         flags=launch.known_flags(install, environment),
+        control=launch.control_flags(options.model_control, options.models, options.repository_poll_s),
         extra=options.triton_arguments,
     )
     return _Plan(
@@ -92,9 +97,21 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     )
 
 
+def _control_warning(options: ServeOptions) -> str:
+    if options.model_control != "explicit" or is_loopback(options.endpoints.host):
+        return ""
+    return (
+        f"--model-control explicit lets all that reach {options.endpoints.host} load models, and with them code: "
+        "leave --host at 127.0.0.1, or close the API (docs/serve.md)"
+    )
+
+
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
     if options.model_repository is not None:
         folder = options.model_repository.expanduser().resolve()
+        if options.model_control == "explicit":
+            repository.check_names(folder, options.models)
+            return folder
         return repository.select(folder, options.models, work.repository) if options.models else folder
     model = options.model or ""
     name = options.model_name or repository.served_name(model)

@@ -133,6 +133,13 @@ def test_a_stream_ignores_exclude_input_in_output(ensembles: Server) -> None:
     assert not streamed.startswith(PROMPT)
 
 
+def test_a_stop_word_ends_the_text(ensembles: Server, reference: Reference) -> None:
+    text = reference(PROMPT, 12)[2]
+    stop = text[10:16]
+    arrays = {**connector(np.int32, stream=True), "stop_words": texts([stop.encode(), b""])}
+    assert joined(ask(ensembles, arrays)) == text[: text.index(stop)] + stop
+
+
 def test_words_may_be_biased(ensembles: Server) -> None:
     bias = {
         "embedding_bias_words": texts([b" key", b" of"]),

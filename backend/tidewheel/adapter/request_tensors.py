@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,14 +77,23 @@ def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
 
 def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> tuple[ParameterSource, ...]:
     tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
-    if is_trtllm and tensors.get("top_p") == 0:
-        del tensors["top_p"]  # off, as in TensorRT-LLM
     sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
         ParameterSource(origin="input tensor", values=tensors),
     )
+    if is_trtllm:
+        _adapt(tensors, sources)
     return tuple(source for source in sources if source.values)
+
+
+def _adapt(tensors: dict[str, object], sources: Iterable[ParameterSource]) -> None:
+    """Give tensors the meaning that they have in TensorRT-LLM: a `top_p` of 0 is off, stop words stay in the text."""
+    name = "include_stop_str_in_output"
+    if tensors.get("top_p") == 0:
+        del tensors["top_p"]
+    if "stop_words" in tensors and all(name not in source.values for source in sources):
+        tensors[name] = True
 
 
 def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:

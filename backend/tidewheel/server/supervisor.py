@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGKILL, SIGTERM, strsignal
 from types import TracebackType
 
 from tidewheel.engine.connection import drain
@@ -188,14 +188,15 @@ class Supervisor:
 
     def _obituary(self, pid: int) -> str:
         if pid == self._server.pid:
-            return f"tritonserver died ({self._exit()}): {self._log.last_words()}"
+            self._read_output()
+            return f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}"
         return f"a front end died (stub process {pid}): ending the server, its supervisor may start it again"
 
     def _exit(self) -> str:
         returncode = self._server.poll()
         if returncode is None:
             return "no exit status"
-        return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+        return f"signal {-returncode}, {strsignal(-returncode)}" if returncode < 0 else f"exit code {returncode}"
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:

@@ -184,6 +184,10 @@ MISTAKES = {
         "instances", "config.pbtxt:4:20", "instance_group.0.kind", "KIND_GPU … has 0 … KIND_CPU",
         "instance_group [ { kind: KIND_GPU } ]\n",
     ),
+    "a GPU that is not there, without a kind": Mistake(
+        "instances", "config.pbtxt:4:18", "instance_group.0.kind", "KIND_AUTO for GPU 1 … has 0",
+        "instance_group [ { gpus: [ 1 ] } ]\n",
+    ),
     "GPUs of a CPU": Mistake(
         "instances", "config.pbtxt:4:35", "instance_group.0.gpus", "[0] … remove gpus",
         "instance_group [ { kind: KIND_CPU gpus: [ 0 ] } ]\n",

@@ -39,6 +39,14 @@ def test_our_repository_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
     assert "baseline_static/config.pbtxt:2:1: note: passed over: backend is 'python'" in printed
 
 
+def test_tokenizer_and_template_are_tried_as_at_the_load(write: WriteEntry, weights: Path) -> None:
+    (weights / "chat_template.jinja").write_text("{% for %}")
+    write("demo_infer", TWIN)
+    (found,) = check(write("demo", CONFIG.replace(str(WEIGHTS), str(weights)))).findings
+    assert (found.rule, found.severity) == ("model", "error")
+    assert "chat template does not compile" in found.message
+
+
 def test_an_entry_of_serve_is_clean(tmp_path: Path) -> None:
     write_entry(tmp_path, str(WEIGHTS), "one", {"max_num_seqs": "4", "tenants": '{"a": {"weight": 2}}'})
     assert check(tmp_path).findings == []

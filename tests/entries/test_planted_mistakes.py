@@ -13,8 +13,10 @@ import pytest
 
 from entries.conftest import WriteEntry
 from support.triton.serving import WEIGHTS
+from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
 from tidewheel.entries.finding import Finding
+from tidewheel.frontend.prompt_process import Folder, LocalEncoder
 
 # Mistakes are on line 4 and behind it.
 CONFIG = f"""backend: "tidewheel"
@@ -225,6 +227,23 @@ def place(finding: Finding) -> str:
     return ":".join(str(part) for part in (Path(finding.file).name, finding.line, finding.column) if part is not None)
 
 
+class QuickTrial:
+    """Stand-in for `PromptWorkers`, without a process of its own."""
+
+    def __init__(self, folder: Folder, count: int) -> None:
+        self._folder = folder
+
+    def wait_tried(self) -> None:
+        LocalEncoder(self._folder)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def quick_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_rules, "PromptWorkers", QuickTrial)
+
+
 @pytest.fixture
 def repository(write: WriteEntry, tmp_path: Path) -> Path:
     write("demo", CONFIG)
@@ -360,8 +379,6 @@ def test_a_stream_without_a_twin(repository: Path) -> None:
 def test_engines_that_do_not_fit_together(
     repository: Path, write: WriteEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidewheel.entries import model_rules
-
     monkeypatch.setattr(model_rules, "available_host_bytes", lambda: 800 << 20)
     write("second", CONFIG)
     findings = [finding for finding in check(repository).findings if finding.severity == "error"]

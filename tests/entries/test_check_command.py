@@ -13,7 +13,8 @@ from entries.conftest import WriteEntry
 from entries.test_planted_mistakes import CONFIG, TWIN, setting
 from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.cli.main import main
-from tidewheel.entries.checking import check
+from tidewheel.entries.checking import RULES, check
+from tidewheel.entries.entry_rules import ENTRY_RULES
 from tidewheel.server.repository import write_entry
 
 MISSPELT = f"""backend: "tidewheel"  # ours
@@ -57,6 +58,11 @@ def test_a_config_of_an_entry_stands_for_it(write: WriteEntry) -> None:
     write("demo_infer", TWIN)
     report = check(entry / "config.pbtxt")
     assert (report.checked, report.findings) == (["demo"], [])
+
+
+def test_every_rule_is_in_the_documentation() -> None:
+    page = (REPOSITORY.parent / "docs" / "serve.md").read_text()
+    assert not [rule for rule in (*RULES, *ENTRY_RULES) if f"`{rule}`" not in page]
 
 
 def test_exit_codes(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from entries.conftest import WriteEntry
 from entries.test_planted_mistakes import CONFIG, TWIN, setting
 from support.triton.serving import REPOSITORY, WEIGHTS
 from tidewheel.cli.main import main
-from tidewheel.entries.checking import check
+from tidewheel.entries.checking import RULES, check
+from tidewheel.entries.entry_rules import ENTRY_RULES
 from tidewheel.server.repository import write_entry
 
 MISSPELT = f"""backend: "tidewheel"  # ours
@@ -39,6 +40,14 @@ def test_our_repository_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
     assert "baseline_static/config.pbtxt:2:1: note: passed over: backend is 'python'" in printed
 
 
+def test_tokenizer_and_template_are_tried_as_at_the_load(write: WriteEntry, weights: Path) -> None:
+    (weights / "chat_template.jinja").write_text("{% for %}")
+    write("demo_infer", TWIN)
+    (found,) = check(write("demo", CONFIG.replace(str(WEIGHTS), str(weights)))).findings
+    assert (found.rule, found.severity) == ("model", "error")
+    assert "chat template does not compile" in found.message
+
+
 def test_an_entry_of_serve_is_clean(tmp_path: Path) -> None:
     write_entry(tmp_path, str(WEIGHTS), "one", {"max_num_seqs": "4", "tenants": '{"a": {"weight": 2}}'})
     assert check(tmp_path).findings == []
@@ -49,6 +58,11 @@ def test_a_config_of_an_entry_stands_for_it(write: WriteEntry) -> None:
     write("demo_infer", TWIN)
     report = check(entry / "config.pbtxt")
     assert (report.checked, report.findings) == (["demo"], [])
+
+
+def test_every_rule_is_in_the_documentation() -> None:
+    page = (REPOSITORY.parent / "docs" / "serve.md").read_text()
+    assert not [rule for rule in (*RULES, *ENTRY_RULES) if f"`{rule}`" not in page]
 
 
 def test_exit_codes(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:

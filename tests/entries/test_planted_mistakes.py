@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from entries.conftest import WriteEntry
 from support.triton.serving import WEIGHTS
+from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
 from tidewheel.entries.finding import Finding
+from tidewheel.frontend.prompt_process import Folder, LocalEncoder
 
 # Mistakes are on line 4 and behind it.
 CONFIG = f"""backend: "tidewheel"
@@ -184,6 +187,10 @@ MISTAKES = {
         "instances", "config.pbtxt:4:20", "instance_group.0.kind", "KIND_GPU … has 0 … KIND_CPU",
         "instance_group [ { kind: KIND_GPU } ]\n",
     ),
+    "a GPU that is not there, without a kind": Mistake(
+        "instances", "config.pbtxt:4:18", "instance_group.0.kind", "KIND_AUTO for GPU 1 … has 0",
+        "instance_group [ { gpus: [ 1 ] } ]\n",
+    ),
     "GPUs of a CPU": Mistake(
         "instances", "config.pbtxt:4:35", "instance_group.0.gpus", "[0] … remove gpus",
         "instance_group [ { kind: KIND_CPU gpus: [ 0 ] } ]\n",
@@ -219,6 +226,23 @@ def shown(findings: list[Finding]) -> str:
 
 def place(finding: Finding) -> str:
     return ":".join(str(part) for part in (Path(finding.file).name, finding.line, finding.column) if part is not None)
+
+
+class QuickTrial:
+    """Stand-in for `PromptWorkers`, without a process of its own."""
+
+    def __init__(self, folder: Folder, count: int) -> None:
+        self._folder = folder
+
+    def wait_tried(self) -> None:
+        LocalEncoder(self._folder)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def quick_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_rules, "PromptWorkers", QuickTrial)
 
 
 @pytest.fixture
@@ -356,14 +380,64 @@ def test_a_stream_without_a_twin(repository: Path) -> None:
 def test_engines_that_do_not_fit_together(
     repository: Path, write: WriteEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tidewheel.entries import model_rules
-
     monkeypatch.setattr(model_rules, "available_host_bytes", lambda: 800 << 20)
     write("second", CONFIG)
     findings = [finding for finding in check(repository).findings if finding.severity == "error"]
     (found,) = findings
     assert (found.rule, found.file, found.line) == ("together", str(repository), None)
     assert matches("demo, second together need 1.0 GiB … 0.8 GiB … serve fewer", found.message)
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with 1 of 2 GiB free; nothing is put on it."""
+    monkeypatch.setattr(model_rules, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (("max_num_seqs", "8"), ""),
+        (("gpu_memory_utilization", "0.4"), "max_model_len is 1024 … gpu_memory_utilization 0.4 … raise"),
+        (("max_num_batched_tokens", "4000000"), "max_model_len is 1024 … steps about … use a larger GPU"),
+        (("swap_space", "4000"), "host memory does not suffice: swap_space 4000.0 GiB … lower"),
+        (("kv_cache_memory_mb", "1"), "kv_cache_memory_mb 1 gives a KV cache of"),
+    ],
+)
+def test_memory_of_a_gpu(gpu: None, repository: Path, parameter: tuple[str, str], words: str) -> None:
+    (repository / "demo" / "config.pbtxt").write_text(CONFIG + setting(*parameter))
+    messages = [finding.message for finding in check(repository).findings]
+    assert len(messages) == bool(words), messages
+    assert all(matches(words, message) for message in messages), messages
+
+
+def test_weights_that_do_not_fit_on_a_gpu(gpu: None, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 2 * GIB))
+    (found,) = check(repository).findings
+    assert matches("the weights need … a GPU has 0.0 GiB free", found.message)
+
+
+def test_engines_that_share_a_gpu(gpu: None, repository: Path, write: WriteEntry) -> None:
+    write("second", CONFIG)
+    found = next(finding for finding in check(repository).findings if finding.rule == "together")
+    assert matches("gpu_memory_utilization of demo, second is 1.8 together", found.message)
+
+
+def test_the_folder_one_is_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository / "demo")
+    for path in (".", "config.pbtxt", "1/.."):
+        assert check(Path(path)).checked == ["demo"]
+    assert check(Path("..")).checked == ["demo", "demo_infer"]
+
+
+def test_messages_nested_without_end(repository: Path) -> None:
+    (repository / "demo" / "config.pbtxt").write_text("dynamic_batching {" * 50_000)
+    assert [finding.rule for finding in check(repository / "demo").findings] == ["syntax"]
 
 
 def test_a_mistake_of_the_engine_is_one_of_its_twin(repository: Path) -> None:

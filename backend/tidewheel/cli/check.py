@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidewheel.cli.usage import UsageError
+from tidewheel.cli.usage import UsageError, printable
 
 if TYPE_CHECKING:
     from tidewheel.entries.checking import Report
@@ -76,9 +76,9 @@ def _row(finding: Finding) -> dict[str, object]:
 def _print(report: Report, mended: list[Finding]) -> None:
     for finding in mended:
         if finding.edit is not None:
-            print(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}")
+            print(printable(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}"))
     for finding in report.findings:
-        print(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]")
+        print(printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]"))
     errors, warnings = _counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")
     print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from tidewheel.cli.check import where
-from tidewheel.cli.usage import UsageError
+from tidewheel.cli.usage import UsageError, printable
 
 SUFFIX = "_tidewheel"
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise UsageError(str(error)) from None
     for lost in migration.lost:
-        print(f"{where(lost)}: changed: {lost.message}")
+        print(printable(f"{where(lost)}: changed: {lost.message}"))
     for folder in written:
         print(f"wrote {folder}")
     print(f"now: tidewheel check {args.path if args.in_place else out}")

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from tidewheel.config import EngineConfig
     from tidewheel.entries.model_rules import Needs
 
+# Beside those of `ENTRY_RULES`.
+RULES = ("syntax", "backend", "settings", "model", "together")
+
 
 class Report(NamedTuple):
     checked: list[str]  # names of entries
@@ -36,10 +39,12 @@ class Target(NamedTuple):
 def find_target(path: Path) -> Target:
     """Return the entries that a path stands for: all of a repository, or one. Raise `ConfigError`."""
     folder = path.parent if path.name == CONFIG_NAME else path
+    if folder.name in ("", ".."):
+        folder = folder.resolve()
     if not folder.is_dir():
         raise ConfigError(f"{str(path)!r}: no such folder")
     if (folder / CONFIG_NAME).is_file():
-        return Target(folder.parent, [folder.resolve().name])
+        return Target(folder.parent, [folder.name])
     names = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_NAME}"))
     if not names:
         raise ConfigError(

@@ -27,7 +27,11 @@ class Machine(NamedTuple):
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(len(list(Path("/dev").glob(GPU_FILES))), len(os.sched_getaffinity(0)))
+        gpus = len(list(Path("/dev").glob(GPU_FILES)))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
+        return cls(gpus, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class Entry:
 
     @property
     def version(self) -> str:
-        return served_version(self.folder)
+        return served_version(self.folder, self.config)
 
     @property
     def json_path(self) -> Path:
@@ -90,16 +94,17 @@ def versions(folder: Path) -> list[int]:
     return sorted(int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir())
 
 
-def served_version(folder: Path) -> str:
-    """Return the version that Triton serves by default."""
-    return str(max(versions(folder), default=1))
+def served_version(folder: Path, config: Any) -> str:
+    """Return the newest version that Triton serves."""
+    present, named = set(versions(folder)), set(config.version_policy.specific.versions)
+    return str(max(present & named or present, default=1))
 
 
 def make_entry(
     folder: Path, text: str, config: Any, others: Mapping[str, Any], machine: Machine | None = None
 ) -> Entry:
     try:
-        model_json = read_object(folder / served_version(folder) / MODEL_JSON)
+        model_json = read_object(folder / served_version(folder, config) / MODEL_JSON)
     except ConfigError:  # a rule says so
         model_json = {}
     return Entry(folder=folder, text=text, config=config, model_json=model_json, others=others, machine=machine)
@@ -124,6 +129,8 @@ def read_config(path: Path) -> tuple[str, Any] | UnreadableConfig:
         return UnreadableConfig(1, 1, str(error))
     except text_format.ParseError as error:
         return UnreadableConfig(error.GetLine(), error.GetColumn(), _explained(error, text))
+    except RecursionError:
+        return UnreadableConfig(1, 1, "the messages are nested too deeply: no field of Triton needs that")
 
 
 def _explained(error: text_format.ParseError, text: str) -> str:

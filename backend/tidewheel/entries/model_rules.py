@@ -13,9 +13,9 @@ import torch
 from tidewheel.config import EngineConfig
 from tidewheel.entries.finding import Problem, error, note, warning
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.model_files import GenerationDefaults
-from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.models.architectures import native_traits
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.models.decoder import Decoder
@@ -126,8 +126,9 @@ def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
 def _judge_text(folder: Path, config: EngineConfig, vocab_size: int, problems: list[Problem]) -> None:
     tokenizer_folder = Path(config.tokenizer or folder)
     with _noting(problems, tokenizer_folder):
-        tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=vocab_size)
-        ChatTemplate.load(tokenizer_folder, tokenizer.named_tokens)
+        encoder = PromptWorkers(Folder(tokenizer_folder, vocab_size, config.max_prompt_bytes), 1)
+        with contextlib.closing(encoder):
+            encoder.wait_tried()
     with _noting(problems, folder):
         GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
 

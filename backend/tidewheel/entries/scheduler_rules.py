@@ -35,13 +35,13 @@ def instances(entry: Entry) -> Iterator[Problem]:
 def _devices(group: Any, path: str, machine: Machine | None) -> Iterator[Problem]:
     kind, gpus = model_config_pb2.ModelInstanceGroup.Kind.Name(group.kind), list(group.gpus)
     last = max(gpus, default=0)
-    if kind != "KIND_GPU":
-        if gpus and kind != "KIND_AUTO":
+    if kind != "KIND_GPU" and not (kind == "KIND_AUTO" and gpus):
+        if gpus:
             yield error(f"{path}.gpus", f"gpus is {gpus} with {kind}, which Triton refuses: remove gpus")
     elif machine is not None and machine.num_gpus <= last:
         yield error(
             f"{path}.kind",
-            f"kind is KIND_GPU for GPU {last}, and this machine has {machine.num_gpus}: write KIND_CPU; the setting "
+            f"kind is {kind} for GPU {last}, and this machine has {machine.num_gpus}: write KIND_CPU; the setting "
             "device is for the engine",
         )
     elif gpus not in ([], [0]):

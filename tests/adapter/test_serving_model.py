@@ -82,7 +82,7 @@ class FakeFrontend:
         pass
 
     def stats(self) -> FrontendStats:
-        return StatsRecorder().snapshot()
+        return StatsRecorder(128).snapshot()
 
     def close(self) -> None:
         self.engine.events.append("front end closed")
@@ -192,6 +192,7 @@ def test_live_requests_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
 def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
+    del frontend.options["on_finished"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
     assert frontend.reader.options.pop("defaults").sampling == {}
     assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16}

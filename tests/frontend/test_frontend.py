@@ -16,7 +16,7 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
-from tidewheel.frontend import threads
+from tidewheel.frontend import preparation, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
 from tidewheel.frontend.preparation import phrase_ids
 
@@ -443,6 +443,19 @@ def test_close(harness: FrontendHarness) -> None:
     harness.close()
 
 
+def test_figures_are_published_before_the_last_response(harness: FrontendHarness) -> None:
+    key, sink = harness.submit("Hello", stream=True)
+    published: list[tuple[int, int]] = []
+    harness.frontend._turns._on_finished = lambda: published.append(
+        (harness.frontend.stats().finished.total(), sink.num_ends)
+    )
+    harness.deliver(key, [5])
+    sink.wait_chunks(1)
+    harness.deliver(key, [6], "length")
+    sink.wait_end()
+    assert published == [(1, 0)]
+
+
 def test_figures(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True)
     harness.deliver(key, [5])
@@ -456,4 +469,14 @@ def test_figures(harness: FrontendHarness) -> None:
     assert sum(figures.time_to_first_token.counts) == 1
     assert sum(figures.inter_token_latency.counts) == 3
     assert sum(figures.e2e_latency.counts) == sum(figures.queue_time.counts) == 1
+    assert (sum(figures.prompt_tokens.sums), sum(figures.output_tokens.sums)) == (len(harness.encode("Hello")), 4)
+    assert sum(figures.num_sequences.sums) == 1
     assert len(figures.queue_time.counts) == len(figures.queue_time.bounds) + 1
+
+
+def test_an_answer_has_room_for_so_many_logprobs(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "MAX_ANSWER_LOGPROBS", 320)
+    harness.submit(parameters={"n": 8, "logprobs": 1, "max_tokens": 20})
+    harness.submit(parameters={"n": 8, "max_tokens": 200})
+    error = harness.refuse(text="x", parameters={"n": 8, "logprobs": 1, "max_tokens": 21})
+    assert "logprobs is 1, and n x max_tokens 168: an answer has room for 320" in error

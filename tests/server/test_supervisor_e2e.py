@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -203,6 +204,9 @@ def test_a_death_ends_the_group(server: Server, folder: Path, victim: str) -> No
     assert wait_end(server, DEATH_LIMIT_S) == 1
     traces.assert_nothing_left()
     assert "died" in server.log.read_text()
+    if victim == "tritonserver":  # its own words, with their times, and no guess at a cause
+        assert "tritonserver died (signal 9, Killed); it printed last:\n" in server.log.read_text()
+        assert re.search(r"\n  I\d{4} [\d:.]+ \d+ \S+\] .*Started Metrics Service", server.log.read_text())
 
 
 def stubs(server: Server) -> list[psutil.Process]:

@@ -81,6 +81,7 @@ class TritonPythonModel:
                 max_prompt_bytes=settings.engine.max_prompt_bytes,
                 door=door,
                 num_senders=settings.frontend.num_sender_threads,
+                on_finished=self._publish_finished,
             )
         except BaseException:
             self._client.close()
@@ -116,19 +117,26 @@ class TritonPythonModel:
         sink.fail(error)
 
     def _publish_metrics(self, settings: ModelSettings, info: EngineInfo, relay: EngineRelay) -> MetricsPublisher:
-        requests = RequestMetrics(settings.entry.labels)
+        requests = RequestMetrics(settings.entry.labels, self._frontend.stats())
         engine = EngineMetrics(info, settings.owner.labels)
 
-        def flush() -> None:
-            requests.publish(self._frontend.stats(), self._refused)
-            if relay.stats is None:
+        def publish(is_due: bool) -> None:
+            stats = self._frontend.stats()
+            is_due = is_due or not stats.num_live
+            requests.publish(stats, self._refused, with_tokens=is_due)
+            if relay.stats is None or not is_due:
                 return
             if self._client.is_owner:
                 engine.publish(relay.stats)
             else:
                 engine.follow(relay.stats)
 
-        return MetricsPublisher(flush)
+        return MetricsPublisher(publish)
+
+    def _publish_finished(self) -> None:
+        """Publish figures of a request, so that its client sees them; those of single tokens and steps when idle."""
+        if self._metrics is not None:
+            self._metrics.flush()
 
 
 def _make_reader(settings: ModelSettings, info: EngineInfo) -> RequestReader:

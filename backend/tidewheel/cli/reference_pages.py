@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tidewheel.adapter import metric_families
 from tidewheel.adapter.repository_entry import FrontendSettings
 from tidewheel.config import EngineConfig
 from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
@@ -168,11 +169,28 @@ def _errors() -> str:
     return _table(("tag", "class", "code", "cause", "what to do"), rows)
 
 
+def _metrics() -> str:
+    families: Mapping[str, tuple[Any, ...]] = {
+        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS),
+        "counter": (
+            metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
+            metric_families.PROMPT_TOKENS, metric_families.GENERATION_TOKENS, *metric_families.ENGINE_COUNTERS,
+            *metric_families.TENANT_COUNTERS,
+        ),
+        "histogram": (
+            *metric_families.REQUEST_HISTOGRAMS, *metric_families.TOKEN_HISTOGRAMS, metric_families.STEP_TOKENS,
+        ),
+    }  # fmt: skip
+    rows = [(f"`{one.name}`", kind, one.description) for kind, members in families.items() for one in members]
+    return _table(("name", "type", "meaning"), dict.fromkeys(rows))
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "engine settings": _engine_settings,
     "entry settings": _entry_settings,
     "engine arguments": _engine_arguments,
     "errors": _errors,
+    "metrics": _metrics,
 }
 
 

@@ -25,7 +25,7 @@ from tidewheel.frontend.door import Door
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Response, Sink, is_last
 from tidewheel.frontend.live_request import Ending, LiveRequest
 from tidewheel.frontend.preparation import RequestReader, read_urgency
-from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import FinishedRequest, FrontendStats, StatsRecorder, TokenTiming
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
@@ -49,20 +49,24 @@ class Frontend:
         max_prompt_bytes: int,
         door: Door,
         num_senders: int = 4,
+        on_finished: Callable[[], None] = lambda: None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """`close` closes the reader, too."""
+        """`close` closes the reader, too.
+
+        Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
+        """
         self._reader = reader
         self._tenants = info.tenants
         self._engine = engine
         self._door = door
-        self._recorder = StatsRecorder()
+        self._recorder = StatsRecorder(info.max_model_len)
         self._keys = itertools.count(1)
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
         self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
-        self._turns = Turns(num_senders, engine, self._recorder, self._forget)
+        self._turns = Turns(num_senders, engine, self._recorder, self._forget, on_finished)
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
@@ -224,12 +228,18 @@ class Turns:
     """
 
     def __init__(
-        self, num_senders: int, engine: EngineClient, recorder: StatsRecorder, forget: Callable[[LiveRequest], None]
+        self,
+        num_senders: int,
+        engine: EngineClient,
+        recorder: StatsRecorder,
+        forget: Callable[[LiveRequest], None],
+        on_finished: Callable[[], None],
     ) -> None:
         """Call `forget` before the last response of a request."""
         self._engine = engine
         self._recorder = recorder
         self._forget = forget
+        self._on_finished = on_finished
         self._num_senders = num_senders
         self._queue: SimpleQueue[LiveRequest | None] = SimpleQueue()
         self._senders = Workers("sender", num_senders, self._queue.get, self._turn)
@@ -285,9 +295,8 @@ class Turns:
         is_over = is_last(response)
         if is_over:
             self._close(request)
-            seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
-            first = response[0]  # stands for the request
-            self._recorder.finished(first.finish_reason or "", seconds, first.stats)
+            self._recorder.finished(_summary(request, response))
+            self._on_finished()
         try:
             request.sink.send(response)
         except Exception:
@@ -327,6 +336,17 @@ class EngineRelay:
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats
+
+
+def _summary(request: LiveRequest, response: Response) -> FinishedRequest:
+    first = response[0]  # stands for the request
+    return FinishedRequest(
+        reason=first.finish_reason or "",
+        seconds=(time.monotonic_ns() - request.arrival_ns) * 1e-9,
+        num_prompt_tokens=first.num_input_tokens,
+        num_output_tokens=request.outputs.num_output_tokens if request.outputs is not None else [],
+        stats=first.stats,
+    )
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGKILL, SIGTERM, strsignal
 from types import TracebackType
 
 from tidewheel.engine.connection import drain
@@ -98,7 +98,8 @@ class Supervisor:
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
             if self._watch.has_ended():
-                raise ServeError(f"tritonserver died ({self._exit()}): {self._log.last_words()}")
+                self._read_output()
+                raise ServeError(f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}")
             if (stub := self._find_dead_stub()) is not None:
                 end = "ending the server, its supervisor may start it again"
                 raise ServeError(f"a front end died (stub process {stub.pid}): {end}")
@@ -194,7 +195,7 @@ class Supervisor:
         returncode = self._server.poll()
         if returncode is None:
             return "no exit status"
-        return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+        return f"signal {-returncode}, {strsignal(-returncode)}" if returncode < 0 else f"exit code {returncode}"
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:

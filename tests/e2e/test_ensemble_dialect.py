@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, serialize_byte_tensor, shared_memory
 
 from support.triton.client_tensors import Array, make_inputs, texts
 from support.triton.serving import (
@@ -40,19 +42,23 @@ input [
   { name: "beam_width" data_type: TYPE_UINT32 dims: [ 1 ] optional: true }
 ]
 """
+BOTH = pytest.mark.parametrize("module", [tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
 Reference = Callable[[str, int], tuple[list[int], list[int], str]]
 
 
 @pytest.fixture(scope="module")
 def ensembles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Serve the demo model with two twins: `ensemble`, and `ensemble_infer` with unsigned integers."""
+    """Serve the demo model with two twins: `ensemble`, and `ensemble_infer` with unsigned integers.
+
+    Shared memory is open.
+    """
     folder = tmp_path_factory.mktemp("repository")
     shutil.copytree(REPOSITORY / "demo", folder / "demo")
     for name, config in (("ensemble", TWIN), ("ensemble_infer", TWIN + UNSIGNED)):
         (folder / name / "1").mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(config)
     log = folder / "serve.log"
-    running = wait_ready(start_server("--model-repository", str(folder), log=log))
+    running = wait_ready(start_server("--model-repository", str(folder), "--open-api", "shared-memory", log=log))
     yield running
     assert stop_server(running) == 0, log.read_text()
 
@@ -90,6 +96,10 @@ def ask(server: Server, arrays: dict[str, Array], model: str = "ensemble") -> li
     return grpc_stream(server, make_inputs(tritonclient.grpc, arrays), model=model)
 
 
+def address(server: Server, module: ModuleType) -> str:
+    return server.grpc if module is tritonclient.grpc else server.http.removeprefix("http://")
+
+
 def joined(results: list[Any]) -> str:
     return "".join(text.decode() for result in results for text in result.as_numpy("text_output"))
 
@@ -101,13 +111,35 @@ def test_llamaindex_streams(ensembles: Server, reference: Reference) -> None:
     assert len(results) > 1
 
 
-@pytest.mark.parametrize("module", [tritonclient.http, tritonclient.grpc], ids=["http", "grpc"])
+@BOTH
 def test_unsigned_integers_of_langchain(ensembles: Server, reference: Reference, module: ModuleType) -> None:
-    address = ensembles.grpc if module is tritonclient.grpc else ensembles.http.removeprefix("http://")
     inputs = make_inputs(module, connector(np.uint32, stream=False))
-    with module.InferenceServerClient(address) as client:
+    with module.InferenceServerClient(address(ensembles, module)) as client:
         result = client.infer("ensemble_infer", inputs)
     assert result.as_numpy("text_output").tolist() == [(PROMPT + reference(PROMPT, 12)[2]).encode()]
+
+
+@BOTH
+def test_prompt_and_answer_in_shared_memory(ensembles: Server, reference: Reference, module: ModuleType) -> None:
+    prompt = serialize_byte_tensor(texts([PROMPT.encode()]))
+    sizes = {"in": len(prompt.item()), "out": 4096}
+    inputs = {one.name(): one for one in make_inputs(module, connector(np.uint32, stream=False))}
+    output = module.InferRequestedOutput("text_output")
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(module.InferenceServerClient(address(ensembles, module)))
+        stack.callback(client.unregister_system_shared_memory)
+        handles = {}
+        for name, size in sizes.items():
+            key = f"/tidewheel_test_{os.getpid()}_{name}"
+            handles[name] = shared_memory.create_shared_memory_region(name, key, size)
+            stack.callback(shared_memory.destroy_shared_memory_region, handles[name])
+            client.register_system_shared_memory(name, key, size)
+        shared_memory.set_shared_memory_region(handles["in"], [prompt])
+        inputs["text_input"].set_shared_memory("in", sizes["in"])
+        output.set_shared_memory("out", sizes["out"])
+        client.infer("ensemble_infer", list(inputs.values()), outputs=[output])
+        (text,) = shared_memory.get_contents_as_numpy(handles["out"], np.object_, [1])
+    assert text.decode() == PROMPT + reference(PROMPT, 12)[2]
 
 
 def test_two_sequences_with_figures(ensembles: Server) -> None:

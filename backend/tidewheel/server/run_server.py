@@ -33,6 +33,7 @@ class ServeOptions:
     endpoints: Endpoints
     drain_s: float = 30.0
     model_control: launch.ModelControl = "none"
+    open_apis: tuple[launch.ClosedApi, ...] = ()
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
@@ -91,6 +92,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         drain_s=options.drain_s,
         flags=launch.known_flags(install, environment),
         control=launch.control_flags(options.model_control, options.models, options.repository_poll_s),
+        opened=options.open_apis,
         extra=options.triton_arguments,
     )
     return _Plan(

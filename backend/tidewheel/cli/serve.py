@@ -51,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
     )
+    how.add_argument(
+        "--open",
+        type=_names,
+        default=(),
+        metavar="API[,API...]",
+        help="open shared-memory, trace or logging to clients, which are closed to them otherwise",
+    )
     how.add_argument("--tritonserver", metavar="PATH", help="the tritonserver to run (default: the first one found)")
     how.add_argument(
         "--triton-arg",
@@ -80,8 +87,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> ServeOptions:
     from tidewheel.server.endpoints import Endpoints
+    from tidewheel.server.launch import CLOSED_APIS
     from tidewheel.server.run_server import ServeOptions
 
+    if unknown := set(args.open).difference(CLOSED_APIS):
+        raise UsageError(f"--open is {sorted(unknown)[0]!r}: choose from {', '.join(CLOSED_APIS)}")
     model_repository = args.model_repository
     if args.model is not None and model_repository is not None:
         raise UsageError("--model and --model-repository exclude each other")
@@ -104,6 +114,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         endpoints=Endpoints(host=args.host, http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
         drain_s=args.drain_s,
         tritonserver=args.tritonserver,
+        opened=args.open,
         triton_arguments=tuple(args.triton_arg),
         log_file=args.log_file,
         verbose=args.verbose,

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tidewheel.server import ServeError
@@ -24,8 +24,9 @@ SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
 MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
 EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
-# A key that no client knows closes these APIs.
-_CLOSED_APIS = "shared-memory,trace,logging"
+# A key that no client knows closes these APIs. Its name is the hint that a refused client gets to read.
+CLOSED_APIS = ("shared-memory", "trace", "logging")
+_KEY_NAME = "tidewheel-serve-option-open"
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 BACKEND = "tidewheel"
 _PACKAGES = ("tidewheel", "tidewheel_kernels")
@@ -40,6 +41,7 @@ def command(
     drain_s: float,
     flags: frozenset[str],  # known to this tritonserver
     extra: Sequence[str] = (),
+    opened: Collection[str] = (),  # of `CLOSED_APIS`
 ) -> list[str]:
     return [
         str(install.binary),
@@ -56,7 +58,7 @@ def command(
         f"--backend-config=python,shm-default-byte-size={SHM_DEFAULT_BYTES}",
         f"--backend-config=python,shm-growth-byte-size={SHM_GROWTH_BYTES}",
         f"--exit-timeout-secs={math.ceil(drain_s) + EXIT_MARGIN_S}",
-        *_hardening(flags),
+        *_hardening(flags, opened),
         *_without_gpu(flags),
         *extra,
     ]
@@ -94,14 +96,14 @@ def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str
     return found
 
 
-def _hardening(flags: frozenset[str]) -> list[str]:
-    key = secrets.token_hex(16)
+def _hardening(flags: frozenset[str], opened: Collection[str]) -> list[str]:
+    closed = ",".join(api for api in CLOSED_APIS if api not in opened)
+    restriction = f"{closed}:{_KEY_NAME}={secrets.token_hex(16)}"
     wanted = {
-        "--allow-client-shm": "false",
+        "--allow-client-shm": str("shared-memory" in opened).lower(),
         "--allow-sagemaker": "false",
         "--allow-vertex-ai": "false",
-        "--http-restricted-api": f"{_CLOSED_APIS}:tidewheel-closed={key}",
-        "--grpc-restricted-protocol": f"{_CLOSED_APIS}:tidewheel-closed={key}",
+        **(dict.fromkeys(("--http-restricted-api", "--grpc-restricted-protocol"), restriction) if closed else {}),
         "--grpc-max-response-pool-size": str(MAX_QUEUED_RESPONSES),
     }
     return [f"{flag}={value}" for flag, value in wanted.items() if flag in flags]

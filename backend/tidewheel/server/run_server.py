@@ -32,6 +32,7 @@ class ServeOptions:
     endpoints: Endpoints
     drain_s: float = 30.0
     tritonserver: str | None = None
+    opened: tuple[str, ...] = ()  # of `launch.CLOSED_APIS`
     triton_arguments: tuple[str, ...] = ()
     log_file: Path | None = None
     verbose: bool = False
@@ -81,6 +82,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         drain_s=options.drain_s,
         flags=launch.known_flags(install, environment),
         extra=options.triton_arguments,
+        opened=options.opened,
     )
     return _Plan(
         install=install,

@@ -125,6 +125,7 @@ _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
     ("is not healthy", ServerUnavailable),
 )
 
+_RESTRICTED = "is restricted, expecting header"
 _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)\Z", re.DOTALL)
 
 
@@ -134,6 +135,8 @@ def from_text(text: str) -> RequestError:
 
 def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
     text = error.details() or ""
+    if _RESTRICTED in text:
+        return Unsupported(f"{text}: the server closes it; tidewheel serve --open-api opens it")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestTimeout("the time limit of the request has passed")
     if text.startswith("failed to connect"):

@@ -13,7 +13,6 @@ The docstring of a class with a tag has two paragraphs: the cause, and what to d
     ├── DeadlineExceeded    TW-DEADLINE
     ├── Cancelled           TW-CANCELLED
     ├── EngineDead          TW-ENGINE-DEAD
-    ├── SlowReader          TW-SLOW-READER
     ├── NumericError        TW-NUMERIC
     └── InternalError       TW-INTERNAL
     ConfigError             never on the wire
@@ -146,16 +145,6 @@ class EngineDead(TidewheelError):
     code = Code.UNAVAILABLE
 
 
-class SlowReader(TidewheelError):
-    """The client did not read its stream. The tag is reserved: no part of this version sends it.
-
-    Read the stream faster, or ask for less.
-    """
-
-    tag = "TW-SLOW-READER"
-    code = Code.UNAVAILABLE
-
-
 class NumericError(TidewheelError):
     """The model's logits were not finite (NaN or infinite) for this request. No other request is affected.
 
@@ -186,7 +175,7 @@ BY_TAG: dict[str, type[TidewheelError]] = {
     cls.tag: cls
     for cls in (
         InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, Draining, DeadlineExceeded,
-        Cancelled, EngineDead, SlowReader, NumericError, InternalError,
+        Cancelled, EngineDead, NumericError, InternalError,
     )
 }  # fmt: skip
 

@@ -90,8 +90,8 @@ class _Route(NamedTuple):
 class LLM:
     """One model, ready to generate. Not thread safe.
 
-    `settings` are fields of `EngineConfig`. With `skip_tokenizer_init`, prompts are token ids and results have no
-    text. Raise `ConfigError`.
+    `settings` are fields of `EngineConfig`, or engine arguments of vLLM. With `skip_tokenizer_init`, prompts are
+    token ids and results have no text. Raise `ConfigError`.
     """
 
     def __init__(self, model: str | Path, *, skip_tokenizer_init: bool = False, **settings: object) -> None:

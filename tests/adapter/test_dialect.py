@@ -19,7 +19,7 @@ from tidewheel.frontend.interface import Chunk, GenerateRequest
 
 DIALECT = {"parameters": {"io_dialect": {"string_value": "trtllm"}}}
 # Inputs of NVIDIA/TensorRT-LLM, triton_backend/all_models/inflight_batcher_llm/ensemble/config.pbtxt, that ask for
-# something offered or may ask for nothing. The last two are of its releases before 1.0.
+# something offered or may ask for nothing. The last two are of older releases.
 ENSEMBLE_INPUTS = {
     "text_input": "STRING", "max_tokens": "INT32", "num_return_sequences": "INT32", "bad_words": "STRING",
     "stop_words": "STRING", "exclude_input_in_output": "BOOL", "end_id": "INT32", "pad_id": "INT32", "top_k": "INT32",
@@ -100,9 +100,18 @@ def test_a_row_is_a_request() -> None:
     )
     (source,) = request.parameters
     assert request.text == b"Hi"
-    assert source.values == {"max_tokens": 5, "stop_words": ["a", ""], "top_k": 1, "embedding_bias_weights": [0.5]}
+    assert source.values == {
+        "max_tokens": 5, "stop_words": ["a", ""], "top_k": 1, "embedding_bias_weights": [0.5],
+        "include_stop_str_in_output": True,
+    }  # fmt: skip
     assert response_format == ResponseFormat(is_trtllm=True, one_by_one=True)
     assert read(decoupled=False, text_input=[[b"Hi"]])[1] == ResponseFormat(is_trtllm=True)
+
+
+def test_stop_words_stay_in_the_text_unless_the_request_says_no() -> None:
+    request, _ = read(text_input=[[b"Hi"]], stop_words=[[b"a"]], include_stop_str_in_output=[[False]])
+    (source,) = request.parameters
+    assert source.values["include_stop_str_in_output"] is False
 
 
 def test_two_rows_are_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,6 +125,14 @@ def test_sampling_tensors() -> None:
     assert type(parameters_of(request)["input tensor"]["ignore_eos"]) is bool
 
 
+def test_every_parameter_that_the_page_lists_is_a_tensor() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+    listed = page.partition("as JSON in `sampling_parameters`:")[2].partition(". [Those of scheduling]")[0]
+    names = re.findall(r"`(\w+)`", listed)
+    assert len(names) > 15
+    assert set(names) <= _INPUT_DTYPES.keys()
+
+
 def test_every_input_is_read_or_refused() -> None:
     """An input that changes nothing would be accepted and ignored."""
     plain = read(text_input="Hi")
@@ -133,6 +143,13 @@ def test_every_input_is_read_or_refused() -> None:
             assert read(text_input="Hi", **{spec.name: value}) != plain, spec.name
         except TidewheelError:
             continue
+
+
+def test_a_number_that_does_not_fit_its_tensor_is_named_as_it_arrived() -> None:
+    text = "top_k arrived as -2147483648, and takes nothing below -1. Its tensor is INT32"
+    with pytest.raises(InvalidRequest, match=text):
+        read(text_input="Hi", top_k=-(2**31))
+    assert parameters_of(read(text_input="Hi", top_k=-1)[0]) == {"input tensor": {"top_k": -1}}
 
 
 def test_json_and_request_parameters() -> None:
@@ -198,7 +215,7 @@ def test_wrong_shapes_and_bytes() -> None:
 
 def test_the_cumulative_logprob_switches_those_of_the_chosen_tokens_on() -> None:
     request, response_format = read(text_input="Hi", return_cumulative_logprob=True, return_logprobs=True)
-    assert parameters_of(request) == {"return flags": {"logprobs": 0}}
+    assert parameters_of(request) == {"output flag": {"logprobs": 0}}
     assert response_format.is_logprobs_null
 
 

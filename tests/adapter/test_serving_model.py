@@ -289,10 +289,21 @@ def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert MetricFamily.value("vllm:kv_cache_usage_perc") == 0.8
 
 
-def test_metrics_can_be_switched_off(tmp_path: Path) -> None:
-    started, _ = start(make_args(tmp_path, REPORT_CUSTOM_METRICS="false"))
+@pytest.mark.parametrize("off", [{"REPORT_CUSTOM_METRICS": "false"}, {"disable_log_stats": "true"}])
+def test_metrics_can_be_switched_off(tmp_path: Path, off: dict[str, str]) -> None:
+    started, _ = start(make_args(tmp_path, **off))
     started.finalize()
     assert not MetricFamily.values
+
+
+def test_metrics_of_a_served_name(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path, served_model_name="llama"))
+    started.execute([ask("busy")])
+    started.finalize()
+    assert (
+        MetricFamily.value("tidewheel_requests_rejected_total", tag="TW-BUSY", model_name="llama", model="demo") == 1
+    )
+    assert MetricFamily.value("vllm:num_requests_running", model_name="llama", model="demo") == 3
 
 
 def test_auto_complete_refuses_in_one_line() -> None:

@@ -155,6 +155,21 @@ def test_model_json_of_the_vllm_backend(tmp_path: Path) -> None:
     assert (engine.model, engine.max_model_len, engine.gpu_memory_utilization) == ("org/name", 64, 0.5)
 
 
+@pytest.mark.parametrize("form", ["model.json", "config.pbtxt"])
+def test_every_default_of_vllm_loads(tmp_path: Path, form: str) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    arguments = json.loads((Path(__file__).parents[1] / "values" / "vllm_engine_arguments.json").read_text())
+    values = {name: facts.get("default") for name, facts in arguments["arguments"].items()} | {"model": "m"}
+    if form == "model.json":
+        (folder / "1" / "model.json").write_text(json.dumps(values))
+        engine = load(folder, {}).engine
+    else:
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+        engine = load(folder, texts).engine
+    unlike_ours = {"scheduling_policy": "fifo", "generation_config": "auto", "gpu_memory_utilization": 0.92}
+    assert engine.to_settings() == {"model": "m", "swap_space": 4.0, **unlike_ours}
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -189,6 +204,10 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "tenants": '{"a": {"wieght": 1}}'}, ["tenants.a", "wieght", "weight"]),
         ({"model": "m", "tenants": "acme"}, ["tenants is not JSON"]),
         ({"model": "m", "preemption_mode": "swap"}, ["preemption_mode", "swap_space"]),
+        ({"model": "m", "override_generation_config": '{"top_p": 7}'}, ["override_generation_config", "top_p is 7"]),
+        ({"model": "m", "enable_lora": "True"}, ["enable_lora", "LoRA is not offered"]),
+        ({"model": "m", "engine_off": "demo"}, ["'engine_of'"]),
+        ({"model": "m", "zzz": "1"}, ["unknown setting 'zzz'; docs/settings.md lists them"]),
         ({"model": "m", "session_ttl_s": "7200"}, ["session_ttl_s", "7200", "3600"]),
         ({"max_num_seqs": "4"}, ["model is not set"]),
         ({"engine_of": "absent"}, ["engine_of", "'absent'", "no model of that name"]),

@@ -123,6 +123,71 @@ def test_texts_that_clients_compare_follow_the_tag(server: Server, tensors: dict
     assert str(error.value) == text
 
 
+# --- numbers and names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"max_tokens": 2**31}, "[TW-INPUT] max_tokens arrived as -2147483648, and takes nothing below -1"),
+        ({"top_k": 2**31}, "[TW-INPUT] top_k arrived as -2147483648, and takes nothing below -1"),
+        ({"priority": 9}, "[TW-INPUT] priority is 9: it must be 0 (default) to 4 (lowest)"),
+        ({"timeout": 5_000_000}, "[TW-UNSUPPORTED] timeout is 5000000: Triton's timeout is a field of"),
+        ({"echo": True}, "[TW-UNSUPPORTED] echo is True: set exclude_input_in_output"),
+        ({"user": "me"}, "[TW-UNSUPPORTED] user is 'me': there are no users: use tenant"),
+        ({"model": "demo"}, "[TW-UNSUPPORTED] model is 'demo': the address"),
+        ({"image": ["iVBORw0KGgo="]}, "[TW-UNSUPPORTED] image is ['iVBORw0KGgo=']: images are not offered"),
+        ({"parameters": {"user": "me"}}, "[TW-UNSUPPORTED] user is 'me'"),
+    ],
+    ids=str,
+)
+def test_values_that_are_named(server: Server, body: dict[str, Any], error: str) -> None:
+    response = server.post("demo/generate", {"text_input": "Hello", **body})
+    assert response.status_code == 400
+    assert response.json()["error"].startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"parameters": {"max_new_tokens": "4", "deadline_ms": "60000"}}, 4),
+        ({"sampling_parameters": '{"max_tokens": "4", "seed": -1, "temperature": "0.5", "top_k": null}'}, 4),
+        ({"sampling_parameters": '{"max_tokens": 4294967300}'}, None),
+        ({"max_tokens": 4294967300}, 4),  # Triton narrows it to the INT32 of the tensor
+    ],
+    ids=str,
+)
+def test_numbers_and_how_they_travel(server: Server, body: dict[str, Any], count: int | None) -> None:
+    if count is None:
+        assert "max_tokens is 4294967300" in server.post("demo/generate", {"text_input": "Hi", **body}).text
+    else:
+        assert length(ask(server, text_input="A tuple is", **body)) == count
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ({"max_tokens": "4"}, 500, "attempt to access JSON non-signed-integer as signed-integer"),
+        ({"max_tokens": 1.5}, 500, "attempt to access JSON non-signed-integer as signed-integer"),
+        ({"max_tokens": None}, 500, "attempt to access JSON non-signed-integer as signed-integer"),
+        ({"parameters": {"max_tokens": "4"}}, 500, "Converting keyword: 'parameters': Unable to parse 'data'"),
+        ({"seed": -1}, 500, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        ({"temperature": "0.5"}, 500, "attempt to access JSON non-number as double"),
+        ({"ignore_eos": "true"}, 500, "attempt to access JSON non-boolean as boolean"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, 500, "attempt to access JSON non-string as string"),
+        ({"session_id": None}, 400, "parameter 'session_id' has invalid type"),
+        ({"response_format": {"type": "text"}}, 400, "parameter 'response_format' has invalid type"),
+    ],
+    ids=str,
+)
+def test_what_triton_refuses_by_itself(server: Server, body: dict[str, Any], status: int, error: str) -> None:
+    """As docs/clients.md says of server 2.51: none of it reaches the model."""
+    response = server.post("demo/generate", {**({} if "messages" in body else {"text_input": "Hello"}), **body})
+    assert response.status_code == status
+    assert error in response.json()["error"]
+    assert "[TW-" not in response.text
+
+
 # --- clients that hang up -----------------------------------------------------------------------------------------
 
 # Of nobody's patience: it would go on for many seconds.

@@ -16,7 +16,7 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
-from tidewheel.frontend import threads
+from tidewheel.frontend import preparation, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
 from tidewheel.frontend.preparation import phrase_ids
 
@@ -457,3 +457,11 @@ def test_figures(harness: FrontendHarness) -> None:
     assert sum(figures.inter_token_latency.counts) == 3
     assert sum(figures.e2e_latency.counts) == sum(figures.queue_time.counts) == 1
     assert len(figures.queue_time.counts) == len(figures.queue_time.bounds) + 1
+
+
+def test_an_answer_has_room_for_so_many_logprobs(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "MAX_ANSWER_LOGPROBS", 320)
+    harness.submit(parameters={"n": 8, "logprobs": 1, "max_tokens": 20})
+    harness.submit(parameters={"n": 8, "max_tokens": 200})
+    error = harness.refuse(text="x", parameters={"n": 8, "logprobs": 1, "max_tokens": 21})
+    assert "logprobs is 1, and n x max_tokens 168: an answer has room for 320" in error

@@ -14,7 +14,7 @@ from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
 from tidewheel.engine_arguments import ARGUMENTS, translate
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_object
+from tidewheel.frontend.model_files import read_object, read_overrides
 from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
@@ -30,8 +30,8 @@ class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
-    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
+    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:
         if self.default_max_tokens != "context" and self.default_max_tokens < 1:
@@ -118,7 +118,7 @@ def resolve_settings(
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(engine_of))
-    engine = EngineConfig.from_settings(settings, base_dir=owner.version_folder)
+    engine = _engine_config(settings, owner.version_folder)
     return ModelSettings(
         engine=engine,
         frontend=frontend,
@@ -145,6 +145,23 @@ def _read(entry: ModelEntry) -> dict[str, object]:
                 f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
             )
         settings[key] = value
+    return _known(settings)
+
+
+def check_settings(settings: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for settings that an entry with an engine cannot have."""
+    values = _known(settings)
+    _take_frontend(values)
+    _engine_config(values)
+
+
+def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None) -> EngineConfig:
+    config = EngineConfig.from_settings(settings, base_dir=base_dir)
+    read_overrides(config.override_generation_config)  # before a model is loaded
+    return config
+
+
+def _known(settings: Mapping[str, object]) -> dict[str, object]:
     known, translated = known_settings(), translate(settings).settings
     for key in translated:
         if key not in known:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,16 +45,15 @@ def read_request(
         )
     parameters = _parameters(request, inputs, is_trtllm=is_trtllm)
     has_logprobs = any(source.values.get("logprobs") is not None for source in parameters)
-    wants_sums = _flag(inputs, "return_cumulative_logprob") or _flag(inputs, "return_log_probs")
-    if wants_sums and not has_logprobs:
-        parameters = (*parameters, ParameterSource(origin="return flags", values={"logprobs": 0}))  # the chosen alone
     response_format = ResponseFormat(
         accumulate=_flag(inputs, "accumulate_tokens"),
+        is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
         is_trtllm=is_trtllm,
         one_by_one=is_trtllm and decoupled,
-        is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
         **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
     )
+    if not has_logprobs and (response_format.cumulative_logprob or response_format.log_probs):
+        parameters = (*parameters, ParameterSource(origin="output flag", values={"logprobs": 0}))  # the chosen alone
     return GenerateRequest(
         request_id=request.request_id(),
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
@@ -78,14 +77,23 @@ def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
 
 def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> tuple[ParameterSource, ...]:
     tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
-    if is_trtllm and tensors.get("top_p") == 0:
-        del tensors["top_p"]  # off, as in TensorRT-LLM
     sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
         ParameterSource(origin="input tensor", values=tensors),
     )
+    if is_trtllm:
+        _adapt(tensors, sources)
     return tuple(source for source in sources if source.values)
+
+
+def _adapt(tensors: dict[str, object], sources: Iterable[ParameterSource]) -> None:
+    """Give tensors the meaning that they have in TensorRT-LLM: a `top_p` of 0 is off, stop words stay in the text."""
+    name = "include_stop_str_in_output"
+    if tensors.get("top_p") == 0:
+        del tensors["top_p"]
+    if "stop_words" in tensors and all(name not in source.values for source in sources):
+        tensors[name] = True
 
 
 def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
@@ -120,6 +128,11 @@ def _parameter(tensor: Any) -> object:
 def _to_python(name: str, item: Any) -> object:
     if isinstance(item, bytes):
         return to_text(name, item)
+    if isinstance(item, np.int32) and item < -1:
+        raise InvalidRequest(
+            f"{name} arrived as {item}, and takes nothing below -1. Its tensor is INT32, to which Triton narrows "
+            "larger numbers: send at most 2147483647"
+        )
     return float(str(item)) if isinstance(item, np.float32) else item.item()  # 0.7, not 0.699999988
 
 

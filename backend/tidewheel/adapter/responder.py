@@ -27,8 +27,8 @@ class ResponseFormat:
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False
-    log_probs: bool = False  # cum_log_probs and output_log_probs
     is_logprobs_null: bool = False  # only `return_logprobs` asks for them, which vLLM's backend answers with null
+    log_probs: bool = False  # cum_log_probs and output_log_probs
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     token_ids: bool = False
@@ -127,8 +127,8 @@ def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence
     if response[0].cumulative_logprob is not None:
         arrays |= _logprob_arrays(response, response_format)
     if response_format.logprobs:
-        texts_of = ["null" if response_format.is_logprobs_null else logprobs_json(chunk) for chunk in response]
-        arrays["logprobs"] = _encoded(texts_of)
+        is_null = response_format.is_logprobs_null
+        arrays["logprobs"] = _encoded(["null" if is_null else logprobs_json(chunk) for chunk in response])
     if response_format.num_input_tokens:
         arrays["num_input_tokens"] = np.array([response[0].num_input_tokens], np.uint32)
     if response_format.num_output_tokens:

@@ -47,6 +47,7 @@ SAMPLING_INPUTS = (
     *_specs("TYPE_FP32", "embedding_bias_weights", (-1,)),
     *_specs("TYPE_STRING", "guided_decoding_guide_type guided_decoding_guide"),
     *_specs("TYPE_BOOL", "return_context_logits return_generation_logits"),
+    *_specs("TYPE_STRING", "image", (-1,)),
 )
 INPUTS = (
     *_specs("TYPE_STRING", "text_input messages sampling_parameters"),
@@ -77,7 +78,7 @@ def complete(config: Any) -> Any:
     entry = config.as_dict()
     is_trtllm = entry.get("parameters", {}).get("io_dialect", {}).get("string_value") == "trtllm"
     config.set_max_batch_size(_max_batch_size(entry, is_trtllm=is_trtllm))
-    # The ensemble's integers were UINT32 up to TensorRT-LLM 0.9: clients of that time send no others.
+    # The ensemble's integers were UINT32 in older releases: clients of that time send no others.
     replaceable = {"TYPE_INT32": "TYPE_UINT32"} if is_trtllm else {}
     for spec in _missing("input", INPUTS, entry["input"], replaceable):
         config.add_input({**_as_dict(spec), "optional": True})

@@ -11,9 +11,12 @@ from tidewheel.sampling import SamplingParams
 MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
 # Read from `generation_config.json` whatever `do_sample` says, like vLLM.
 _KEYS = {
-    **{key: key for key in ("temperature", "top_p", "top_k", "min_p", "skip_special_tokens")},
-    **{key: key for key in ("repetition_penalty", "presence_penalty", "frequency_penalty")},
-}
+    key: key
+    for key in (
+        "temperature", "top_p", "top_k", "min_p",
+        "repetition_penalty", "presence_penalty", "frequency_penalty",
+    )
+}  # fmt: skip
 _OVERRIDES = {**_KEYS, "max_new_tokens": "max_tokens"}
 
 
@@ -57,12 +60,13 @@ class GenerationDefaults(NamedTuple):
         if source not in ("auto", "vllm") and not path.is_file():
             raise ConfigError(f"generation_config is {source!r}: give auto, vllm, or a folder with {path.name}")
         sampling = {} if source == "vllm" else _sampling(read_object(path), _KEYS, str(path))
-        sampling |= _sampling(_read_overrides(overrides), _OVERRIDES, "override_generation_config")
+        sampling |= read_overrides(overrides)
         eos = (*_eos_token_ids(path), *_eos_token_ids(folder / "config.json"))
         return cls(sampling, frozenset(eos))
 
 
-def _read_overrides(text: str) -> dict[str, object]:
+def read_overrides(text: str) -> dict[str, Any]:
+    """Return fields of `SamplingParams` from the setting `override_generation_config`. Raise `ConfigError`."""
     name = "override_generation_config"
     try:
         values = json.loads(text)
@@ -73,7 +77,7 @@ def _read_overrides(text: str) -> dict[str, object]:
     for key in values:
         if key not in _OVERRIDES:
             raise ConfigError(f"{name} has {key!r}: only {', '.join(_OVERRIDES)} are read")
-    return values
+    return _sampling(values, _OVERRIDES, name)
 
 
 def _sampling(values: Mapping[str, object], keys: Mapping[str, str], where: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams, pack_biases
 from tidewheel.tenants import TenantLimits, limits_of
 
+MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
@@ -137,6 +138,7 @@ class RequestReader:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request)
         sampling = self._fit(sampling, len(prompt_ids))
+        _check_answer(sampling, options.n)
         echo = request.echo and not request.stream
         given = Generation(prompt_ids, sampling, options, name, text, echo)
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
@@ -182,6 +184,16 @@ class RequestReader:
             least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _check_answer(sampling: SamplingParams, n: int) -> None:
+    """Bound the memory of an answer, which its client may not read."""
+    num_tokens = n * (sampling.max_tokens or 0)
+    if sampling.logprobs is not None and (sampling.logprobs + 1) * num_tokens > MAX_ANSWER_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs is {sampling.logprobs}, and n x max_tokens {num_tokens}: an answer has room for "
+            f"{MAX_ANSWER_LOGPROBS}, one more than logprobs for each token; lower logprobs, n or max_tokens"
+        )
 
 
 def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tidewheel.config import EngineConfig
+from tidewheel.adapter.repository_entry import check_settings
 from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
@@ -14,7 +14,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
     """Write an entry and its non-decoupled twin. Raise `ConfigError` for wrong settings."""
     model = resolve_model(model)
-    EngineConfig.from_settings({"model": model, **settings})
+    check_settings({"model": model, **settings})
     # Like `vllm serve`, and unlike entries that are written for Triton.
     _write(repository / name, {"model": model, "generation_config": "auto", **settings}, decoupled=True)
     _write(repository / f"{name}{TWIN_SUFFIX}", {"engine_of": name}, decoupled=False)

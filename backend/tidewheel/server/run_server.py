@@ -10,6 +10,7 @@ from tidewheel.engine.folder import engine_dir, engine_dirs, read_status
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
@@ -55,11 +56,16 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
-    with StopSignals() as signals, work_dir() as work, _server_log(options.log_file) as log:
+    with (
+        StopSignals() as signals,
+        work_dir() as work,
+        Lifeline(work) as lifeline,
+        _server_log(options.log_file) as log,
+    ):
         plan = _prepare(options, install, work)
         console.note(f"starting tritonserver ({install.origin})")
         with Supervisor(
-            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line
+            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
         ) as supervisor:
             if warning := _control_warning(options):
                 console.note(f"warning: {warning}")

@@ -37,9 +37,11 @@ class Supervisor:
         *,
         signals: StopSignals,
         log: ServerLog,
+        guard: int,  # process that is not ended with the others
         on_line: Callable[[LogLine, Phase], None],
     ) -> None:
         self._signals = signals
+        self._guard = guard
         self._log = log
         self._on_line = on_line
         self._phase: Phase = "loading"
@@ -55,7 +57,6 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=processes.end_with_parent,
         )
         assert self._server.stdout is not None
         self._output = self._server.stdout.fileno()
@@ -124,17 +125,19 @@ class Supervisor:
     def end_all(self, grace_s: float) -> None:
         """End every process below this one, after the grace by SIGKILL."""
         self._begin_stop()
-        me = os.getpid()
-        processes.signal_all(processes.descendants(me), SIGTERM)
+        processes.signal_all(self._descendants(), SIGTERM)
         end = time.monotonic() + grace_s
-        while processes.descendants(me) and time.monotonic() < end and not self.was_forced:
+        while self._descendants() and time.monotonic() < end and not self.was_forced:
             self._pump(POLL_S)
             processes.reap(keep=self._server.pid)
-        while left := processes.descendants(me):
+        while left := self._descendants():
             processes.signal_all(left, SIGKILL)
             time.sleep(POLL_S / 10)
             processes.reap(keep=self._server.pid)
         self._server.wait()
+
+    def _descendants(self) -> list[processes.Process]:
+        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
 
     def __enter__(self) -> Supervisor:
         return self

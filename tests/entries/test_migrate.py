@@ -206,13 +206,18 @@ def test_tensorrt_llm_needs_to_be_told(
 
 
 def test_an_engine_alone(write: WriteEntry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write("llama", pbtxt('backend: "tensorrtllm"\n', {"max_tokens_in_paged_kv_cache": "1000"}))
+    inputs = "".join(
+        f'input {{ name: "{name}" data_type: TYPE_UINT32 dims: [ 1 ] }}\n' for name in ("max_tokens", "input_lengths")
+    )
+    write("llama", pbtxt('backend: "tensorrtllm"\n' + inputs, {"max_tokens_in_paged_kv_cache": "1000"}))
     write("other", 'backend: "python"\n')
     printed = migrate(capsys, tmp_path / "models", "--out", tmp_path / "out", "--model", WEIGHTS)
-    assert "input_lengths and request_output_len" in printed[0]
+    assert "input 'input_lengths' is not offered" in printed[0]
     config = parse_config((tmp_path / "out" / "llama" / "config.pbtxt").read_text())
     assert (config.parameters["num_blocks"].string_value, config.parameters["block_size"].string_value) == (
         "16",
         "64",
     )
     assert not config.model_transaction_policy.decoupled
+    assert [(tensor.name, tensor.data_type) for tensor in config.input] == [("max_tokens", 4)]  # UINT32
+    assert check(tmp_path / "out", is_this_machine=False).count("error") == 0

@@ -26,6 +26,7 @@ from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import EngineRelay
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
+from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.stats import EngineStats
 
@@ -58,10 +59,8 @@ class FakeClient:
 class FakeFrontend:
     """Answers at once, unless the prompt says otherwise."""
 
-    def __init__(self, info: EngineInfo, model_dir: Path, engine: FakeClient, **options: Any) -> None:
-        if model_dir.name == "broken":
-            raise ConfigError("tokenizer.json is not one")
-        self.model_dir, self.engine, self.options = model_dir, engine, options
+    def __init__(self, info: EngineInfo, reader: FakeReader, engine: FakeClient, **options: Any) -> None:
+        self.reader, self.engine, self.options = reader, engine, options
         self.held: list[Sink] = []
         self.num_waits = 0
 
@@ -91,10 +90,34 @@ class FakeFrontend:
             sink.fail(Draining("shutting down"))
 
 
+class FakeWorkers:
+    def __init__(self, folder: Folder, count: int) -> None:
+        self.folder = folder
+
+    def wait_tried(self) -> None:
+        if self.folder.path.name == "broken":
+            raise ConfigError("tokenizer.json is not one")
+
+    def close(self) -> None: ...
+
+
+class FakeReader:
+    def __init__(self, info: EngineInfo, tokenizer: object, encoder: FakeWorkers, **options: Any) -> None:
+        self.model_dir, self.options = encoder.folder.path, options
+
+
+class FakeTokenizer:
+    @staticmethod
+    def load(folder: Path, *, vocab_size: int) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
     monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
+    monkeypatch.setattr(triton_model, "PromptWorkers", FakeWorkers)
+    monkeypatch.setattr(triton_model, "Tokenizer", FakeTokenizer)
+    monkeypatch.setattr(triton_model, "RequestReader", FakeReader)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate
@@ -171,7 +194,9 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
     del frontend.options["on_finished"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
-    assert frontend.model_dir == Path("tok")
+    assert frontend.reader.options.pop("defaults").sampling == {}
+    assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16}
+    assert frontend.reader.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])
     text = "[TW-TOO-LARGE] text_input has 10 bytes: at most 9 are allowed (max_prompt_bytes)"
@@ -265,10 +290,21 @@ def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert MetricFamily.value("vllm:kv_cache_usage_perc") == 0.8
 
 
-def test_metrics_can_be_switched_off(tmp_path: Path) -> None:
-    started, _ = start(make_args(tmp_path, REPORT_CUSTOM_METRICS="false"))
+@pytest.mark.parametrize("off", [{"REPORT_CUSTOM_METRICS": "false"}, {"disable_log_stats": "true"}])
+def test_metrics_can_be_switched_off(tmp_path: Path, off: dict[str, str]) -> None:
+    started, _ = start(make_args(tmp_path, **off))
     started.finalize()
     assert not MetricFamily.values
+
+
+def test_metrics_of_a_served_name(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path, served_model_name="llama"))
+    started.execute([ask("busy")])
+    started.finalize()
+    assert (
+        MetricFamily.value("tidewheel_requests_rejected_total", tag="TW-BUSY", model_name="llama", model="demo") == 1
+    )
+    assert MetricFamily.value("vllm:num_requests_running", model_name="llama", model="demo") == 3
 
 
 def test_auto_complete_refuses_in_one_line() -> None:

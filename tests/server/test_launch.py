@@ -10,7 +10,7 @@ import pytest
 
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.launch import command, environment, known_flags
+from tidewheel.server.launch import ModelControl, command, control_flags, environment, known_flags
 from tidewheel.server.locate import TritonInstall
 from tidewheel.server.workdir import WorkDir
 
@@ -43,6 +43,20 @@ def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, t
     assert "--grpc-restricted-protocol" not in flags
     assert "--allow-sagemaker" not in flags
     assert int(flags["--exit-timeout-secs"]) > 2.5
+
+
+@pytest.mark.parametrize(
+    ("mode", "models", "poll_s", "flags"),
+    [
+        ("none", ("a",), None, []),
+        ("explicit", (), None, ["--load-model=*"]),
+        ("explicit", ("a", "b"), None, ["--load-model=a", "--load-model=b"]),
+        ("poll", ("a",), None, []),
+        ("poll", (), 3, ["--repository-poll-secs=3"]),
+    ],
+)
+def test_control_flags(mode: ModelControl, models: tuple[str, ...], poll_s: int | None, flags: list[str]) -> None:
+    assert control_flags(mode, models, poll_s) == [f"--model-control-mode={mode}", *flags]
 
 
 def test_the_key_of_closed_apis_is_new_each_time(install: TritonInstall, tmp_path: Path) -> None:

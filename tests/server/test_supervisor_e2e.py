@@ -16,6 +16,8 @@ import pytest
 import requests
 
 from support.triton.serving import Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel.server.supervisor import REAP_GRACE_S
+from tidewheel.server.workdir import work_dir
 
 pytestmark = pytest.mark.e2e
 
@@ -130,10 +132,11 @@ def wait_end(server: Server, limit_s: float) -> int:
     return server.process.wait(limit_s)
 
 
-def test_ready_and_ctrl_c(server: Server, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_ready_and_asked_to_stop(server: Server, folder: Path, number: signal.Signals) -> None:
     traces = Traces(server, folder)
     assert regions(traces.work.name)
-    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(number)
     assert wait_end(server, STOP_LIMIT_S) == 0
     traces.assert_nothing_left()
     output = server.log.read_text()
@@ -206,12 +209,52 @@ def test_a_death_ends_the_group(server: Server, folder: Path, victim: str) -> No
         assert re.search(r"\n  I\d{4} [\d:.]+ \d+ \S+\] .*Started Metrics Service", server.log.read_text())
 
 
+def stubs(server: Server) -> list[psutil.Process]:
+    return [process for process in server.descendants() if process.name().startswith("triton_python_b")]
+
+
+def control(server: Server, action: str) -> requests.Response:
+    return requests.post(f"{server.http}/v2/repository/models/words/{action}", timeout=60)
+
+
+def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path) -> None:
+    server = wait_ready(serve(folder, "--model-control", "explicit", "--models", "words"))
+    assert control(server, "unload").ok
+    wait_for(lambda: not stubs(server), STOP_LIMIT_S, "end of the stub")
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.process.wait(REAP_GRACE_S + 1.0)
+    model = folder / "repository" / "words" / "1" / "model.py"
+    text = model.read_text()
+    model.write_text(
+        text.replace("def initialize(self, args):\n", "def initialize(self, args):\n        raise OSError\n")
+    )
+    assert control(server, "load").status_code == 400
+    model.write_text(text)
+    assert control(server, "load").ok
+    (stub,) = stubs(server)
+    stub.kill()
+    assert wait_end(server, DEATH_LIMIT_S) == 1
+    assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
+
+
 def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path) -> None:
     traces = Traces(server, folder)
+    answer = stream(server, folder / "never")
+    assert "first" in next(answer)
     server.process.kill()
     server.process.wait()
     wait_for(lambda: not traces.processes_left(), STOP_LIMIT_S, "end of the orphans")
-    assert regions(traces.work.name) == []
+    traces.assert_nothing_left()
+
+
+def test_a_start_ends_what_a_killed_server_and_its_guard_left(server: Server, folder: Path) -> None:
+    traces = Traces(server, folder)
+    guard = next(p for p in traces.processes if "tidewheel.server.lifeline" in p.cmdline())
+    guard.kill()
+    server.process.kill()
+    server.process.wait()
+    with work_dir(folder / "tmp"):
+        traces.assert_nothing_left()
 
 
 def error_lines(server: Server) -> list[str]:
@@ -268,6 +311,8 @@ def test_port_in_use_is_one_line(server: Server, folder: Path) -> None:
         (["--model", "a/b", "--models", "x"], 2, "--models"),
         (["--model-repository", "model_repository", "--models", "x"], 1, "baseline_dynamic"),
         (["--set", "dtype=float32"], 2, "--set"),
+        (["--model-control", "explicit", "--repository-poll-s", "3"], 2, "poll, not with explicit"),
+        (["--model-repository", "model_repository", "--model-control", "explicit", "--models", "x"], 1, "demo_infer"),
         (["--model", "a/b", "--log-file", "/no/such/folder/log"], 1, "--log-file"),
         (["--model", "a/b", "--tritonserver", "/no/such/program"], 1, "/no/such/program"),
     ],

@@ -17,12 +17,18 @@ from tidewheel.adapter.repository_entry import ModelSettings, load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.tensors import complete
+from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
-from tidewheel.frontend.frontend import EngineRelay, Frontend
+from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
+from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.preparation import RequestReader
+from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +76,7 @@ class TritonPythonModel:
             info = self._client.start(settings.engine.engine_start_timeout_s)
             self._frontend = relay.frontend = Frontend(
                 info,
-                Path(settings.engine.tokenizer or info.model),
+                _make_reader(settings, info),
                 self._client,
                 max_prompt_bytes=settings.engine.max_prompt_bytes,
                 door=door,
@@ -84,9 +90,7 @@ class TritonPythonModel:
             for line in info.describe():
                 log.info("%s", line)
         self._refused: Counter[str] = Counter()  # by tag, before the front end
-        self._metrics = (
-            self._publish_metrics(settings, info, relay) if settings.frontend.REPORT_CUSTOM_METRICS else None
-        )
+        self._metrics = self._publish_metrics(settings, info, relay) if settings.has_metrics else None
 
     def _submit(self, request: Any) -> None:
         """Pass a request on, or answer it with an error."""
@@ -97,7 +101,9 @@ class TritonPythonModel:
                 request,
                 decoupled=self._settings.decoupled,
                 max_prompt_bytes=self._settings.engine.max_prompt_bytes,
+                max_request_s=self._settings.frontend.max_request_s,
                 arrival_ns=arrival_ns,
+                dialect=self._settings.frontend.io_dialect,
             )
             self._frontend.submit(generate, sink)
         except TidewheelError as error:
@@ -131,3 +137,30 @@ class TritonPythonModel:
         """Publish figures of a request, so that its client sees them; those of single tokens and steps when idle."""
         if self._metrics is not None:
             self._metrics.flush()
+
+
+def _make_reader(settings: ModelSettings, info: EngineInfo) -> RequestReader:
+    """Raise `ConfigError` without a usable tokenizer."""
+    config = settings.engine
+    folder = Folder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
+    encoder = PromptWorkers(folder, NUM_TOKENIZERS)
+    try:
+        encoder.wait_tried()  # before this process reads the same files
+        return RequestReader(
+            info,
+            Tokenizer.load(folder.path, vocab_size=info.vocab_size),
+            encoder,
+            max_prompt_bytes=config.max_prompt_bytes,
+            default_max_tokens=settings.frontend.default_max_tokens,
+            defaults=_load_defaults(info, config),
+        )
+    except BaseException:
+        encoder.close()
+        raise
+
+
+def _load_defaults(info: EngineInfo, config: EngineConfig) -> GenerationDefaults:
+    """Sample as Triton's vLLM backend does, which reads no `generation_config.json`, unless a setting asks for it."""
+    return GenerationDefaults.load(
+        Path(info.model), config.generation_config or "vllm", config.override_generation_config
+    )

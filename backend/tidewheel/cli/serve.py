@@ -31,14 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[,NAME...]",
         help="entries of the repository to serve (default: all)",
     )
-    what.add_argument("--model-name", default="", metavar="NAME", help="serve --model as NAME (default: its own)")
-    what.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an engine setting for --model, say dtype=float32 or max_num_seqs=64 (repeatable)",
-    )
+    _add_control(what)
     where = parser.add_argument_group("where", "port 0 takes a free one")
     where.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
@@ -78,6 +71,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
+def _add_control(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model-control",
+        choices=("none", "explicit", "poll"),
+        help="none: models stay as they are (default); explicit: clients load and unload them, --models are loaded "
+        "first; poll: changes of the repository are followed",
+    )
+    group.add_argument(
+        "--repository-poll-s",
+        type=_poll_seconds,
+        metavar="S",
+        help="whole seconds between two looks at the repository, with --model-control poll (default: Triton's, 15)",
+    )
+    group.add_argument("--model-name", default="", metavar="NAME", help="serve --model as NAME (default: its own)")
+    group.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an engine setting for --model, say dtype=float32 or max_num_seqs=64 (repeatable)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     options = _options(args)
     from tidewheel.server.run_server import serve
@@ -101,6 +117,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         raise UsageError("--record goes with --model; in a repository, set record in config.pbtxt")
     if args.model is None and (args.set or args.model_name):
         raise UsageError("--set and --model-name go with --model; settings of a repository stand in its config.pbtxt")
+    if args.repository_poll_s is not None and args.model_control not in (None, "poll"):
+        raise UsageError(f"--repository-poll-s goes with --model-control poll, not with {args.model_control}")
     if args.model is None and model_repository is None:
         if not DEFAULT_REPOSITORY.is_dir():
             raise UsageError(f"nothing to serve: give --model or --model-repository (no {DEFAULT_REPOSITORY} here)")
@@ -113,6 +131,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         settings=_settings(args),
         endpoints=Endpoints(host=args.host, http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
         drain_s=args.drain_s,
+        model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),
+        repository_poll_s=args.repository_poll_s,
         tritonserver=args.tritonserver,
         opened=args.open,
         triton_arguments=tuple(args.triton_arg),
@@ -146,6 +166,12 @@ def _names(text: str) -> tuple[str, ...]:
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
+
+
+def _poll_seconds(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in whole seconds: 1 to 86400")
     return int(text)
 
 

@@ -38,6 +38,11 @@ def engine_dir(repository: Path, model_name: str) -> Path:
     return private_dir(path)
 
 
+def engine_dirs() -> list[Path]:
+    """Return the folders in which an engine was started."""
+    return sorted(path.parent for path in run_dir().glob(f"*/{STATUS}"))
+
+
 def check_socket_path(directory: Path) -> None:
     """Raise `ConfigError` if a socket path in the folder is too long."""
     size = len(os.fsencode(directory / SOCKET))

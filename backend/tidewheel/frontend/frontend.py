@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from queue import SimpleQueue
 
 from tidewheel.engine.engine_client import EngineClient
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between steps
 _CLOSE_TIMEOUT_S = 5.0
-_NUM_TOKENIZERS = 2  # threads
+NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
@@ -44,7 +43,7 @@ class Frontend:
     def __init__(
         self,
         info: EngineInfo,
-        model_dir: Path,
+        reader: RequestReader,
         engine: EngineClient,
         *,
         max_prompt_bytes: int,
@@ -53,11 +52,11 @@ class Frontend:
         on_finished: Callable[[], None] = lambda: None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Raise `ConfigError` without a usable tokenizer.
+        """Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
 
-        Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
+        `close` closes the reader, too.
         """
-        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        self._reader = reader
         self._tenants = info.tenants
         self._engine = engine
         self._door = door
@@ -66,10 +65,10 @@ class Frontend:
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
-        self._prompts = PromptQueue(max_prompt_bytes, _NUM_TOKENIZERS)
+        self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
         self._turns = Turns(num_senders, engine, self._recorder, self._forget, on_finished)
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
-        self._tokenizers = Workers("tokenizer", _NUM_TOKENIZERS, self._prompts.take, self._prepare)
+        self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     def stats(self) -> FrontendStats:
         return self._recorder.snapshot()
@@ -106,6 +105,7 @@ class Frontend:
         self._prompts.close()
         for request in live:
             self._end(request, Ending(error=error))
+        self._reader.close()
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
         if not self._turns.close(_CLOSE_TIMEOUT_S):
             logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
@@ -23,6 +24,8 @@ SHM_DEFAULT_BYTES = 16 << 20  # per front end, at start
 SHM_GROWTH_BYTES = 16 << 20  # fewer remaps for large prompts
 MAX_QUEUED_RESPONSES = 1024  # per gRPC stream that is not read
 EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
+
+ModelControl = Literal["none", "explicit", "poll"]
 
 # A key that no client knows closes these APIs. Its name is the hint that a refused client gets to read.
 CLOSED_APIS = ("shared-memory", "trace", "logging")
@@ -40,6 +43,7 @@ def command(
     *,
     drain_s: float,
     flags: frozenset[str],  # known to this tritonserver
+    control: Sequence[str] = ("--model-control-mode=none",),
     extra: Sequence[str] = (),
     opened: Collection[str] = (),  # of `CLOSED_APIS`
 ) -> list[str]:
@@ -47,7 +51,6 @@ def command(
         str(install.binary),
         f"--model-repository={repository}",
         f"--backend-directory={work.backends}",
-        "--model-control-mode=none",
         f"--http-address={endpoints.host}",
         f"--http-port={endpoints.http}",
         f"--grpc-address={endpoints.host}",
@@ -60,8 +63,19 @@ def command(
         f"--exit-timeout-secs={math.ceil(drain_s) + EXIT_MARGIN_S}",
         *_hardening(flags, opened),
         *_without_gpu(flags),
+        *control,
         *extra,
     ]
+
+
+def control_flags(mode: ModelControl, models: Sequence[str], poll_s: int | None) -> list[str]:
+    """Return the flags for a mode. `models`, or all, are loaded at the start of `explicit`."""
+    flags = [f"--model-control-mode={mode}"]
+    if mode == "explicit":
+        flags += [f"--load-model={name}" for name in models or ("*",)]
+    if poll_s is not None:
+        flags.append(f"--repository-poll-secs={poll_s}")
+    return flags
 
 
 def environment(install: TritonInstall, work: WorkDir, base: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tidewheel.config import EngineConfig
+from tidewheel.adapter.repository_entry import check_settings
 from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
@@ -14,8 +14,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
     """Write an entry and its non-decoupled twin. Raise `ConfigError` for wrong settings."""
     model = resolve_model(model)
-    EngineConfig.from_settings({"model": model, **settings})
-    _write(repository / name, {"model": model, **settings}, decoupled=True)
+    check_settings({"model": model, **settings})
+    # Like `vllm serve`, and unlike entries that are written for Triton.
+    _write(repository / name, {"model": model, "generation_config": "auto", **settings}, decoupled=True)
     _write(repository / f"{name}{TWIN_SUFFIX}", {"engine_of": name}, decoupled=False)
 
 
@@ -71,24 +72,33 @@ def entries(repository: Path) -> list[str]:
     return names
 
 
-def select(repository: Path, names: Iterable[str], target: Path) -> Path:
+def check_names(repository: Path, names: Iterable[str]) -> None:
+    """Raise `ConfigError` if an entry is missing."""
+    there = entries(repository)
+    for name in names:
+        if name not in there:
+            raise ConfigError(f"--models names {name!r}, but {str(repository)!r} has {', '.join(there)}")
+
+
+def select(repository: Path, names: Sequence[str], target: Path) -> Path:
     """Make a repository of links to some entries. Raise `ConfigError` if one is missing.
 
     Triton's own `--model-control-mode=explicit` would let every client load models.
     """
-    there = entries(repository)
-    wanted = list(dict.fromkeys(names))
-    for name in wanted:
-        if name not in there:
-            raise ConfigError(f"--models names {name!r}, but {str(repository)!r} has {', '.join(there)}")
+    check_names(repository, names)
     target.mkdir(parents=True)
-    for name in wanted:
+    for name in dict.fromkeys(names):
         (target / name).symlink_to((repository / name).resolve())
     return target
 
 
 def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
     (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(entry_text(parameters, decoupled=decoupled), encoding="utf-8")
+
+
+def entry_text(parameters: Mapping[str, str], *, decoupled: bool) -> str:
+    """Return the `config.pbtxt` of an entry."""
     lines = [
         'backend: "tidewheel"',
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",
@@ -98,7 +108,7 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
         f'parameters {{ key: "{key}" value: {{ string_value: "{_escape(value)}" }} }}'
         for key, value in parameters.items()
     ]
-    (folder / "config.pbtxt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def _escape(text: str) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.folder import engine_dir, read_status
+from tidewheel.engine.folder import engine_dir, engine_dirs, read_status
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
-from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
@@ -25,12 +26,14 @@ class ServeOptions:
     """Options, with either `model_repository` or `model`."""
 
     model_repository: Path | None = None
-    models: tuple[str, ...] = ()  # entries to serve; empty: all
+    models: tuple[str, ...] = ()  # entries to serve, or to load first with `explicit`; empty: all
     model: str | None = None  # folder or Hugging Face id
     model_name: str = ""  # empty: last part of `model`
     settings: Mapping[str, str]
     endpoints: Endpoints
     drain_s: float = 30.0
+    model_control: launch.ModelControl = "none"
+    repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
     tritonserver: str | None = None
     opened: tuple[str, ...] = ()  # of `launch.CLOSED_APIS`
     triton_arguments: tuple[str, ...] = ()
@@ -54,17 +57,24 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
-    with StopSignals() as signals, work_dir() as work, _server_log(options.log_file) as log:
+    with (
+        StopSignals() as signals,
+        work_dir() as work,
+        Lifeline(work) as lifeline,
+        _server_log(options.log_file) as log,
+    ):
         plan = _prepare(options, install, work)
         console.note(f"starting tritonserver ({install.origin})")
         with Supervisor(
-            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line
+            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
         ) as supervisor:
+            if warning := _control_warning(options):
+                console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 _announce(console, plan, log.version, with_endpoints=session is None)
                 _stay(supervisor, plan.endpoints, session)
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(list(plan.engines.values()), options.drain_s)
+                supervisor.drain(engine_dirs(), options.drain_s)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
@@ -81,6 +91,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         work,
         drain_s=options.drain_s,
         flags=launch.known_flags(install, environment),
+        control=launch.control_flags(options.model_control, options.models, options.repository_poll_s),
         extra=options.triton_arguments,
         opened=options.opened,
     )
@@ -94,9 +105,21 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     )
 
 
+def _control_warning(options: ServeOptions) -> str:
+    if options.model_control != "explicit" or is_loopback(options.endpoints.host):
+        return ""
+    return (
+        f"--model-control explicit lets all that reach {options.endpoints.host} load models, and with them code: "
+        "leave --host at 127.0.0.1, or close the API (docs/serve.md)"
+    )
+
+
 def _repository(options: ServeOptions, work: WorkDir) -> Path:
     if options.model_repository is not None:
         folder = options.model_repository.expanduser().resolve()
+        if options.model_control == "explicit":
+            repository.check_names(folder, options.models)
+            return folder
         return repository.select(folder, options.models, work.repository) if options.models else folder
     model = options.model or ""
     name = options.model_name or repository.served_name(model)

@@ -18,7 +18,8 @@ from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import LogLine, ServerLog
 
 POLL_S = 0.1
-DEATH_GRACE_S = 2.5  # for the rest after a death; all is gone within 5 s
+REAP_GRACE_S = 2.5  # Triton reaps a stub it ends at once, and one that died while it loaded within 2 s
+DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 SETTLE_S = 5.0  # for Triton to unload idle models
@@ -36,13 +37,15 @@ class Supervisor:
         *,
         signals: StopSignals,
         log: ServerLog,
+        guard: int,  # process that is not ended with the others
         on_line: Callable[[LogLine, Phase], None],
     ) -> None:
         self._signals = signals
+        self._guard = guard
         self._log = log
         self._on_line = on_line
         self._phase: Phase = "loading"
-        self._watches: list[processes.Watch] = []
+        self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
         processes.adopt_orphans()
@@ -54,13 +57,16 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=processes.end_with_parent,
         )
         assert self._server.stdout is not None
         self._output = self._server.stdout.fileno()
         os.set_blocking(self._output, False)
         self._selector.register(self._output, selectors.EVENT_READ, self._read_output)
-        self._watch(self._server.pid)
+        started = processes.read(self._server.pid)
+        assert started is not None  # not reaped before `poll`
+        self._watch = processes.Watch(started)
+        if self._watch.fileno is not None:
+            self._selector.register(self._watch.fileno, selectors.EVENT_READ, lambda: None)
 
     @property
     def stop_requested(self) -> bool:
@@ -85,18 +91,18 @@ class Supervisor:
             if has_ended:
                 raise ServeError(f"tritonserver ended at its start ({self._exit()}): {self._log.last_words()}")
         self._phase = "ready"
-        for process in processes.children(self._server.pid):
-            if process.name == STUB_NAME[: len(process.name)] and process.state != "Z":
-                self._watch(process.pid)
         return True
 
     def watch(self, is_over: Callable[[], bool]) -> None:
         """Return when asked to stop or `is_over()`. Raise `ServeError` if tritonserver or a stub dies."""
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
-            for watch in self._watches:
-                if watch.has_ended():
-                    raise ServeError(self._obituary(watch.pid))
+            if self._watch.has_ended():
+                self._read_output()
+                raise ServeError(f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}")
+            if (stub := self._find_dead_stub()) is not None:
+                end = "ending the server, its supervisor may start it again"
+                raise ServeError(f"a front end died (stub process {stub.pid}): {end}")
             processes.reap(keep=self._server.pid)
 
     def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
@@ -120,17 +126,19 @@ class Supervisor:
     def end_all(self, grace_s: float) -> None:
         """End every process below this one, after the grace by SIGKILL."""
         self._begin_stop()
-        me = os.getpid()
-        processes.signal_all(processes.descendants(me), SIGTERM)
+        processes.signal_all(self._descendants(), SIGTERM)
         end = time.monotonic() + grace_s
-        while processes.descendants(me) and time.monotonic() < end and not self.was_forced:
+        while self._descendants() and time.monotonic() < end and not self.was_forced:
             self._pump(POLL_S)
             processes.reap(keep=self._server.pid)
-        while left := processes.descendants(me):
+        while left := self._descendants():
             processes.signal_all(left, SIGKILL)
             time.sleep(POLL_S / 10)
             processes.reap(keep=self._server.pid)
         self._server.wait()
+
+    def _descendants(self) -> list[processes.Process]:
+        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
 
     def __enter__(self) -> Supervisor:
         return self
@@ -143,23 +151,20 @@ class Supervisor:
         if self._server.stdout is not None:
             self._server.stdout.close()
 
-    def _watch(self, pid: int) -> None:
-        process = processes.read(pid)
-        if process is None:
-            raise ServeError(self._obituary(pid))
-        watch = processes.Watch(process)
-        self._watches.append(watch)
-        if watch.fileno is not None:
-            self._selector.register(watch.fileno, selectors.EVENT_READ, lambda: None)
+    def _find_dead_stub(self) -> processes.Process | None:
+        """Return a stub that Triton did not end. Triton never reaps it, and its model answers no more."""
+        now = time.monotonic()
+        children = processes.children(self._server.pid)
+        ended = [child for child in children if child.state == "Z" and STUB_NAME.startswith(child.name)]
+        self._unreaped = {stub: self._unreaped.get(stub, now) for stub in ended}
+        return next((stub for stub, since in self._unreaped.items() if now - since >= REAP_GRACE_S), None)
 
     def _begin_stop(self) -> None:
         """Stop watching, because an ended process would keep the selector from waiting."""
         self._phase = "stopping"
-        for watch in self._watches:
-            if watch.fileno is not None:
-                self._selector.unregister(watch.fileno)
-            watch.close()
-        self._watches.clear()
+        if self._watch.fileno is not None:
+            self._selector.unregister(self._watch.fileno)
+        self._watch.close()
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -185,12 +190,6 @@ class Supervisor:
                 return False
             self._pump(POLL_S)
         return True
-
-    def _obituary(self, pid: int) -> str:
-        if pid == self._server.pid:
-            self._read_output()
-            return f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}"
-        return f"a front end died (stub process {pid}): ending the server, its supervisor may start it again"
 
     def _exit(self) -> str:
         returncode = self._server.poll()

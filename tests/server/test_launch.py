@@ -10,7 +10,7 @@ import pytest
 
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.launch import ModelControl, command, control_flags, environment, known_flags
+from tidewheel.server.launch import CLOSED_APIS, ModelControl, command, control_flags, environment, known_flags
 from tidewheel.server.locate import TritonInstall
 from tidewheel.server.workdir import WorkDir
 
@@ -57,6 +57,15 @@ def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, t
 )
 def test_control_flags(mode: ModelControl, models: tuple[str, ...], poll_s: int | None, flags: list[str]) -> None:
     assert control_flags(mode, models, poll_s) == [f"--model-control-mode={mode}", *flags]
+
+
+def test_opened_apis(install: TritonInstall, tmp_path: Path) -> None:
+    known = frozenset({"--allow-client-shm", "--http-restricted-api"})
+    place = install, tmp_path, ENDPOINTS, WorkDir(tmp_path)
+    flags = flags_of(command(*place, drain_s=0, flags=known, opened=["shared-memory", "trace"]))
+    assert flags["--allow-client-shm"] == "true"
+    assert flags["--http-restricted-api"].startswith("logging:tidewheel-serve-option-open=")
+    assert "--http-restricted-api" not in flags_of(command(*place, drain_s=0, flags=known, opened=CLOSED_APIS))
 
 
 def test_the_key_of_closed_apis_is_new_each_time(install: TritonInstall, tmp_path: Path) -> None:

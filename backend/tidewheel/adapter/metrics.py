@@ -7,6 +7,7 @@ Python object, so each series keeps one.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ REQUEST_LATENCIES: tuple[tuple[str, str, Callable[[FrontendStats], LatencyHistog
 
 class Gauge:
     def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = family.Metric(labels=dict(labels))
+        self._metric = _for_good(family.Metric(labels=dict(labels)))
         self._family = family
         self._value: float | None = None
 
@@ -53,7 +54,7 @@ class Counter:
     """Growing total. A smaller one comes from a restarted process."""
 
     def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = family.Metric(labels=dict(labels))
+        self._metric = _for_good(family.Metric(labels=dict(labels)))
         self._family = family
         self._total = 0.0
 
@@ -116,12 +117,21 @@ class Histogram:
         self._count.advance(cumulative)
 
 
+def _for_good(thing: Any) -> Any:
+    """Keep the object to the end of the process, also while the interpreter ends.
+
+    Triton 2.51 removes a family with its first object that ends, and crashes when another model uses it then.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return thing
+
+
 def counter_family(name: str, description: str) -> Any:
-    return pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER)
+    return _for_good(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER))
 
 
 def gauge_family(name: str, description: str) -> Any:
-    return pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE)
+    return _for_good(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE))
 
 
 class EngineMetrics:

@@ -1,28 +1,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 import tidewheel
+from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
-from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
-from tidewheel.adapter.repository_entry import ModelSettings, load_settings
+from tidewheel.adapter.repository_entry import load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.tensors import complete
-from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import engine_dir
-from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.placement import choose_place, make_current
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
-from tidewheel.frontend.door import HoldingDoor, RefusingDoor
-from tidewheel.frontend.frontend import EngineRelay, Frontend
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +37,11 @@ class TritonPythonModel:
         name = args["model_instance_name"]
         log.info("%s: engine package %s", name, tidewheel.__file__)
         try:
-            self._settings = load_settings(args)
-            self._open(name)
+            self._settings = settings = load_settings(args)
+            model_dir = engine_dir(settings.owner.repository, settings.owner.name)
+            place = choose_place(model_dir, settings.engine)
+            self._follower = Follower(model_dir, settings, place, name)
+            make_current(place)
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
@@ -52,40 +49,10 @@ class TritonPythonModel:
         """Submit requests, and return when one more may come. Until then they wait in Triton's queue."""
         for request in requests:
             self._submit(request)
-            self._frontend.wait_for_room()
+            self._follower.serving.frontend.wait_for_room()
 
     def finalize(self) -> None:
-        self._frontend.close()
-        if self._metrics is not None:
-            self._metrics.close()
-        self._client.close()
-
-    def _open(self, name: str) -> None:
-        settings, owner = self._settings, self._settings.owner
-        door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
-        relay = EngineRelay(door)
-        folder = engine_dir(owner.repository, owner.name)
-        self._client = EngineClient(folder, settings.engine, relay, name=f"{name}.{os.getpid()}")
-        try:
-            info = self._client.start(settings.engine.engine_start_timeout_s)
-            self._frontend = relay.frontend = Frontend(
-                info,
-                Path(settings.engine.tokenizer or info.model),
-                self._client,
-                max_prompt_bytes=settings.engine.max_prompt_bytes,
-                door=door,
-                num_senders=settings.frontend.num_sender_threads,
-            )
-        except BaseException:
-            self._client.close()
-            raise
-        if self._client.is_owner:
-            for line in info.describe():
-                log.info("%s", line)
-        self._refused: Counter[str] = Counter()  # by tag, before the front end
-        self._metrics = (
-            self._publish_metrics(settings, info, relay) if settings.frontend.REPORT_CUSTOM_METRICS else None
-        )
+        self._follower.close()
 
     def _submit(self, request: Any) -> None:
         """Pass a request on, or answer it with an error."""
@@ -95,10 +62,11 @@ class TritonPythonModel:
             generate, sink.format = read_request(
                 request,
                 decoupled=self._settings.decoupled,
-                max_prompt_bytes=self._settings.engine.max_prompt_bytes,
+                max_prompt_bytes=self._follower.serving.place.config.max_prompt_bytes,
                 arrival_ns=arrival_ns,
             )
-            self._frontend.submit(generate, sink)
+            with self._follower.lock:
+                self._follower.serving.frontend.submit(generate, sink)
         except TidewheelError as error:
             self._refuse(sink, error)
         except Exception:
@@ -106,20 +74,5 @@ class TritonPythonModel:
             self._refuse(sink, InternalError("the request could not be submitted; the server's log says why"))
 
     def _refuse(self, sink: TritonSink, error: TidewheelError) -> None:
-        self._refused[error.tag] += 1
+        self._follower.serving.refused[error.tag] += 1
         sink.fail(error)
-
-    def _publish_metrics(self, settings: ModelSettings, info: EngineInfo, relay: EngineRelay) -> MetricsPublisher:
-        requests = RequestMetrics(settings.entry.labels)
-        engine = EngineMetrics(info, settings.owner.labels)
-
-        def flush() -> None:
-            requests.publish(self._frontend.stats(), self._refused)
-            if relay.stats is None:
-                return
-            if self._client.is_owner:
-                engine.publish(relay.stats)
-            else:
-                engine.follow(relay.stats)
-
-        return MetricsPublisher(flush)

@@ -71,7 +71,7 @@ class TopLogprobs(NamedTuple):
     """Log-probabilities at one sampled position."""
 
     logprob: float  # of the sampled token, before temperature and truncation
-    rank: int  # of the sampled token, 1 = most likely
+    rank: int  # of the sampled token, 1 = most likely; ties share the last
     top_ids: tuple[int, ...]  # most likely tokens, best first
     top_logprobs: tuple[float, ...]
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tidewheel.engine_arguments import ARGUMENTS, ENTRY_ARGUMENTS, translate
 from tidewheel.errors import ConfigError
+from tidewheel.sampling import MAX_LOGPROBS
 from tidewheel.settings import coerce_setting, unknown_setting
 from tidewheel.tenants import parse_tenants
 
@@ -76,12 +78,17 @@ class SchedulingSettings:
 class EngineConfig(SchedulingSettings):
     # model
     model: str  # a folder, relative to the version folder of the entry, or a Hugging Face id
+    revision: str = ""  # branch, tag or commit of a Hugging Face id; empty: the main branch
+    download_dir: str = ""  # folder where models of a Hugging Face id are kept; empty: Hugging Face's cache
     tokenizer: str = ""  # a folder; empty: the model's
     dtype: DType = "auto"  # auto: bfloat16, or float16 like the files; a CPU or files without bfloat16: float32
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
     seed: int = 0  # start of the random draws of requests that bring none
     max_model_len: int | None = None  # tokens of prompt and output of one request; none: the model's context
+    generation_config: str = ""  # default sampling: auto (the model's), vllm (none), or a folder; LLM: auto, if empty
+    override_generation_config: str = "{}"  # default sampling over that of generation_config
+    max_logprobs: int = 20  # most log-probabilities that a request may ask for at a token
     num_threads: int | None = None  # CPU threads of the engine; none: all cores, one for small models
     engine_start_timeout_s: float = 600.0  # how long a model may load, in seconds
 
@@ -95,6 +102,10 @@ class EngineConfig(SchedulingSettings):
     # steps
     enforce_eager: bool = False  # run without CUDA graphs; on a CPU there are none anyway
     async_scheduling: bool | None = None  # launch a step before the tokens of the last are read; none: on CUDA
+
+    # metrics
+    served_model_name: str = ""  # label model_name of metrics; empty: the name of the entry
+    disable_log_stats: bool = False  # publish no figures on /metrics
 
     # records and checks
     record: str = ""  # folder for a recording of every decision, for `tidewheel simulate`; empty: none
@@ -136,7 +147,9 @@ class EngineConfig(SchedulingSettings):
             self, 1, "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks", "kv_cache_memory_mb",
             "batch_size", "hybrid_threshold", "hybrid_backlog", "max_sessions", "session_max_blocks",
         )  # fmt: skip
-        at_least(self, 0, "seed")
+        at_least(self, 0, "seed", "max_logprobs")
+        if self.max_logprobs > MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs is {self.max_logprobs}: it must be at most {MAX_LOGPROBS}")
         for name, (low, high) in _RANGES.items():
             _within(name, getattr(self, name), low, high)
         _within("session_ttl_s", self.session_ttl_s, 0.0, self.max_session_ttl_s)
@@ -172,19 +185,20 @@ class EngineConfig(SchedulingSettings):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object], *, base_dir: Path | None = None) -> EngineConfig:
-        """Build settings from text or JSON values. `model` and `tokenizer` may be folders in `base_dir`."""
+        """Build settings from text or JSON values, under our names or vLLM's. `model` and `tokenizer` may be folders
+        in `base_dir`.
+        """
         values: dict[str, object] = {}
         hints = typing.get_type_hints(cls)
-        for key, raw in settings.items():
-            if key in FIXED_SETTINGS:
-                _check_fixed(key, raw)
-            elif key in hints:
-                values[key] = coerce_setting(key, raw, hints[key])
-            else:
-                raise ConfigError(unknown_setting(key, setting_names()))
+        for key, raw in translate(settings).settings.items():
+            if key not in hints:
+                raise ConfigError(unknown_setting(key, ARGUMENTS.union(hints) - ENTRY_ARGUMENTS))
+            values[key] = coerce_setting(key, raw, hints[key])
         if "model" not in values:
             raise ConfigError("model is not set: give a folder or a Hugging Face id")
-        for key in ("model", "tokenizer"):
+        if values.get("tokenizer") == values["model"]:
+            del values["tokenizer"]
+        for key in ("model", "tokenizer", "generation_config"):
             if values.get(key) and base_dir is not None and (base_dir / str(values[key])).is_dir():
                 values[key] = str((base_dir / str(values[key])).resolve())
         return cls(**values)  # type: ignore[arg-type]
@@ -220,6 +234,7 @@ LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings))
     "engine_start_timeout_s", "scheduling_policy", "tenants", "max_prompt_bytes", "scheduling_strategy", "batch_size",
     "batch_timeout_ms", "batch_target_latency_ms", "hybrid_threshold", "hybrid_backlog", "target_tpot_ms",
     "governor_target_latency_ms", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
+    "generation_config", "override_generation_config", "max_logprobs",
 }  # fmt: skip
 
 
@@ -229,27 +244,8 @@ def describe_changes(before: EngineConfig, after: EngineConfig) -> str:
     return ", ".join(f"{name} {old!r} → {new!r}" for name, old, new in pairs if old != new)
 
 
-# vLLM settings with one possible value, and why.
-FIXED_SETTINGS: dict[str, tuple[object, str]] = {
-    "trust_remote_code": (False, "code from a model folder is never run"),
-    "tensor_parallel_size": (1, "one device serves one engine"),
-    "pipeline_parallel_size": (1, "one device serves one engine"),
-    "kv_cache_dtype": ("auto", "the cache has the dtype of the model"),
-    "disable_log_requests": (True, "requests are never logged"),
-    "disable_log_stats": (True, "figures go to /metrics"),
-    "enable_chunked_prefill": (True, "prompts are always chunked to the token budget"),
-    "quantization": ("", "weights are served in float32, bfloat16 or float16"),
-}
-
-
-def _check_fixed(key: str, raw: object) -> None:
-    expected, reason = FIXED_SETTINGS[key]
-    if coerce_setting(key, raw, type(expected)) != expected:
-        raise ConfigError(f"{key} is {raw!r}: only {expected!r} is offered ({reason})")
-
-
 def setting_names() -> list[str]:
-    return [*(field.name for field in dataclasses.fields(EngineConfig)), *FIXED_SETTINGS]
+    return [field.name for field in dataclasses.fields(EngineConfig)]
 
 
 def at_least(settings: SchedulingSettings, low: int, *names: str) -> None:

@@ -13,7 +13,6 @@ The docstring of a class with a tag has two paragraphs: the cause, and what to d
     ├── DeadlineExceeded    TW-DEADLINE
     ├── Cancelled           TW-CANCELLED
     ├── EngineDead          TW-ENGINE-DEAD
-    ├── SlowReader          TW-SLOW-READER
     ├── NumericError        TW-NUMERIC
     └── InternalError       TW-INTERNAL
     ConfigError             never on the wire
@@ -117,7 +116,7 @@ class Draining(TidewheelError):
 
 
 class DeadlineExceeded(TidewheelError):
-    """`deadline_ms` or Triton's `timeout` passed before the request started, or would pass before its first token.
+    """`deadline_ms`, Triton's `timeout` or `max_request_s` passed before the start, or would before the first token.
 
     Allow more time, ask for a higher class, or add capacity. A request that ran ends with `finish_reason` `deadline`.
     """
@@ -143,16 +142,6 @@ class EngineDead(TidewheelError):
     """
 
     tag = "TW-ENGINE-DEAD"
-    code = Code.UNAVAILABLE
-
-
-class SlowReader(TidewheelError):
-    """The client did not read its stream. The tag is reserved: no part of this version sends it.
-
-    Read the stream faster, or ask for less.
-    """
-
-    tag = "TW-SLOW-READER"
     code = Code.UNAVAILABLE
 
 
@@ -186,7 +175,7 @@ BY_TAG: dict[str, type[TidewheelError]] = {
     cls.tag: cls
     for cls in (
         InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, Draining, DeadlineExceeded,
-        Cancelled, EngineDead, SlowReader, NumericError, InternalError,
+        Cancelled, EngineDead, NumericError, InternalError,
     )
 }  # fmt: skip
 

@@ -28,6 +28,7 @@ from tidewheel.engine.messages import AddRequest, Delta, EngineInfo
 from tidewheel.engine.requests import to_requests
 from tidewheel.errors import Cancelled, InvalidRequest, TidewheelError, WaitingSetFull
 from tidewheel.frontend.interface import Chunk, Generation
+from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs
 from tidewheel.frontend.preparation import Preparer
 from tidewheel.frontend.request_options import RequestOptions
@@ -89,8 +90,8 @@ class _Route(NamedTuple):
 class LLM:
     """One model, ready to generate. Not thread safe.
 
-    `settings` are fields of `EngineConfig`. With `skip_tokenizer_init`, prompts are token ids and results have no
-    text. Raise `ConfigError`.
+    `settings` are fields of `EngineConfig`, or engine arguments of vLLM. With `skip_tokenizer_init`, prompts are
+    token ids and results have no text. Raise `ConfigError`.
     """
 
     def __init__(self, model: str | Path, *, skip_tokenizer_init: bool = False, **settings: object) -> None:
@@ -98,7 +99,7 @@ class LLM:
         runner = load_model_runner(self.config)
         self.info: EngineInfo = engine_info(runner.info, self.config)
         self._tokenizer = None if skip_tokenizer_init else self._load_tokenizer()
-        self._preparer = Preparer(self.info, self._tokenizer)
+        self._preparer = Preparer(self.info, self._tokenizer, self._load_defaults())
         self._seeds = random.Random(self.config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._waiting: deque[_Group] = deque()  # not yet accepted
         self._open: dict[str, _Route] = {}  # unfinished, by request id
@@ -172,11 +173,15 @@ class LLM:
     def _load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(Path(self.config.tokenizer or self.info.model), vocab_size=self.info.vocab_size)
 
+    def _load_defaults(self) -> GenerationDefaults:
+        source = self.config.generation_config or "auto"
+        return GenerationDefaults.load(Path(self.info.model), source, self.config.override_generation_config)
+
     def _params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> Sequence[SamplingParams]:
         if params is None:
-            params = SamplingParams(**self._preparer.defaults.sampling)  # type: ignore[arg-type]
+            params = SamplingParams(**self._preparer.defaults.sampling)
         return _each("params", params, num_prompts)
 
     def _prepare(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tidewheel.errors import InvalidRequest
 
 # Caps checked before allocation.
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 256  # of the setting max_logprobs, which `check_request` compares
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -128,7 +128,7 @@ class SamplingParams:
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_int("seed", self.seed, 0, MAX_SEED)
-        _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_int("logprobs", self.logprobs, 0, 2**31 - 1)
         _check_strings("stop", self.stop, MAX_STOP_STRINGS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         _check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)

@@ -4,27 +4,32 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from tidewheel.errors import ConfigError
 
-JSON_SETTINGS = ("tenants",)  # text in `config.pbtxt`, an object in `model.json`
+JSON_SETTINGS = ("tenants", "override_generation_config")  # text in `config.pbtxt`, an object in `model.json`
+_MOST_SHOWN = 16
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most like it; empty if none is."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(known)}"
-    return f"unknown setting {key!r}{hint}"
+    if near := nearest(key, known):
+        return f"unknown setting {key!r}; did you mean {near!r}?"
+    where = f"known settings: {', '.join(known)}" if len(known) <= _MOST_SHOWN else "docs/settings.md lists them"
+    return f"unknown setting {key!r}; {where}"
 
 
 def coerce_setting(key: str, raw: object, hint: object) -> object:
     """Convert text or a JSON value to the declared type. Raise `ConfigError`."""
-    if isinstance(hint, types.UnionType):
-        if raw is None:
-            return None
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return _coerce_either(key, raw, typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
         if raw not in choices:
@@ -39,6 +44,18 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
             raise ConfigError(f"{key} is {raw!r}: it must be text")
         return raw
     return _coerce_number(key, raw, int if hint is int else float)
+
+
+def _coerce_either(key: str, raw: object, hints: Sequence[object]) -> object:
+    """Convert to the first kind that is no word, unless the value is one of the words or None."""
+    words = [word for hint in hints if typing.get_origin(hint) is Literal for word in typing.get_args(hint)]
+    if raw in words or (raw is None and type(None) in hints):
+        return raw
+    hint = next(hint for hint in hints if hint is not type(None) and typing.get_origin(hint) is not Literal)
+    try:
+        return coerce_setting(key, raw, hint)
+    except ConfigError as error:
+        raise ConfigError(" or ".join((str(error), *words))) from None
 
 
 def _coerce_bool(key: str, raw: object) -> bool:

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from copy import copy
 
 import msgspec
+
+# Upper bounds of tokens per step, as in Triton's vLLM backend.
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class Histogram(msgspec.Struct):
+    """Number and sum of observed values by bucket. The last bucket has no upper bound."""
+
+    bounds: tuple[float, ...]  # upper, included
+    counts: list[int] = []  # [len(bounds) + 1], not cumulative
+    sums: list[float] = []  # [len(bounds) + 1]
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+        self.sums = self.sums or [0.0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += count
+        self.sums[bucket] += value * count
+
+    def copy(self) -> Histogram:
+        return Histogram(self.bounds, self.counts.copy(), self.sums.copy())
 
 
 class TenantFigures(msgspec.Struct):
@@ -32,6 +56,7 @@ class EngineStats(msgspec.Struct):
     num_cached_blocks: int = 0  # evictable, with content
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram(STEP_BOUNDS))
     num_prefix_queries: int = 0  # prompt tokens looked up
     num_prefix_hits: int = 0  # prompt tokens found
     num_preemptions: int = 0
@@ -75,7 +100,7 @@ class EngineStats(msgspec.Struct):
         stats = copy(self)
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if isinstance(value, list):
+            if isinstance(value, list | Histogram):
                 setattr(stats, name, value.copy())
         stats.tenants = {label: copy(figures) for label, figures in self.tenants.items()}
         return stats

@@ -25,7 +25,6 @@ from tidewheel_client.request_errors import (
     RequestError,
     RequestTimeout,
     ServerUnavailable,
-    SlowReader,
     Unsupported,
 )
 from tidewheel_client.stream import Stream
@@ -49,7 +48,6 @@ __all__ = [
     "RequestError",
     "RequestTimeout",
     "ServerUnavailable",
-    "SlowReader",
     "Stream",
     "TokenLogprob",
     "Unsupported",

@@ -34,7 +34,7 @@ class Chunk:
     num_input_tokens: int | None = None  # unless switched off
     num_output_tokens: int | None = None  # in this chunk, unless switched off
     token_ids: tuple[int, ...] | None = None  # with return_token_ids
-    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs
+    logprobs: tuple[Mapping[int, TokenLogprob], ...] | None = None  # per token, with return_logprobs and logprobs
     cumulative_logprob: float | None = None  # of all output so far, with return_cumulative_logprob
     perf: PerfMetrics | None = None  # with return_perf_metrics, on the last chunk
 

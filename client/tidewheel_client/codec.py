@@ -160,7 +160,7 @@ def _strings(raw: bytes) -> list[str]:
 
 
 def _logprobs(text: str | None) -> tuple[dict[int, TokenLogprob], ...] | None:
-    if text is None:
+    if text in (None, "null"):  # null: `logprobs` was not given
         return None
     return tuple(
         {

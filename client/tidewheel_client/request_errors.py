@@ -10,7 +10,6 @@
     ├── DeadlineExceeded    TW-DEADLINE      the request's `deadline_ms` passed
     ├── Cancelled           TW-CANCELLED
     ├── EngineDead          TW-ENGINE-DEAD   the engine process is gone: safe to retry
-    ├── SlowReader          TW-SLOW-READER   this client did not read its stream
     ├── NumericError        TW-NUMERIC       the model produced non-finite logits
     ├── InternalError       TW-INTERNAL      server bug
     ├── ServerUnavailable   (no tag)         unreachable, or connection lost
@@ -84,10 +83,6 @@ class EngineDead(RequestError):
     retryable = True
 
 
-class SlowReader(RequestError):
-    tag = "TW-SLOW-READER"
-
-
 class NumericError(RequestError):
     tag = "TW-NUMERIC"
 
@@ -108,7 +103,7 @@ BY_TAG: dict[str, type[RequestError]] = {
     cls.tag: cls
     for cls in (
         InvalidRequest, PromptTooLarge, Unsupported, NotFound, Busy, Draining, DeadlineExceeded,
-        Cancelled, EngineDead, SlowReader, NumericError, InternalError,
+        Cancelled, EngineDead, NumericError, InternalError,
     )
 }  # fmt: skip
 
@@ -130,6 +125,7 @@ _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
     ("is not healthy", ServerUnavailable),
 )
 
+_RESTRICTED = "is restricted, expecting header"
 _TAGGED = re.compile(r"\[(?P<tag>TW-[A-Z-]+)(?: retry_after_ms=(?P<retry>\d+))?\] (?P<message>.*)\Z", re.DOTALL)
 
 
@@ -139,6 +135,8 @@ def from_text(text: str) -> RequestError:
 
 def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
     text = error.details() or ""
+    if _RESTRICTED in text:
+        return Unsupported(f"{text}: the server closes it; tidewheel serve --open-api opens it")
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestTimeout("the time limit of the request has passed")
     if text.startswith("failed to connect"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ _DTYPES = {
     "TYPE_UINT32": np.uint32, "TYPE_UINT64": np.uint64, "TYPE_FP32": np.float32,
 }  # fmt: skip
 _INPUT_DTYPES = {spec.name: _DTYPES[spec.data_type] for spec in INPUTS}
+_OUTPUT_DIMS = {spec.name: spec.dims for spec in OUTPUTS}
 _OUTPUT_DTYPES = {spec.name: _DTYPES[spec.data_type] for spec in OUTPUTS}
 
 
@@ -67,6 +70,16 @@ def test_input_ids_are_copied_out_of_tritons_memory() -> None:
     assert generate.input_ids.dtype == np.int32
 
 
+@pytest.mark.parametrize(
+    ("timeout_us", "max_request_s", "expected"),
+    [(0, None, 0), (7, None, 7), (0, 0.5, 500_000), (7, 0.5, 7), (900_000, 0.5, 500_000), (2**64 - 5, 1e-7, 1)],
+)
+def test_the_lower_time_limit_holds(timeout_us: int, max_request_s: float | None, expected: int) -> None:
+    request = InferenceRequest([tensor("text_input", "Hi")], timeout_us=timeout_us)
+    limits: dict[str, Any] = {"max_prompt_bytes": 9, "max_request_s": max_request_s}
+    assert read_request(request, decoupled=True, arrival_ns=0, **limits)[0].timeout_us == expected
+
+
 def test_messages() -> None:
     assert read(messages='[{"role": "user"}]')[0].messages == b'[{"role": "user"}]'
 
@@ -83,7 +96,7 @@ def test_the_prompt_is_prepended_unless_streaming(stream: bool | None, exclude: 
 
 
 def test_streaming_cannot_prepend() -> None:
-    with pytest.raises(InvalidRequest, match=r"exclude_input_in_output is false.*stream"):
+    with pytest.raises(InvalidRequest, match=r"^\[TW-INPUT\] Error generating stream: When streaming, `exclude"):
         read(text_input="Hi", stream=True, exclude_input_in_output=False)
 
 
@@ -95,7 +108,8 @@ def test_a_twin_cannot_stream() -> None:
 @pytest.mark.parametrize("flag", RETURN_FLAGS)
 def test_each_flag_asks_for_its_output(flag: str) -> None:
     _, response_format = read(text_input="Hi", **{flag: True})
-    assert response_format == ResponseFormat(**{flag.removeprefix("return_"): True})
+    is_null = flag == "return_logprobs"
+    assert response_format == ResponseFormat(**{flag.removeprefix("return_"): True}, is_logprobs_null=is_null)
     assert read(text_input="Hi", **{flag: False})[1] == ResponseFormat()
 
 
@@ -111,6 +125,14 @@ def test_sampling_tensors() -> None:
     assert type(parameters_of(request)["input tensor"]["ignore_eos"]) is bool
 
 
+def test_every_parameter_that_the_page_lists_is_a_tensor() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+    listed = page.partition("as JSON in `sampling_parameters`:")[2].partition(". [Those of scheduling]")[0]
+    names = re.findall(r"`(\w+)`", listed)
+    assert len(names) > 15
+    assert set(names) <= _INPUT_DTYPES.keys()
+
+
 def test_every_input_is_read_or_refused() -> None:
     """An input that changes nothing would be accepted and ignored."""
     plain = read(text_input="Hi")
@@ -121,6 +143,13 @@ def test_every_input_is_read_or_refused() -> None:
             assert read(text_input="Hi", **{spec.name: value}) != plain, spec.name
         except TidewheelError:
             continue
+
+
+def test_a_number_that_does_not_fit_its_tensor_is_named_as_it_arrived() -> None:
+    text = "top_k arrived as -2147483648, and takes nothing below -1. Its tensor is INT32"
+    with pytest.raises(InvalidRequest, match=text):
+        read(text_input="Hi", top_k=-(2**31))
+    assert parameters_of(read(text_input="Hi", top_k=-1)[0]) == {"input tensor": {"top_k": -1}}
 
 
 def test_json_and_request_parameters() -> None:
@@ -184,11 +213,23 @@ def test_wrong_shapes_and_bytes() -> None:
         read(text_input="Hi", stop_words=[b"a\xff"])
 
 
+def test_the_cumulative_logprob_switches_those_of_the_chosen_tokens_on() -> None:
+    request, response_format = read(text_input="Hi", return_cumulative_logprob=True, return_logprobs=True)
+    assert parameters_of(request) == {"output flag": {"logprobs": 0}}
+    assert response_format.is_logprobs_null
+
+
 @pytest.mark.parametrize("flag", ["return_logprobs", "return_cumulative_logprob"])
-def test_logprobs_are_switched_on_by_their_outputs(flag: str) -> None:
-    assert parameters_of(read(text_input="Hi", **{flag: True})[0]) == {"input tensor": {"logprobs": 0}}
-    request, _ = read(text_input="Hi", sampling_parameters='{"logprobs": 3}', **{flag: True})
+def test_logprobs_that_are_given(flag: str) -> None:
+    request, response_format = read(text_input="Hi", sampling_parameters='{"logprobs": 3}', **{flag: True})
     assert parameters_of(request) == {"sampling_parameters": {"logprobs": 3}}
+    assert not response_format.is_logprobs_null
+
+
+def test_logprobs_that_are_not_given_are_null() -> None:
+    assert parameters_of(read(text_input="Hi", return_logprobs=True)[0]) == {}
+    outputs = several([CHUNK, CHUNK], ResponseFormat(logprobs=True, is_logprobs_null=True))
+    assert outputs["logprobs"] == [b"null", b"null"]
 
 
 CHUNK = Chunk(
@@ -220,10 +261,10 @@ def values(chunk: Chunk, response_format: ResponseFormat) -> dict[str, Any]:
 
 
 def several(response: Response, response_format: ResponseFormat) -> dict[str, Any]:
-    tensors = response_tensors(response, response_format, [chunk.text for chunk in response])
+    (tensors,) = response_tensors(response, response_format, [chunk.text for chunk in response])
     for one in tensors:
         assert one.as_numpy().dtype == _OUTPUT_DTYPES[one.name()], one.name()
-        assert one.as_numpy().ndim == 1
+        assert one.as_numpy().ndim == len(_OUTPUT_DIMS[one.name()])
     return {one.name(): one.as_numpy().tolist() for one in tensors}
 
 
@@ -237,6 +278,7 @@ def test_every_output() -> None:
     logprobs = json.loads(outputs.pop("logprobs")[0])
     assert outputs == {
         "text_output": ["né".encode()], "finish_reason": [b"length"], "cumulative_logprob": [-2.0],
+        "cum_log_probs": [-2.0], "output_log_probs": [[-0.5, -1.5]],
         "num_input_tokens": [4], "num_output_tokens": [2], "token_ids": [5, 6],
         "arrival_time_ns": [1], "first_scheduled_time_ns": [2], "first_token_time_ns": [3], "last_token_time_ns": [4],
         "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6], "priority": [2],
@@ -251,12 +293,14 @@ def test_every_output() -> None:
 
 
 def test_the_chosen_token_comes_first_and_once() -> None:
-    logprobs = [TopLogprobs(-1.5, 2, (9, 5), (-0.5, -1.5))]
-    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 9: "m"})
+    """Its rank is the place among the likeliest, where ties stand in any order."""
+    logprobs = [TopLogprobs(-1.5, 3, (9, 5, 7), (-0.5, -1.5, -1.5))]
+    chunk = Chunk(text="n", token_ids=[5], logprobs=logprobs, token_texts={5: "n", 7: "o", 9: "m"})
     (entry,) = json.loads(values(chunk, ResponseFormat(logprobs=True))["logprobs"][0])
     assert list(entry.items()) == [
         ("5", {"logprob": -1.5, "rank": 2, "decoded_token": "n"}),
         ("9", {"logprob": -0.5, "rank": 1, "decoded_token": "m"}),
+        ("7", {"logprob": -1.5, "rank": 3, "decoded_token": "o"}),
     ]
 
 
@@ -274,7 +318,8 @@ def test_an_element_for_each_sequence() -> None:
     del outputs["logprobs"]
     assert outputs == {
         "text_output": ["né".encode(), b"z"], "finish_reason": [b"length", b"length"],
-        "cumulative_logprob": [-2.0, -3.0], "num_input_tokens": [4], "num_output_tokens": [2, 1],
+        "cumulative_logprob": [-2.0, -3.0], "cum_log_probs": [-2.0, -3.0],
+        "output_log_probs": [[-0.5, -1.5], [0.0, 0.0]], "num_input_tokens": [4], "num_output_tokens": [2, 1],
         "token_ids": [5, 6, 9], "arrival_time_ns": [1, 0], "first_scheduled_time_ns": [2, 0],
         "first_token_time_ns": [3, 0], "last_token_time_ns": [4, 0], "kv_cache_reused_blocks": [5, 0],
         "kv_cache_alloc_new_blocks": [6, 0], "priority": [2, 0],

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from support.triton.fake_triton import Logger, MetricFamily
-from tidewheel.adapter.engine_figures import BREAKER_STATES
+from tidewheel.adapter.metric_families import BREAKER_STATES
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import Busy, EngineDead
-from tidewheel.frontend.request_figures import StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder, TokenTiming
 from tidewheel.scheduler.breaker import BreakerState
-from tidewheel.stats import EngineStats, TenantFigures
+from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram, TenantFigures
 
 LABELS = {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
 value = MetricFamily.value
@@ -35,7 +35,7 @@ STATS = EngineStats(
 )  # fmt: skip
 
 
-def test_engine_figures() -> None:
+def test_metric_families() -> None:
     EngineMetrics(make_info(), LABELS).publish(STATS)
     for name, expected in {
         "vllm:num_requests_running": 3, "vllm:num_requests_waiting": 2, "vllm:kv_cache_usage_perc": 0.25,
@@ -90,13 +90,15 @@ TENANTS = {
     ),
     "other": TenantFigures(num_requests=1),
 }
+STEPS = Histogram(STEP_BOUNDS)
+STEPS.observe(7, count=3)
 
 
 def test_every_figure_of_the_engine_is_published() -> None:
     before = EngineStats(num_blocks=40, num_used_slots=3, num_taken_slots=32)
     for field in set(EngineStats.__struct_fields__) - TOTALS:
         old = getattr(before, field)
-        new = {str: "open", list: [1, 1, 1, 1], dict: TENANTS}.get(type(old), 7)
+        new = {str: "open", list: [1, 1, 1, 1], dict: TENANTS, Histogram: STEPS}.get(type(old), 7)
         MetricFamily.values.clear()
         EngineMetrics(make_info(), LABELS).publish(before)
         published = dict(MetricFamily.values)
@@ -175,20 +177,19 @@ def make_stats(recorder: StatsRecorder) -> StatsRecorder:
         recorder.received()
     recorder.tokens([TokenTiming(0.05, 1, 7), TokenTiming(0.07, 1, 5), TokenTiming(0.04, 2, 0)])
     perf = RequestStats(
-        arrival_ns=0, first_scheduled_ns=400_000_000, first_token_ns=1, last_token_ns=2, num_reused_blocks=0,
-        num_new_blocks=1, priority=3,
+        arrival_ns=0, first_scheduled_ns=400_000_000, first_token_ns=900_000_000, last_token_ns=2_900_000_000,
     )  # fmt: skip
-    recorder.finished("stop", 0.9, perf)
-    recorder.finished("length", 7.0, perf)
-    recorder.finished("cancelled", 1.0, None)
+    recorder.finished(FinishedRequest("stop", 0.9, 7, [1, 3], perf))
+    recorder.finished(FinishedRequest("length", 7.0, 5, [4], perf))
+    recorder.finished(FinishedRequest("cancelled", 1.0, 0, [], None))
     recorder.failed(Busy("full"), had_output=False)
     recorder.failed(EngineDead("gone"), had_output=True)
     return recorder
 
 
 def test_request_figures() -> None:
-    recorder = make_stats(StatsRecorder())
-    metrics = RequestMetrics(LABELS)
+    recorder = make_stats(StatsRecorder(128))
+    metrics = RequestMetrics(LABELS, recorder.snapshot())
     metrics.publish(recorder.snapshot(), {"TW-INPUT": 2, "TW-UNSUPPORTED": 1})
     assert value("tidewheel_requests_received_total", **LABELS) == 8
     for reason in ("stop", "length", "cancelled"):
@@ -201,7 +202,8 @@ def test_request_figures() -> None:
 
 
 def test_request_histograms() -> None:
-    RequestMetrics(LABELS).publish(make_stats(StatsRecorder()).snapshot(), {})
+    stats = make_stats(StatsRecorder(128)).snapshot()
+    RequestMetrics(LABELS, stats).publish(stats, {})
     first, queue = "vllm:time_to_first_token_seconds", "vllm:request_queue_time_seconds"
     assert [value(f"{first}_bucket", le=edge) for edge in ("0.04", "0.06", "0.08", "2560", "+Inf")] == [0, 1, 2, 2, 2]
     assert value(f"{first}_sum", **LABELS) == pytest.approx(0.12)
@@ -210,11 +212,34 @@ def test_request_histograms() -> None:
         assert value(f"{name}_sum", **LABELS) == pytest.approx(0.04)
     assert value("vllm:e2e_request_latency_seconds_bucket", le="1") == 1
     assert [value(f"{queue}_bucket", le=edge) for edge in ("0.3", "0.5")] == [0, 2]
+    for name, expected in {
+        "request_queue_time_seconds": (2, 0.8), "request_prefill_time_seconds": (2, 1.0),
+        "request_decode_time_seconds": (2, 4.0), "request_inference_time_seconds": (2, 5.0),
+        "request_prompt_tokens": (2, 12), "request_generation_tokens": (3, 8), "request_params_n": (2, 3),
+    }.items():  # fmt: skip
+        assert (value(f"vllm:{name}_count"), value(f"vllm:{name}_sum")) == pytest.approx(expected), name
+    assert [value("vllm:request_prompt_tokens_bucket", le=edge) for edge in ("2", "5", "10", "100")] == [0, 1, 2, 2]
+
+
+def test_figures_of_single_tokens_may_wait() -> None:
+    stats = make_stats(StatsRecorder(128)).snapshot()
+    metrics = RequestMetrics(LABELS, stats)
+    metrics.publish(stats, {}, with_tokens=False)
+    assert value("vllm:time_per_output_token_seconds_count") == 0
+    assert value("vllm:e2e_request_latency_seconds_count") == 2
+    metrics.publish(stats, {})
+    assert value("vllm:time_per_output_token_seconds_count") == 2
+
+
+def test_steps_are_a_histogram() -> None:
+    EngineMetrics(make_info(), LABELS).publish(EngineStats(step_tokens=STEPS))
+    assert [value("vllm:iteration_tokens_total_bucket", le=edge) for edge in ("1", "8")] == [0, 3]
+    assert value("vllm:iteration_tokens_total_sum", **LABELS) == 21
 
 
 def test_the_next_flush_adds_what_is_new() -> None:
-    recorder = make_stats(StatsRecorder())
-    metrics = RequestMetrics(LABELS)
+    recorder = make_stats(StatsRecorder(128))
+    metrics = RequestMetrics(LABELS, recorder.snapshot())
     metrics.publish(recorder.snapshot(), {})
     calls = MetricFamily.num_calls
     metrics.publish(recorder.snapshot(), {})
@@ -232,14 +257,16 @@ def test_usage_before_the_first_block() -> None:
 
 def test_the_publisher_flushes_at_the_end() -> None:
     flushed = []
-    MetricsPublisher(lambda: flushed.append(1), interval_s=3600).close()
-    assert flushed == [1]
+    publisher = MetricsPublisher(flushed.append, interval_s=3600)
+    publisher.flush()
+    publisher.close()
+    assert flushed == [False, True]
 
 
 def test_a_flush_that_fails_is_said_once_and_tried_again() -> None:
     calls, third = [], threading.Event()
 
-    def flush() -> None:
+    def flush(_: bool) -> None:
         calls.append(1)
         if len(calls) >= 3:
             third.set()

@@ -90,7 +90,6 @@ def test_the_last_of_several_sequences_ends_the_request() -> None:
         (errors.Draining, TritonError.UNAVAILABLE),
         (errors.DeadlineExceeded, TritonError.UNAVAILABLE),
         (errors.EngineDead, TritonError.UNAVAILABLE),
-        (errors.SlowReader, TritonError.UNAVAILABLE),
         (errors.Cancelled, TritonError.CANCELLED),
         (errors.NumericError, TritonError.INTERNAL),
         (errors.InternalError, TritonError.INTERNAL),

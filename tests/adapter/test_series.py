@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from support.triton.fake_triton import MetricFamily
-from tidewheel.adapter.metrics import Counter, CounterByLabel, Gauge, Histogram, counter_family, gauge_family
+from tidewheel.adapter.metrics import (
+    MAX_OBSERVATIONS,
+    Counter,
+    CounterByLabel,
+    Gauge,
+    HistogramSeries,
+    counter_family,
+    gauge_family,
+)
+from tidewheel.stats import Histogram
 
 LABELS = {"model_name": "demo"}
 value = MetricFamily.value
@@ -61,18 +72,81 @@ def test_counters_by_label() -> None:
     assert (value("c", tag="TW-INPUT"), value("c", tag="TW-BUSY")) == (3, 1)
 
 
-def test_histogram_is_cumulative() -> None:
-    histogram = Histogram("h", "d", (0.001, 0.5, 10.0), LABELS)
-    histogram.advance([1, 0, 2, 1], 31.5)
-    histogram.advance([1, 4, 2, 1], 32.5)
-    assert [value("h_bucket", le=edge) for edge in ("0.001", "0.5", "10", "+Inf")] == [1, 5, 7, 8]
+def observed(bounds: tuple[float, ...], *values: float) -> Histogram:
+    histogram = Histogram(bounds)
+    for one in values:
+        histogram.observe(one)
+    return histogram
+
+
+def counts(series: HistogramSeries, *edges: str) -> list[float]:
+    return [value("h_bucket", le=edge) for edge in edges]
+
+
+def test_a_histogram_sends_what_is_new() -> None:
+    bounds = (0.001, 0.5, 10.0)
+    series = HistogramSeries("h", "d", bounds, LABELS)
+    total = observed(bounds, 0.001, 5.0, 7.0, 31.5)
+    series.advance(total)
+    for one in (0.25, 0.25, 0.5, 0.125):
+        total.observe(one)
+    series.advance(total)
+    calls = MetricFamily.num_calls
+    series.advance(total)
+    assert counts(series, "0.001", "0.5", "10", "+Inf") == [1, 5, 7, 8]
     assert value("h_count") == 8
-    assert value("h_sum") == 32.5
+    assert value("h_sum") == pytest.approx(44.626)
+    assert MetricFamily.num_calls == calls == 8
+
+
+def test_values_on_a_bound_stay_in_their_bucket() -> None:
+    """The mean of 0.1, summed up and taken apart again, may lie above 0.1."""
+    bounds = (0.1, 0.3)
+    series, total = HistogramSeries("h", "d", bounds, LABELS), Histogram(bounds)
+    for count in range(1, 40):
+        total.observe(0.1, count)
+        total.observe(0.3, count)
+        series.advance(total)
+    assert counts(series, "0.1", "0.3", "+Inf") == [780, 1560, 1560]
+
+
+def test_a_large_number_of_values_is_thinned_by_bucket() -> None:
+    bounds = (1.0, 2.0)
+    series, total = HistogramSeries("h", "d", bounds, LABELS), Histogram(bounds)
+    for _ in range(100):
+        for one, count in ((0.5, 999), (1.5, 1000), (4.0, 1)):  # the last is less than one value a time
+            total.observe(one, count)
+        before = MetricFamily.num_calls
+        series.advance(total)
+        assert MetricFamily.num_calls - before <= MAX_OBSERVATIONS
+    expected = [0.4995, 0.9995, 1.0]
+    assert [count / (100 * MAX_OBSERVATIONS) for count in counts(series, "1", "2", "+Inf")] == pytest.approx(
+        expected, abs=1e-3
+    )
+    assert value("h_sum") / value("h_count") == pytest.approx(1.0015, abs=1e-3)
+    assert value("h_count") > value("h_bucket", le="2")
+
+
+def test_a_histogram_survives_a_restart_of_what_it_follows() -> None:
+    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    for total in (observed((1.0,), 1, 1, 5), observed((1.0,), 1, 5)):
+        series.advance(total)
+    assert (value("h_count"), value("h_sum")) == (5, 13)
+
+
+def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
+    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    series.follow(observed((1.0,), 1, 5))
+    series.advance(observed((1.0,), 1, 5, 7))
+    assert (value("h_count"), value("h_sum")) == (1, 7)
 
 
 def test_families_live_as_long_as_their_series() -> None:
-    histogram, counters = Histogram("h", "d", (1.0,), LABELS), CounterByLabel(counter_family("c", "d"), LABELS, "tag")
+    histogram, counters = (
+        HistogramSeries("h", "d", (1.0,), LABELS),
+        CounterByLabel(counter_family("c", "d"), LABELS, "tag"),
+    )
     gc.collect()
-    histogram.advance([1, 1], 2.0)
+    histogram.advance(observed((1.0,), 1, 2))
     counters.advance({"a": 1})
     assert value("h_count") == 2

@@ -27,6 +27,7 @@ from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import EngineRelay
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
+from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
 from tidewheel.stats import EngineStats
 
@@ -59,10 +60,8 @@ class FakeClient:
 class FakeFrontend:
     """Answers at once, unless the prompt says otherwise."""
 
-    def __init__(self, info: EngineInfo, model_dir: Path, engine: FakeClient, **options: Any) -> None:
-        if model_dir.name == "broken":
-            raise ConfigError("tokenizer.json is not one")
-        self.model_dir, self.engine, self.options = model_dir, engine, options
+    def __init__(self, info: EngineInfo, reader: FakeReader, engine: FakeClient, **options: Any) -> None:
+        self.reader, self.engine, self.options = reader, engine, options
         self.held: list[Sink] = []
         self.num_waits = 0
 
@@ -84,7 +83,7 @@ class FakeFrontend:
         pass
 
     def stats(self) -> FrontendStats:
-        return StatsRecorder().snapshot()
+        return StatsRecorder(128).snapshot()
 
     def close(self) -> None:
         self.engine.events.append("front end closed")
@@ -92,11 +91,35 @@ class FakeFrontend:
             sink.fail(Draining("shutting down"))
 
 
+class FakeWorkers:
+    def __init__(self, folder: Folder, count: int) -> None:
+        self.folder = folder
+
+    def wait_tried(self) -> None:
+        if self.folder.path.name == "broken":
+            raise ConfigError("tokenizer.json is not one")
+
+    def close(self) -> None: ...
+
+
+class FakeReader:
+    def __init__(self, info: EngineInfo, tokenizer: object, encoder: FakeWorkers, **options: Any) -> None:
+        self.model_dir, self.options = encoder.folder.path, options
+
+
+class FakeTokenizer:
+    @staticmethod
+    def load(folder: Path, *, vocab_size: int) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(follower, "EngineClient", FakeClient)
     monkeypatch.setattr(follower, "Frontend", FakeFrontend)
     monkeypatch.setattr(follower, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(follower, "PromptWorkers", FakeWorkers)
+    monkeypatch.setattr(follower, "Tokenizer", FakeTokenizer)
+    monkeypatch.setattr(follower, "RequestReader", FakeReader)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate
@@ -171,8 +194,11 @@ def test_live_requests_end_when_the_model_is_unloaded(tmp_path: Path) -> None:
 def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
+    del frontend.options["on_finished"]
     assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
-    assert frontend.model_dir == Path("tok")
+    assert frontend.reader.options.pop("defaults").sampling == {}
+    assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16}
+    assert frontend.reader.model_dir == Path("tok")
     request = ask("0123456789")
     started.execute([request])
     text = "[TW-TOO-LARGE] text_input has 10 bytes: at most 9 are allowed (max_prompt_bytes)"
@@ -266,10 +292,21 @@ def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert MetricFamily.value("vllm:kv_cache_usage_perc") == 0.8
 
 
-def test_metrics_can_be_switched_off(tmp_path: Path) -> None:
-    started, _ = start(make_args(tmp_path, REPORT_CUSTOM_METRICS="false"))
+@pytest.mark.parametrize("off", [{"REPORT_CUSTOM_METRICS": "false"}, {"disable_log_stats": "true"}])
+def test_metrics_can_be_switched_off(tmp_path: Path, off: dict[str, str]) -> None:
+    started, _ = start(make_args(tmp_path, **off))
     started.finalize()
     assert not MetricFamily.values
+
+
+def test_metrics_of_a_served_name(tmp_path: Path) -> None:
+    started, _ = start(make_args(tmp_path, served_model_name="llama"))
+    started.execute([ask("busy")])
+    started.finalize()
+    assert (
+        MetricFamily.value("tidewheel_requests_rejected_total", tag="TW-BUSY", model_name="llama", model="demo") == 1
+    )
+    assert MetricFamily.value("vllm:num_requests_running", model_name="llama", model="demo") == 3
 
 
 def test_auto_complete_refuses_in_one_line() -> None:

@@ -45,7 +45,7 @@ def test_model_is_relative_to_the_version_folder(tmp_path: Path) -> None:
     settings = load(tmp_path / "demo", {"model": "weights", "max_num_seqs": "8"})
     assert settings.engine.model == str(weights)
     assert settings.engine.max_num_seqs == 8
-    assert settings.owner is settings.entry
+    assert settings.owner == settings.entry
     assert settings.entry.repository == tmp_path
     assert settings.entry.labels == {"model_name": "demo", "engine": "0", "model": "demo", "version": "1"}
     assert settings.frontend.num_sender_threads == 4
@@ -63,6 +63,18 @@ def test_a_block_for_dynamic_batching_makes_a_native_queue(tmp_path: Path) -> No
     assert load(folder, {"model": "m"}, dynamic_batching={"priority_levels": 3}).has_native_queue
     assert load(folder, {"model": "m"}, dynamic_batching={}).has_native_queue
     assert not load(folder, {"model": "m"}).has_native_queue
+
+
+def test_the_dialect_fits_what_triton_was_told(tmp_path: Path) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    given = {"model": "m", "io_dialect": "trtllm"}
+    assert load(folder, given, max_batch_size=1).frontend.io_dialect == "trtllm"
+    assert load(folder, {"model": "m"}).frontend.io_dialect == "vllm"
+    for parameters, max_batch_size in ((given, 0), ({"model": "m"}, 4)):
+        with pytest.raises(ConfigError, match=f"max_batch_size {max_batch_size}: set io_dialect in config.pbtxt"):
+            load(folder, parameters, max_batch_size=max_batch_size)
+    with pytest.raises(ConfigError, match="io_dialect is 'tensorrt': choose one of vllm, trtllm"):
+        load(folder, {"model": "m", "io_dialect": "tensorrt"})
 
 
 # Every setting of order, admission, preemption, strategy, control and sessions, as config.pbtxt spells it.
@@ -120,7 +132,14 @@ def test_tenants_as_an_object(tmp_path: Path) -> None:
 def test_frontend_settings_are_not_the_engines(tmp_path: Path) -> None:
     settings = load_new(tmp_path, {"model": "m", "num_sender_threads": "2", "REPORT_CUSTOM_METRICS": "false"})
     assert settings.frontend.num_sender_threads == 2
+    assert settings.frontend.max_request_s is None
     assert not settings.frontend.REPORT_CUSTOM_METRICS
+
+
+@pytest.mark.parametrize(("text", "expected"), [(None, 16), ("100", 100), ("context", "context")])
+def test_default_of_max_tokens(tmp_path: Path, text: str | None, expected: int | str) -> None:
+    parameters = {} if text is None else {"default_max_tokens": text}
+    assert load_new(tmp_path, {"model": "m", **parameters}).frontend.default_max_tokens == expected
 
 
 def test_parameters_of_the_python_backend_are_left_to_it(tmp_path: Path) -> None:
@@ -134,6 +153,21 @@ def test_model_json_of_the_vllm_backend(tmp_path: Path) -> None:
     )
     engine = load(folder, {"max_model_len": "64", "gpu_memory_utilization": "0.50", "enforce_eager": "TRUE"}).engine
     assert (engine.model, engine.max_model_len, engine.gpu_memory_utilization) == ("org/name", 64, 0.5)
+
+
+@pytest.mark.parametrize("form", ["model.json", "config.pbtxt"])
+def test_every_default_of_vllm_loads(tmp_path: Path, form: str) -> None:
+    folder = write_entry(tmp_path, "demo", {})
+    arguments = json.loads((Path(__file__).parents[1] / "values" / "vllm_engine_arguments.json").read_text())
+    values = {name: facts.get("default") for name, facts in arguments["arguments"].items()} | {"model": "m"}
+    if form == "model.json":
+        (folder / "1" / "model.json").write_text(json.dumps(values))
+        engine = load(folder, {}).engine
+    else:
+        texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+        engine = load(folder, texts).engine
+    unlike_ours = {"scheduling_policy": "fifo", "generation_config": "auto", "gpu_memory_utilization": 0.92}
+    assert engine.to_settings() == {"model": "m", "swap_space": 4.0, **unlike_ours}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +192,10 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "num_sender_thread": "4"}, ["'num_sender_thread'", "'num_sender_threads'"]),
         ({"model": "m", "num_sender_threads": "0"}, ["num_sender_threads", "0", "64"]),
         ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),
+        ({"model": "m", "default_max_tokens": "0"}, ["default_max_tokens", "0", "1", "context"]),
+        ({"model": "m", "default_max_tokens": "full"}, ["default_max_tokens", "full", "integer or context"]),
+        ({"model": "m", "max_request_s": "0"}, ["max_request_s", "0", "seconds"]),
+        ({"model": "m", "max_request_s": "inf"}, ["max_request_s", "inf", "above 0"]),
         ({"model": "m", "block_size": "17"}, ["block_size", "17"]),
         ({"model": "m", "scheduling_policy": "lifo"}, ["scheduling_policy", "lifo", "fifo", "density"]),
         ({"model": "m", "scheduling_strategy": "magic"}, ["scheduling_strategy", "magic", "hybrid"]),
@@ -166,6 +204,10 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "tenants": '{"a": {"wieght": 1}}'}, ["tenants.a", "wieght", "weight"]),
         ({"model": "m", "tenants": "acme"}, ["tenants is not JSON"]),
         ({"model": "m", "preemption_mode": "swap"}, ["preemption_mode", "swap_space"]),
+        ({"model": "m", "override_generation_config": '{"top_p": 7}'}, ["override_generation_config", "top_p is 7"]),
+        ({"model": "m", "enable_lora": "True"}, ["enable_lora", "LoRA is not offered"]),
+        ({"model": "m", "engine_off": "demo"}, ["'engine_of'"]),
+        ({"model": "m", "zzz": "1"}, ["unknown setting 'zzz'; docs/settings.md lists them"]),
         ({"model": "m", "session_ttl_s": "7200"}, ["session_ttl_s", "7200", "3600"]),
         ({"max_num_seqs": "4"}, ["model is not set"]),
         ({"engine_of": "absent"}, ["engine_of", "'absent'", "no model of that name"]),

@@ -57,7 +57,12 @@ def test_generate_streams(triton: FakeTriton, capsys: pytest.CaptureFixture[str]
 def test_generate_at_once_with_nothing_but_the_prompt(triton: FakeTriton, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "one two", "--no-stream", triton=triton) == 0
     assert capsys.readouterr().out == "one two\n"
-    assert "sampling_parameters" not in triton.asked[0].inputs
+    assert triton.asked[0].sampling == {"max_tokens": 2**31 - 1}  # what fits the context
+
+
+def test_another_name_of_max_tokens_is_left_alone(triton: FakeTriton) -> None:
+    assert run("generate", "one two", "--set", "max_new_tokens=5", triton=triton) == 0
+    assert triton.asked[0].sampling == {"max_new_tokens": 5}
 
 
 def test_generate_reads_standard_input(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -99,6 +98,11 @@ def test_refused_before_anything_is_sent(
     with pytest.raises(InvalidRequest, match=word):
         client.generate(**arguments)
     assert triton.asked == []
+
+
+def test_logprobs_that_were_not_asked_for_are_none(client: Client, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: _final(asked, None)
+    assert next(client.stream("x", return_logprobs=True)).logprobs is None
 
 
 def test_every_output_is_read(client: Client, triton: FakeTriton) -> None:
@@ -210,7 +214,7 @@ def test_closing_a_session(client: Client, triton: FakeTriton) -> None:
     assert asked.inputs["text_input"] == ""
 
 
-def _final(asked: Asked, logprobs: Sequence[object] = ()) -> Answer:
+def _final(asked: Asked, logprobs: object = ()) -> Answer:
     yield response(
         asked.message,
         text_output="ab",
@@ -218,6 +222,6 @@ def _final(asked: Asked, logprobs: Sequence[object] = ()) -> Answer:
         token_ids=("INT32", "i", [5, 6]),
         num_output_tokens=("UINT32", "I", [2]),
         cumulative_logprob=("FP32", "f", [-1.25]),
-        logprobs=json.dumps(list(logprobs)),
+        logprobs=json.dumps(logprobs),
         **{name: ("INT32", "i", [v]) if name.startswith("kv") else ("INT64", "q", [v]) for name, v in PERF.items()},
     )

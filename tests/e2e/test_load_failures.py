@@ -86,6 +86,7 @@ def test_damaged_model(tmp_path: Path, damage: Callable[[Path], None], word: str
         ("max_model_len", "1000000", "1024"),
         ("block_size", "17", "block_size"),
         ("num_blocks", "2", "num_blocks"),
+        ("enable_lora", "True", "LoRA is not offered"),
     ],
 )
 def test_bad_setting_in_the_entry(tmp_path: Path, parameter: str, value: str, word: str) -> None:

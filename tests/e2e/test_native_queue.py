@@ -126,6 +126,15 @@ def test_a_better_priority_overtakes(queued: Server, caller: Caller) -> None:
     assert set(ended.values()) == {"length"}
 
 
+def test_a_priority_beyond_the_levels_is_the_default_level(queued: Server, caller: Caller) -> None:
+    """Triton's own rule: the model is not told the priority."""
+    for index, (name, priority) in enumerate({"low": 4, "nine": 9, "high": 2}.items(), start=1):
+        caller.send(name, priority=priority)
+        wait_pending(queued, index)
+    caller.cancel("runs")
+    assert list(caller.wait("waits", "high", "nine", "low")) == ["waits", "high", "nine", "low"]
+
+
 def test_the_bound_of_the_queue_refuses(queued: Server, caller: Caller) -> None:
     for index in range(MAX_QUEUE_SIZE):
         caller.send(f"queued {index}")

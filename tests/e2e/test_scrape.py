@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import requests
@@ -11,12 +12,26 @@ from support.triton.serving import Server, grpc_inputs, grpc_stream, wait_for
 
 pytestmark = pytest.mark.e2e
 
-GAUGES = ["vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"]
+GAUGES = [
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+]
 HISTOGRAMS = [
     "vllm:time_to_first_token_seconds",
+    "vllm:time_per_output_token_seconds",
     "vllm:inter_token_latency_seconds",
     "vllm:e2e_request_latency_seconds",
     "vllm:request_queue_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:request_params_n",
+    "vllm:iteration_tokens_total",
+    "tidewheel_refusal_seconds",
 ]
 COUNTERS = [
     "vllm:prompt_tokens_total",
@@ -54,21 +69,27 @@ def settle(server: Server) -> None:
     )
 
 
-def test_counters_advance_by_what_was_done(server: Server) -> None:
+def test_an_answered_client_sees_its_request_counted(server: Server) -> None:
+    """No wait between the answer and the scrape. The second sequence computes its last prompt token again."""
     settle(server)
-    names = ["vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count"]
-    before = {name: server.metric(name, model_name="demo") for name in names}
-    parameters = json.dumps({"max_tokens": 11, "ignore_eos": True})
-    results = grpc_stream(
-        server,
-        grpc_inputs(input_ids=list(range(20, 27)), stream=True, sampling_parameters=parameters),
-    )
-    assert results
-
-    def difference() -> list[float]:
-        return [server.metric(name, model_name="demo") - before[name] for name in names]
-
-    wait_for(lambda: difference() == [7, 11, 1], 10, f"counters moved by {difference()}")
+    wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 30, "an idle server")
+    names = {
+        "vllm:prompt_tokens_total": 7, "vllm:generation_tokens_total": 22, "vllm:request_success_total": 1,
+        "vllm:time_to_first_token_seconds_count": 1, "vllm:time_per_output_token_seconds_count": 20,
+        "vllm:inter_token_latency_seconds_count": 20, "vllm:e2e_request_latency_seconds_count": 1,
+        "vllm:request_queue_time_seconds_count": 1, "vllm:request_inference_time_seconds_count": 1,
+        "vllm:request_prefill_time_seconds_count": 1, "vllm:request_decode_time_seconds_count": 1,
+        "vllm:request_prompt_tokens_sum": 7, "vllm:request_generation_tokens_sum": 22,
+        "vllm:request_generation_tokens_count": 2, "vllm:request_params_n_sum": 2, "vllm:request_params_n_count": 1,
+        "vllm:iteration_tokens_total_sum": 28, "tidewheel_scheduled_tokens_total": 28,
+    }  # fmt: skip
+    parameters = json.dumps({"max_tokens": 11, "ignore_eos": True, "n": 2, "temperature": 1.0, "seed": 1})
+    inputs = grpc_inputs(input_ids=list(range(20, 27)), sampling_parameters=parameters)
+    for _ in range(3):
+        before = {name: server.metric(name, model_name="demo") for name in names}
+        assert grpc_stream(server, inputs)
+        now = {name: server.metric(name, model_name="demo") for name in names}
+        assert {name: now[name] - before[name] for name in names} == pytest.approx(names)
 
 
 def test_histograms_are_cumulative(server: Server) -> None:
@@ -97,9 +118,12 @@ def test_refusals_are_counted_by_tag(server: Server) -> None:
 def test_exposition_format_is_valid(server: Server) -> None:
     """Every sample belongs to a family that was announced, and no family is announced twice."""
     text = requests.get(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10).text
-    announced = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
-    assert len(announced) == len(set(announced))
+    announced = [line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE")]
+    kinds = dict(announced)
+    assert len(announced) == len(kinds)
+    assert [kinds.get(name) for name in HISTOGRAMS] == ["histogram"] * len(HISTOGRAMS)
     for line in text.splitlines():
         if line and not line.startswith("#"):
             name = line.partition("{")[0].split()[0]
-            assert any(name == family or name.startswith(f"{family}_") for family in announced), line
+            if name not in kinds:
+                assert kinds[re.sub("_(bucket|sum|count)$", "", name)] in ("histogram", "summary"), line

@@ -51,6 +51,16 @@ def biases(given: dict[int, float]) -> dict[str, bytes]:
     return dict(zip(("bias_token_ids", "bias_amounts"), pack_biases(given), strict=True))
 
 
+def test_logprobs_up_to_the_limit_of_the_engine() -> None:
+    assert convert(SamplingParams(logprobs=20)).sampling.logprobs == 20
+    with pytest.raises(InvalidRequest, match=r"logprobs is 21: it must be 0 to 20 \(max_logprobs\)"):
+        convert(SamplingParams(logprobs=21))
+    few = msgspec.structs.replace(INFO, max_logprobs=200)
+    message = AddRequest(7, prompt_bytes(1), SamplingParams(logprobs=101))
+    with pytest.raises(InvalidRequest, match="it must be 0 to 100"):
+        to_requests(message, few, CONFIG, request_ids=["r"], seed=5, now=0.0)
+
+
 def test_everything_arrives() -> None:
     request = convert(
         SamplingParams(max_tokens=4, seed=9),

@@ -204,6 +204,7 @@ def test_a_session_is_closed_once(connect: Connect) -> None:
     client = connect()
     client.add(request(1, *range(2, 30), session_id="s", tenant="acme"))
     client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 1, "the session")
+    client.recorder.wait_ended(1)
     assert client.recorder.endings[1] == "length"
     client.add(CloseSession(2, "other", "s"))
     client.add(CloseSession(3, "acme", "s"))

@@ -151,6 +151,21 @@ def test_an_end_of_sequence_id_that_the_model_cannot_output(tmp_path: Path) -> N
     assert result.finish_reason == "length" or result.token_ids[-1] == 5
 
 
+@pytest.mark.parametrize(
+    ("settings", "temperature"),
+    [({}, 0.0), ({"generation_config": "auto"}, 0.0), ({"generation_config": "vllm"}, 1.0)],
+)
+def test_default_sampling(tmp_path: Path, settings: dict[str, object], temperature: float) -> None:
+    save(llama, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.0}))
+    overrides = {"max_new_tokens": 3, "top_k": 9}
+    with load(tmp_path, override_generation_config=overrides, **settings) as llm:
+        (given,) = llm._params(None, 1)
+        (result,) = llm.generate({"input_ids": [1, 2, 3]}, use_tqdm=False)
+    assert (given.temperature, given.top_k) == (temperature, 9)
+    assert len(result.token_ids) == 3
+
+
 def test_no_prompts_no_results(reference: Reference) -> None:
     with load(reference.folder) as llm:
         assert llm.generate([], GREEDY, use_tqdm=False) == []

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,11 +15,10 @@ import pytest
 from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import FrontendHarness, delta, error_info, logprobs, prompt_ids, stats
 from tidewheel.engine.requests import check_request
-from tidewheel.errors import Busy, ConfigError, EngineDead
-from tidewheel.frontend import threads
-from tidewheel.frontend.door import RefusingDoor
-from tidewheel.frontend.frontend import Frontend
+from tidewheel.errors import Busy, EngineDead
+from tidewheel.frontend import preparation, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
+from tidewheel.frontend.preparation import phrase_ids
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
 
@@ -52,7 +52,7 @@ def test_what_the_engine_gets(harness: FrontendHarness) -> None:
     assert message.sampling.max_tokens == 9
     assert message.sampling.stop == message.sampling.bad_words == ()
     assert message.stop_token_ids == (2, 5)
-    assert message.bad_words_ids == harness.tokenizer.phrase_ids("fox")
+    assert message.bad_words_ids == phrase_ids("fox", harness.tokenizer, harness.info.vocab_size)
     assert (message.priority, message.cache_salt, message.sampling.temperature) == (1, "s", 0.0)
 
 
@@ -252,7 +252,8 @@ def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
         ({"input_ids": np.array([-1], dtype=np.int32)}, ["input_ids", "-1"]),
         ({"input_ids": np.zeros(256, dtype=np.int32)}, ["TW-TOO-LARGE", "input_ids has 256 tokens", "255"]),
         ({"messages": "[]"}, ["messages"]),
-        ({"text": "x", "parameters": {"max_tokens": 256}}, ["max_tokens is 256", "1 tokens", "255", "256"]),
+        ({"text": "x", "parameters": {"max_tokens": 999, "min_tokens": 256}}, ["min_tokens is 256", "255"]),
+        ({"input_ids": np.zeros(256, dtype=np.int32), "parameters": {"max_tokens": 1}}, ["input_ids has 256 tokens"]),
         ({"text": "x", "parameters": {"min_tokens": 256}}, ["min_tokens is 256", "255"]),
         ({"text": "x", "parameters": {"stop_token_ids": [420]}}, ["stop_token_ids", "420", "419"]),
         ({"text": "x", "parameters": {"logit_bias": {"420": 1}}}, ["logit_bias", "420"]),
@@ -276,14 +277,37 @@ def test_messages_without_a_template(tmp_path: Path) -> None:
     harness.close()
 
 
+@pytest.mark.parametrize(
+    ("default", "parameters", "expected"),
+    [
+        (16, {}, 16),
+        (16, {"min_tokens": 16}, 16),
+        (16, {"max_tokens": 40}, 40),
+        (16, {"max_tokens": 2000}, 253),  # a context of 256 and three tokens of prompt
+        (16, {"max_completion_tokens": 2**31 - 1, "min_tokens": 253}, 253),
+        (1000, {}, 253),
+        ("context", {}, 253),
+        ("context", {"min_tokens": 253}, 253),
+    ],
+    ids=str,
+)
+def test_max_tokens(tmp_path: Path, default: Any, parameters: dict[str, object], expected: int) -> None:
+    harness = FrontendHarness(tmp_path, default_max_tokens=default)
+    key, _ = harness.submit(input_ids=np.array([5, 6, 7], dtype=np.int32), parameters=parameters)
+    assert check_request(harness.message(key), harness.info).max_tokens == expected
+    harness.close()
+
+
+def test_min_tokens_above_the_default_of_max_tokens(tmp_path: Path) -> None:
+    harness = FrontendHarness(tmp_path, default_max_tokens=16)
+    error = harness.refuse(text="x", parameters={"min_tokens": 17})
+    assert error.startswith("[TW-INPUT] min_tokens is 17, more than 16, the default of max_tokens")
+    harness.close()
+
+
 def test_the_longest_prompt_that_fits(harness: FrontendHarness) -> None:
     key, _ = harness.submit(input_ids=np.full(255, 7, dtype=np.int32))
     assert check_request(harness.message(key), harness.info).max_tokens == 1
-
-
-def test_a_wrong_tokenizer_stops_the_load(tmp_path: Path, harness: FrontendHarness) -> None:
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        Frontend(harness.info, tmp_path / "nowhere", harness.engine, max_prompt_bytes=100, door=RefusingDoor())
 
 
 @pytest.mark.parametrize("error", [Busy("full", retry_after_ms=5), EngineDead("gone")], ids=["busy", "dead"])
@@ -419,6 +443,19 @@ def test_close(harness: FrontendHarness) -> None:
     harness.close()
 
 
+def test_figures_are_published_before_the_last_response(harness: FrontendHarness) -> None:
+    key, sink = harness.submit("Hello", stream=True)
+    published: list[tuple[int, int]] = []
+    harness.frontend._turns._on_finished = lambda: published.append(
+        (harness.frontend.stats().finished.total(), sink.num_ends)
+    )
+    harness.deliver(key, [5])
+    sink.wait_chunks(1)
+    harness.deliver(key, [6], "length")
+    sink.wait_end()
+    assert published == [(1, 0)]
+
+
 def test_figures(harness: FrontendHarness) -> None:
     key, sink = harness.submit("Hello", stream=True)
     harness.deliver(key, [5])
@@ -432,4 +469,14 @@ def test_figures(harness: FrontendHarness) -> None:
     assert sum(figures.time_to_first_token.counts) == 1
     assert sum(figures.inter_token_latency.counts) == 3
     assert sum(figures.e2e_latency.counts) == sum(figures.queue_time.counts) == 1
+    assert (sum(figures.prompt_tokens.sums), sum(figures.output_tokens.sums)) == (len(harness.encode("Hello")), 4)
+    assert sum(figures.num_sequences.sums) == 1
     assert len(figures.queue_time.counts) == len(figures.queue_time.bounds) + 1
+
+
+def test_an_answer_has_room_for_so_many_logprobs(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "MAX_ANSWER_LOGPROBS", 320)
+    harness.submit(parameters={"n": 8, "logprobs": 1, "max_tokens": 20})
+    harness.submit(parameters={"n": 8, "max_tokens": 200})
+    error = harness.refuse(text="x", parameters={"n": 8, "logprobs": 1, "max_tokens": 21})
+    assert "logprobs is 1, and n x max_tokens 168: an answer has room for 320" in error

@@ -38,7 +38,10 @@ def sampling(**values: object) -> SamplingParams:
         ({"max_tokens": 12.0}, {"max_tokens": 12}),
         ({"max_tokens": b" 7 "}, {"max_tokens": 7}),
         ({"max_new_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
         ({"min_length": "2"}, {"min_tokens": 2}),
+        ({"seed": -1}, {}),
+        ({"seed": "-1", "random_seed": -1}, {}),
         ({"random_seed": 2**64 - 1}, {"seed": 2**64 - 1}),
         ({"seed": "18446744073709551615"}, {"seed": 2**64 - 1}),
         ({"temperature": "0.5"}, {"temperature": 0.5}),
@@ -62,6 +65,7 @@ def sampling(**values: object) -> SamplingParams:
         ({"pad_id": 0, "max_tokens": None}, {}),
         ({"n": 1, "best_of": 1, "beam_width": 1, "length_penalty": 1.0, "guided_json": None, "tools": []}, {}),
         ({"response_format": {"type": "text"}, "detokenize": True, "n": "1"}, {}),
+        ({"echo": False, "user": "", "model": None, "tool_choice": "none", "store": False, "top_logprobs": 0}, {}),
     ],
     ids=str,
 )
@@ -98,8 +102,10 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"logit_bias": [1]}, ["logit_bias", "object"]),
         ({"logit_bias": {"x": 1}}, ["logit_bias", "x"]),
         ({"logit_bias": {"1": 1, "01": 1}}, ["logit_bias", "1", "twice"]),
-        ({"logprobs": 10**9}, ["logprobs", "1000000000", "20"]),
+        ({"logprobs": -1}, ["logprobs", "-1", "0 to"]),
         ({"priority": 5}, ["priority", "5", "4"]),
+        ({"seed": -2}, ["seed is -2"]),
+        ({"seed": 2.0**63 + 2048}, ["seed arrived as the float 9.22337e+18", "sampling_parameters"]),
         ({"cache_salt": 3}, ["cache_salt", "3", "text"]),
         ({"cache_salt": "x" * 300}, ["cache_salt", "300", "256"]),
         ({"temprature": 1}, ["temprature", "temperature"]),
@@ -121,14 +127,22 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
     [
         {"best_of": 3}, {"beam_width": 4}, {"prompt_logprobs": 1}, {"prompt_logprobs": 0},
         {"guided_json": {}}, {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}},
-        {"logits_processors": ["x"]}, {"truncate_prompt_tokens": 3}, {"lora_name": "x"}, {"length_penalty": 2.0},
+        {"logits_processors": ["x"]}, {"truncate_prompt_tokens": 3}, {"lora_task_id": 7}, {"length_penalty": 2.0},
         {"allowed_token_ids": [1]}, {"detokenize": False}, {"do_sample": False}, {"chat_template": "x"},
+        {"timeout": 5}, {"echo": True}, {"user": "u"}, {"model": "m"}, {"image": "x"}, {"stream_options": {"a": 1}},
+        {"top_logprobs": 3}, {"functions": [{}]}, {"service_tier": "flex"}, {"embedding_request": "{}"},
     ],
     ids=str,
 )  # fmt: skip
 def test_known_and_absent_is_refused_by_name(given: dict[str, object]) -> None:
     with pytest.raises(Unsupported, match=rf"\[TW-UNSUPPORTED\] {next(iter(given))} is "):
         sampling(**given)
+
+
+def test_lora_is_refused_in_the_words_of_the_vllm_backend() -> None:
+    with pytest.raises(Unsupported) as caught:
+        sampling(lora_name="doll")
+    assert str(caught.value) == "[TW-UNSUPPORTED] LoRA feature is not enabled."
 
 
 def test_carriers_that_agree() -> None:

@@ -12,6 +12,7 @@ from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.preparation import phrase_ids
 from tidewheel.frontend.tokenizer import Tokenizer
 
 
@@ -88,10 +89,10 @@ def test_the_text_of_one_token_keeps_its_space(family: str) -> None:
 
 def test_phrases_at_the_start_and_after_a_space() -> None:
     tokenizer = make_tokenizer()
-    spellings = tokenizer.phrase_ids("fox")
+    spellings = phrase_ids("fox", tokenizer, tokenizer.vocab_size)
     assert {tokenizer.decode(ids) for ids in spellings} == {"fox", " fox"}
-    assert tokenizer.phrase_ids(" fox") == spellings
-    assert tokenizer.phrase_ids("  ")
+    assert phrase_ids(" fox", tokenizer, tokenizer.vocab_size) == spellings
+    assert phrase_ids("  ", tokenizer, tokenizer.vocab_size)
 
 
 @pytest.mark.parametrize("family", BACKENDS)
@@ -124,6 +125,38 @@ def test_defaults(tmp_path: Path) -> None:
     defaults = GenerationDefaults.load(tmp_path)
     assert defaults.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 50}
     assert defaults.eos_token_ids == {0, 2, 7}
+
+
+def test_where_defaults_come_from(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder, generation in (
+        (model, {"temperature": 0.7, "eos_token_id": 1}),
+        (other, {"top_k": 9, "eos_token_id": 2}),
+    ):
+        folder.mkdir()
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    load = GenerationDefaults.load
+    assert load(model, "auto", '{"top_p": 0.5}') == ({"temperature": 0.7, "top_p": 0.5}, frozenset({1}))
+    assert load(model, "auto", '{"temperature": 0}').sampling == {"temperature": 0}
+    assert load(model, "vllm") == ({}, frozenset({1}))
+    assert load(model, "vllm", '{"max_new_tokens": 5}').sampling == {"max_tokens": 5}
+    assert load(model, str(other)) == ({"top_k": 9}, frozenset({2}))
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "words"),
+    [
+        ("nowhere", "{}", "generation_config is 'nowhere': give auto, vllm, or a folder"),
+        ("auto", '{"top_p": 7}', "override_generation_config: top_p is 7"),
+        ("auto", '{"num_beams": 4}', "override_generation_config has 'num_beams': only temperature"),
+        ("auto", "[]", "override_generation_config is []: it must be a JSON object"),
+        ("vllm", "{", "override_generation_config is not JSON"),
+    ],
+)
+def test_wrong_settings_of_defaults(tmp_path: Path, source: str, overrides: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GenerationDefaults.load(tmp_path, source, overrides)
+    assert words in str(caught.value)
 
 
 def test_no_defaults(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from support.engine.fake_engine import RecordingSink
 from support.frontend.front_ends import delta
 from tidewheel.frontend.interface import GenerateRequest
 from tidewheel.frontend.live_request import Ending, LiveRequest
-from tidewheel.frontend.request_figures import TTFT_BOUNDS, LatencyHistogram, StatsRecorder
+from tidewheel.frontend.request_figures import TTFT_BOUNDS, StatsRecorder, TokenTiming, token_bounds
 from tidewheel.frontend.threads import Watcher, Workers
+from tidewheel.stats import Histogram
 
 
 class CountingSink(RecordingSink):
@@ -170,17 +171,24 @@ def test_nothing_counts_behind_the_end() -> None:
 
 
 def test_buckets_include_their_bound() -> None:
-    histogram = LatencyHistogram((1.0, 2.0))
+    histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
         histogram.observe(value)
     histogram.observe(2.0, count=3)
-    assert (histogram.counts, histogram.total) == ([2, 4, 1], 18.0)
+    assert (histogram.counts, histogram.sums) == ([2, 4, 1], [1.5, 7.5, 9.0])
+
+
+def test_bounds_of_numbers_of_tokens() -> None:
+    assert token_bounds(128) == (1, 2, 5, 10, 20, 50, 100)
+    assert token_bounds(5) == (1, 2, 5)
 
 
 def test_a_snapshot_stands_still() -> None:
-    recorder = StatsRecorder()
+    recorder = StatsRecorder(128)
     before = recorder.snapshot()
     recorder.received()
+    recorder.tokens([TokenTiming(0.05, 1, 7)])
+    assert not any(before.time_to_first_token.counts)
     assert (before.num_received, recorder.snapshot().num_live) == (0, 1)
     assert len(before.time_to_first_token.counts) == len(TTFT_BOUNDS) + 1
 

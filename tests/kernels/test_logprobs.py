@@ -26,7 +26,9 @@ def assert_same(logits: torch.Tensor, ours: LogprobsOutput, reference: LogprobsO
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "vocabulary", "num_top"), [(1, 1, 1), (3, 63, 20), (2, 8200, 20), (2, CHUNK, 0), (0, 10, 3)], ids=str
+    ("rows", "vocabulary", "num_top"),
+    [(1, 1, 1), (3, 63, 20), (2, 8200, 20), (2, 8200, 256), (2, CHUNK, 0), (0, 10, 3)],
+    ids=str,
 )
 def test_kernel_equals_reference(device: str, rows: int, vocabulary: int, num_top: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -82,7 +84,7 @@ def test_ids_out_of_range_and_masked_tokens(device: str) -> None:
     logits = torch.tensor([[1.0, 2.0, -INF, 2.0]]).repeat(5, 1).to(device)
     ids = torch.tensor([-1, 4, 2, 3, 0], dtype=torch.int32, device=device)
     for output in (kernels.compute_logprobs(logits, ids, 1), compute_logprobs_reference(logits, ids, 1)):
-        assert output.ranks.tolist() == [0, 0, 4, 1, 3]
+        assert output.ranks.tolist() == [0, 0, 4, 2, 3]
         assert output.logprobs[:2].isnan().all() and output.logprobs[2].item() == -INF
         assert output.top_logprobs.isfinite().all()
 

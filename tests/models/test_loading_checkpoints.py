@@ -238,7 +238,10 @@ def test_a_download_fetches_data_only(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(
         model_folder, "snapshot_download", lambda name, **kwargs: wanted.update(kwargs) or str(tmp_path)
     )
+    assert resolve_folder("owner/name", "v1", "/models") == tmp_path
+    assert (wanted["revision"], wanted["cache_dir"]) == ("v1", "/models")
     assert resolve_folder("owner/name") == tmp_path
+    assert (wanted["revision"], wanted["cache_dir"]) == (None, None)
     assert not {"*.py", "*.bin", "*.pt", "*"} & set(wanted["allow_patterns"])
 
 

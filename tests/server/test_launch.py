@@ -10,7 +10,7 @@ import pytest
 
 from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.launch import ModelControl, command, control_flags, environment, known_flags
+from tidewheel.server.launch import ClosedApi, ModelControl, command, control_flags, environment, known_flags
 from tidewheel.server.locate import TritonInstall
 from tidewheel.server.workdir import WorkDir
 
@@ -43,6 +43,25 @@ def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, t
     assert "--grpc-restricted-protocol" not in flags
     assert "--allow-sagemaker" not in flags
     assert int(flags["--exit-timeout-secs"]) > 2.5
+
+
+@pytest.mark.parametrize(
+    ("opened", "allowed", "closed"),
+    [
+        (("shared-memory",), "true", "trace,logging"),
+        (("trace",), "false", "shared-memory,logging"),
+        (("trace", "logging", "shared-memory"), "true", ""),
+    ],
+)
+def test_opened_apis(
+    install: TritonInstall, tmp_path: Path, opened: tuple[ClosedApi, ...], allowed: str, closed: str
+) -> None:
+    known = frozenset({"--allow-client-shm", "--http-restricted-api", "--grpc-restricted-protocol"})
+    line = command(install, tmp_path, ENDPOINTS, WorkDir(tmp_path), drain_s=0, flags=known, opened=opened)
+    flags = flags_of(line)
+    assert flags["--allow-client-shm"] == allowed
+    for flag in ("--http-restricted-api", "--grpc-restricted-protocol"):
+        assert flags.get(flag, "").partition(":")[0] == closed
 
 
 @pytest.mark.parametrize(

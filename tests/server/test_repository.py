@@ -36,7 +36,8 @@ def test_entry_and_twin(tmp_path: Path, model: Path) -> None:
     assert entry.backend == twin.backend == "tidewheel"
     assert entry.model_transaction_policy.decoupled
     assert not twin.model_transaction_policy.decoupled
-    assert parameters(entry) == {"model": str(model), "dtype": "float32", "max_num_seqs": "8"}
+    own = {"generation_config": "auto", "dtype": "float32", "max_num_seqs": "8"}
+    assert parameters(entry) == {"model": str(model), **own}
     assert parameters(twin) == {"engine_of": "mine"}
     assert (repository / "mine" / "1").is_dir()
     assert (repository / "mine_infer" / "1").is_dir()
@@ -44,7 +45,7 @@ def test_entry_and_twin(tmp_path: Path, model: Path) -> None:
 
 def test_hub_ids_stay_as_they_are(tmp_path: Path) -> None:
     write_entry(tmp_path, "Qwen/Qwen3-0.6B", "q", {})
-    assert parameters(read(tmp_path / "q")) == {"model": "Qwen/Qwen3-0.6B"}
+    assert parameters(read(tmp_path / "q")) == {"model": "Qwen/Qwen3-0.6B", "generation_config": "auto"}
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,19 @@ def test_last_words() -> None:
     assert fed().last_words() == "it printed nothing"
 
 
+def test_a_death_is_quoted_and_not_explained() -> None:
+    error = 'E1121 08:33:51.926273 9191 a.cc:7] "an error of yesterday"'
+    lines = [f"I1121 08:33:5{i}.0 9191 a.cc:7] {i}" for i in range(9)]
+    log = fed(error, *lines, "")
+    assert log.quote().splitlines() == [f"  {line}" for line in lines[1:]]
+    log.feed(b"Signal (11) received.\n" + b" 0# 0x55 in tritonserver\n" * 9)
+    assert log.quote().splitlines() == ["  Signal (11) received.", *["   0# 0x55 in tritonserver"] * 7]
+    cut_short = fed()
+    cut_short.feed(b"x" * 1000)
+    assert cut_short.quote() == "  " + "x" * 300
+    assert fed().quote() == "  (nothing)"
+
+
 def test_every_byte_goes_to_the_copy() -> None:
     copy = io.BytesIO()
     log = ServerLog(copy)

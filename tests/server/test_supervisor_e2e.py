@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import requests
 
 from support.triton.serving import Server, start_server, stop_server, wait_for, wait_ready
 from tidewheel.server.supervisor import REAP_GRACE_S
+from tidewheel.server.workdir import work_dir
 
 pytestmark = pytest.mark.e2e
 
@@ -130,10 +132,11 @@ def wait_end(server: Server, limit_s: float) -> int:
     return server.process.wait(limit_s)
 
 
-def test_ready_and_ctrl_c(server: Server, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGQUIT])
+def test_ready_and_asked_to_stop(server: Server, folder: Path, number: signal.Signals) -> None:
     traces = Traces(server, folder)
     assert regions(traces.work.name)
-    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(number)
     assert wait_end(server, STOP_LIMIT_S) == 0
     traces.assert_nothing_left()
     output = server.log.read_text()
@@ -201,6 +204,9 @@ def test_a_death_ends_the_group(server: Server, folder: Path, victim: str) -> No
     assert wait_end(server, DEATH_LIMIT_S) == 1
     traces.assert_nothing_left()
     assert "died" in server.log.read_text()
+    if victim == "tritonserver":  # its own words, with their times, and no guess at a cause
+        assert "tritonserver died (signal 9, Killed); it printed last:\n" in server.log.read_text()
+        assert re.search(r"\n  I\d{4} [\d:.]+ \d+ \S+\] .*Started Metrics Service", server.log.read_text())
 
 
 def stubs(server: Server) -> list[psutil.Process]:
@@ -233,10 +239,22 @@ def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path)
 
 def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path) -> None:
     traces = Traces(server, folder)
+    answer = stream(server, folder / "never")
+    assert "first" in next(answer)
     server.process.kill()
     server.process.wait()
     wait_for(lambda: not traces.processes_left(), STOP_LIMIT_S, "end of the orphans")
-    assert regions(traces.work.name) == []
+    traces.assert_nothing_left()
+
+
+def test_a_start_ends_what_a_killed_server_and_its_guard_left(server: Server, folder: Path) -> None:
+    traces = Traces(server, folder)
+    guard = next(p for p in traces.processes if "tidewheel.server.lifeline" in p.cmdline())
+    guard.kill()
+    server.process.kill()
+    server.process.wait()
+    with work_dir(folder / "tmp"):
+        traces.assert_nothing_left()
 
 
 def error_lines(server: Server) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,10 +61,13 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path, shared_memory:
     left_over = tmp_path / "tidewheel-serve-deadbeef"
     left_over.mkdir()
     (left_over / "lock").touch()
-    make_old(left_over)
+    without_lock = tmp_path / "tidewheel-serve-old"
+    without_lock.mkdir()
+    make_old(without_lock)
     (shared_memory / "tidewheel_deadbeef_region").touch()
     with work_dir(tmp_path, shared_memory):
         assert not left_over.exists()
+        assert not without_lock.exists()
     assert list(shared_memory.iterdir()) == []
 
 
@@ -76,3 +82,31 @@ def test_what_may_be_in_use_stays(tmp_path: Path, shared_memory: Path) -> None:
         assert running.root.exists()
         assert being_made.exists()
         assert link.exists()
+
+
+def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: Path) -> None:
+    """One obeys SIGTERM, one ignores it, and one is of another server."""
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    willing = "import signal; print(flush=True); signal.pause()"
+    root = tmp_path / "tidewheel-serve-dead"
+    root.mkdir()
+    (root / "lock").touch()
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "TIDEWHEEL_RUN_DIR": str(tmp_path / name / "run")},
+        )
+        for code, name in ((willing, root.name), (stubborn, root.name), (willing, "tidewheel-serve-other"))
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            process.stdout.readline()
+        assert sweep(tmp_path, shared_memory) == [root]
+        assert [process.wait(10) for process in started[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
+        assert started[2].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()

@@ -36,7 +36,7 @@ BAD: list[tuple[str, Any]] = [
     ("seed", -1),
     ("seed", 2**64),
     ("logprobs", -1),
-    ("logprobs", 10**9),
+    ("logprobs", 10**12),
     ("stop", ("x",) * 17),
     ("stop", ("x" * 257,)),
     ("stop", ("",)),

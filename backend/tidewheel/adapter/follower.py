@@ -10,13 +10,19 @@ from pathlib import Path
 
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.adapter.repository_entry import ModelSettings
+from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.placement import find_place
 from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
-from tidewheel.frontend.frontend import EngineRelay, Frontend
+from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
+from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.preparation import RequestReader
+from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +43,12 @@ class Serving:
             info = self._client.start(place.config.engine_start_timeout_s)
             self.frontend = relay.frontend = Frontend(
                 info,
-                Path(place.config.tokenizer or info.model),
+                _make_reader(settings, place.config, info),
                 self._client,
                 max_prompt_bytes=place.config.max_prompt_bytes,
                 door=door,
                 num_senders=settings.frontend.num_sender_threads,
+                on_finished=self._publish_finished,
             )
         except BaseException:
             self._client.close()
@@ -49,7 +56,7 @@ class Serving:
         if self._client.is_owner:
             for line in info.describe():
                 log.info("%s", line)
-        self._metrics = self._publish_metrics(settings, info) if settings.frontend.REPORT_CUSTOM_METRICS else None
+        self._metrics = self._publish_metrics(settings, info) if settings.has_metrics else None
 
     def close(self) -> None:
         self.frontend.close()
@@ -58,19 +65,52 @@ class Serving:
         self._client.close()
 
     def _publish_metrics(self, settings: ModelSettings, info: EngineInfo) -> MetricsPublisher:
-        requests = RequestMetrics(settings.entry.labels)
+        requests = RequestMetrics(settings.entry.labels, self.frontend.stats())
         engine = EngineMetrics(info, settings.owner.labels)
 
-        def flush() -> None:
-            requests.publish(self.frontend.stats(), self.refused)
-            if self._relay.stats is None:
+        def publish(is_due: bool) -> None:
+            stats = self.frontend.stats()
+            is_due = is_due or not stats.num_live
+            requests.publish(stats, self.refused, with_tokens=is_due)
+            if self._relay.stats is None or not is_due:
                 return
             if self._client.is_owner:
                 engine.publish(self._relay.stats)
             else:
                 engine.follow(self._relay.stats)
 
-        return MetricsPublisher(flush)
+        return MetricsPublisher(publish)
+
+    def _publish_finished(self) -> None:
+        """Publish figures of a request, so that its client sees them; those of single tokens and steps when idle."""
+        if self._metrics is not None:
+            self._metrics.flush()
+
+
+def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo) -> RequestReader:
+    """Raise `ConfigError` without a usable tokenizer."""
+    folder = Folder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
+    encoder = PromptWorkers(folder, NUM_TOKENIZERS)
+    try:
+        encoder.wait_tried()  # before this process reads the same files
+        return RequestReader(
+            info,
+            Tokenizer.load(folder.path, vocab_size=info.vocab_size),
+            encoder,
+            max_prompt_bytes=config.max_prompt_bytes,
+            default_max_tokens=settings.frontend.default_max_tokens,
+            defaults=_load_defaults(info, config),
+        )
+    except BaseException:
+        encoder.close()
+        raise
+
+
+def _load_defaults(info: EngineInfo, config: EngineConfig) -> GenerationDefaults:
+    """Sample as Triton's vLLM backend does, which reads no `generation_config.json`, unless a setting asks for it."""
+    return GenerationDefaults.load(
+        Path(info.model), config.generation_config or "vllm", config.override_generation_config
+    )
 
 
 class Follower:

@@ -1,43 +1,49 @@
 """Figures on Triton's `/metrics`.
 
-Each call of a metric is a round trip (14 to 90 µs, measured), so only differences of totals are sent. Front ends
-share series of equal name and labels, whose differences add up. Triton removes a family's metrics with its last
-Python object, so each series keeps one.
+Each call of a metric is a round trip (20 to 60 µs, measured), so only differences of totals are sent. A histogram
+takes one value a call, at most `MAX_OBSERVATIONS` at once. Front ends share series of equal name and labels, whose
+differences add up. A metric lives until its process ends: if it is deleted, the server removes the series under other
+front ends that write to it (2.51 then hangs).
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from tidewheel.adapter.engine_figures import ENGINE_COUNTERS, ENGINE_GAUGES, TENANT_COUNTERS, Labels
+from tidewheel.adapter.metric_families import (
+    CACHE_BLOCKS,
+    ENGINE_COUNTERS,
+    ENGINE_GAUGES,
+    FAILED,
+    FINISHED,
+    GENERATION_TOKENS,
+    PROMPT_TOKENS,
+    RECEIVED,
+    REJECTED,
+    REQUEST_HISTOGRAMS,
+    STEP_TOKENS,
+    TENANT_COUNTERS,
+    TOKEN_HISTOGRAMS,
+    Labels,
+)
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.frontend.request_figures import REJECTION_TAGS, FrontendStats, LatencyHistogram
+from tidewheel.frontend.request_figures import REJECTION_TAGS, FrontendStats
 from tidewheel.request import FinishReason
-from tidewheel.stats import EngineStats
+from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram
 
 FLUSH_INTERVAL_S = 0.4
-
-
-REQUEST_LATENCIES: tuple[tuple[str, str, Callable[[FrontendStats], LatencyHistogram]], ...] = (
-    ("vllm:time_to_first_token_seconds", "Arrival to first token", lambda s: s.time_to_first_token),
-    ("vllm:inter_token_latency_seconds", "Token to token", lambda s: s.inter_token_latency),
-    # The older name, which dashboards still use.
-    ("vllm:time_per_output_token_seconds", "Token to token", lambda s: s.inter_token_latency),
-    ("vllm:e2e_request_latency_seconds", "Arrival to last token", lambda s: s.e2e_latency),
-    ("vllm:request_queue_time_seconds", "Arrival to first step", lambda s: s.queue_time),
-    ("tidewheel_refusal_seconds", "Arrival to refusal", lambda s: s.refusal_time),
-)
+MAX_OBSERVATIONS = 256  # per histogram and flush: 640 a second
 
 
 class Gauge:
     def __init__(self, family: Any, labels: Labels) -> None:
         self._metric = _for_good(family.Metric(labels=dict(labels)))
-        self._family = family
         self._value: float | None = None
 
     def set(self, value: float) -> None:
@@ -55,7 +61,6 @@ class Counter:
 
     def __init__(self, family: Any, labels: Labels) -> None:
         self._metric = _for_good(family.Metric(labels=dict(labels)))
-        self._family = family
         self._total = 0.0
 
     def advance(self, total: float) -> None:
@@ -94,34 +99,51 @@ class CounterByLabel:
         return self._counters[value]
 
 
-class Histogram:
-    """Prometheus' `<name>_bucket`, `<name>_sum` and `<name>_count`: a Triton histogram takes one value a call.
+class HistogramSeries:
+    """Histogram that grows by the differences of one counted here.
 
-    They are gauges, because Prometheus' Python parser adds `_total` to counter names.
+    A value stands for its bucket: the mean of the bucket's new ones, so that the sum is right. Of more than
+    `MAX_OBSERVATIONS` new values, each bucket sends its share.
     """
 
     def __init__(self, name: str, description: str, bounds: Sequence[float], labels: Labels) -> None:
-        buckets = gauge_family(f"{name}_bucket", f"{description} (at most le)")
-        edges = [*(f"{bound:g}" for bound in bounds), "+Inf"]
-        self._buckets = [Counter(buckets, {**labels, "le": edge}) for edge in edges]
-        self._sum = Counter(gauge_family(f"{name}_sum", f"{description} (sum)"), labels)
-        self._count = Counter(gauge_family(f"{name}_count", f"{description} (number)"), labels)
+        family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM)
+        self._metric = _for_good(_for_good(family).Metric(labels=dict(labels), buckets=list(bounds)))
+        self._seen = Histogram(tuple(bounds))
+        self._shares = [0.0] * len(self._seen.counts)  # of a value, not sent yet, by bucket
 
-    def advance(self, counts: Sequence[int], total: float) -> None:
-        """Advance to `counts` per bucket (not cumulative) and their sum `total`."""
-        cumulative = 0
-        for bucket, count in zip(self._buckets, counts, strict=True):
-            cumulative += count
-            bucket.advance(cumulative)
-        self._sum.advance(total)
-        self._count.advance(cumulative)
+    def advance(self, now: Histogram) -> None:
+        seen = self._seen
+        if now.counts == seen.counts:
+            return
+        if sum(now.counts) < sum(seen.counts):  # of a restarted process
+            seen = Histogram(now.bounds)
+        self.follow(now)
+        num_new = sum(now.counts) - sum(seen.counts)
+        share = min(1.0, MAX_OBSERVATIONS / num_new)
+        for bucket, (count, total) in enumerate(zip(now.counts, now.sums, strict=True)):
+            if new := count - seen.counts[bucket]:
+                self._shares[bucket] += share * new
+                self._observe(bucket, (total - seen.sums[bucket]) / new)
+
+    def follow(self, now: Histogram) -> None:
+        """Skip what others have published."""
+        self._seen = now.copy()
+
+    def _observe(self, bucket: int, mean: float) -> None:
+        bounds = self._seen.bounds
+        if bucket < len(bounds):
+            mean = min(mean, bounds[bucket])
+        if bucket:
+            mean = max(mean, math.nextafter(bounds[bucket - 1], math.inf))
+        num_values = int(self._shares[bucket])
+        self._shares[bucket] -= num_values
+        for _ in range(num_values):
+            self._metric.observe(mean)
 
 
 def _for_good(thing: Any) -> Any:
-    """Keep the object to the end of the process, also while the interpreter ends.
-
-    Triton 2.51 removes a family with its first object that ends, and crashes when another model uses it then.
-    """
+    """Keep the object while the interpreter ends, too."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     return thing
 
@@ -146,12 +168,12 @@ class EngineMetrics:
         self._by_tenant = [
             (f.of, CounterByLabel(counter_family(f.name, f.description), labels, "tenant")) for f in TENANT_COUNTERS
         ]
-        # Triton makes its ORCA load headers from this family.
-        blocks = gauge_family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")
+        blocks = gauge_family(*CACHE_BLOCKS)
         names = {"model": labels["model"], "version": labels["version"]}
         self._max, self._used, self._tokens_per = (
             Gauge(blocks, {"kv_cache_block_type": kind, **names}) for kind in ("max", "used", "tokens_per")
         )
+        self._step_tokens = HistogramSeries(*STEP_TOKENS, STEP_BOUNDS, labels)
 
     def publish(self, stats: EngineStats) -> None:
         for of, gauge in self._gauges:
@@ -163,6 +185,7 @@ class EngineMetrics:
         self._max.set(stats.num_blocks)
         self._used.set(stats.num_blocks - stats.num_free_blocks)
         self._tokens_per.set(self._block_size)
+        self._step_tokens.advance(stats.step_tokens)
 
     def follow(self, stats: EngineStats) -> None:
         """Note what the owner publishes, to continue there after a takeover."""
@@ -170,64 +193,72 @@ class EngineMetrics:
             counter.follow(of(stats))
         for of_tenant, by_tenant in self._by_tenant:
             by_tenant.follow({label: of_tenant(figures) for label, figures in stats.tenants.items()})
+        self._step_tokens.follow(stats.step_tokens)
         for gauge in (*(gauge for _, gauge in self._gauges), self._max, self._used, self._tokens_per):
             gauge.forget()
 
 
 class RequestMetrics:
-    def __init__(self, labels: Labels) -> None:
-        self._received = Counter(counter_family("tidewheel_requests_received_total", "Requests"), labels)
-        success = counter_family("vllm:request_success_total", "Finished requests")
-        self._finished = CounterByLabel(success, labels, "finished_reason", [r for r in FinishReason if r != "error"])
-        rejected = counter_family(
-            "tidewheel_requests_rejected_total", "Requests refused before anything was computed"
+    def __init__(self, labels: Labels, stats: FrontendStats) -> None:
+        """Publish what grows beyond `stats`."""
+        self._received = Counter(counter_family(*RECEIVED), labels)
+        reasons = [reason for reason in FinishReason if reason != "error"]
+        self._finished = CounterByLabel(counter_family(*FINISHED), labels, "finished_reason", reasons)
+        self._rejected = CounterByLabel(counter_family(*REJECTED), labels, "tag", sorted(REJECTION_TAGS))
+        self._failed = CounterByLabel(counter_family(*FAILED), labels, "tag")
+        self._prompt = Counter(counter_family(*PROMPT_TOKENS), labels)
+        self._generation = Counter(counter_family(*GENERATION_TOKENS), labels)
+        self._histograms, self._token_histograms = (
+            [(f.of, HistogramSeries(f.name, f.description, f.of(stats).bounds, labels)) for f in figures]
+            for figures in (REQUEST_HISTOGRAMS, TOKEN_HISTOGRAMS)
         )
-        self._rejected = CounterByLabel(rejected, labels, "tag", sorted(REJECTION_TAGS))
-        failed = counter_family("tidewheel_requests_failed_total", "Accepted requests that an error ended")
-        self._failed = CounterByLabel(failed, labels, "tag")
-        self._prompt = Counter(counter_family("vllm:prompt_tokens_total", "Prompt tokens"), labels)
-        self._generation = Counter(counter_family("vllm:generation_tokens_total", "Generated tokens"), labels)
-        empty = FrontendStats()
-        self._histograms = [
-            (of, Histogram(name, description, of(empty).bounds, labels))
-            for name, description, of in REQUEST_LATENCIES
-        ]
 
-    def publish(self, stats: FrontendStats, refused: Mapping[str, int]) -> None:
-        """Publish figures. `refused`: requests that never reached the front end, by tag."""
+    def publish(self, stats: FrontendStats, refused: Mapping[str, int], *, with_tokens: bool = True) -> None:
+        """Publish figures, those of single tokens if asked to.
+
+        `refused`: requests that never reached the front end, by tag.
+        """
         self._received.advance(stats.num_received + sum(refused.values()))
         self._finished.advance(stats.finished)
         self._failed.advance(stats.failed)
         self._prompt.advance(stats.num_prompt_tokens)
         self._generation.advance(stats.num_generation_tokens)
-        for of, histogram in self._histograms:
-            snapshot = of(stats)
-            histogram.advance(snapshot.counts, snapshot.total)
+        for of, histogram in self._histograms + (self._token_histograms if with_tokens else []):
+            histogram.advance(of(stats))
         # Last, so that a visible refusal implies the others.
         self._rejected.advance({tag: stats.rejected.get(tag, 0) + refused.get(tag, 0) for tag in REJECTION_TAGS})
 
 
 class MetricsPublisher:
-    """Thread that calls `flush` every `interval_s` and at the end."""
+    """Thread that flushes every `interval_s` and at the end.
 
-    def __init__(self, flush: Callable[[], None], interval_s: float = FLUSH_INTERVAL_S) -> None:
-        self._flush = flush
+    A flush calls `publish` with whether all figures are due; one at a time.
+    """
+
+    def __init__(self, publish: Callable[[bool], None], interval_s: float = FLUSH_INTERVAL_S) -> None:
+        self._publish = publish
         self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._last_problem = ""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
+
+    def flush(self, *, is_due: bool = False) -> None:
+        with self._lock:
+            try:
+                self._publish(is_due)
+            except Exception as error:
+                if str(error) != self._last_problem:  # log once
+                    self._last_problem = str(error)
+                    pb_utils.Logger.log_error(f"metrics could not be published: {error}")
 
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
 
     def _run(self) -> None:
-        is_last, last_problem = False, ""
+        is_last = False
         while not is_last:
             is_last = self._stopped.wait(self._interval_s)
-            try:
-                self._flush()
-            except Exception as error:
-                if str(error) != last_problem:  # log once
-                    last_problem = str(error)
-                    pb_utils.Logger.log_error(f"metrics could not be published: {error}")
+            self.flush(is_due=True)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
+from tidewheel.engine_arguments import ARGUMENTS, translate
 from tidewheel.errors import ConfigError
-from tidewheel.frontend.model_files import read_object
+from tidewheel.frontend.model_files import read_object, read_overrides
 from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
@@ -26,8 +29,15 @@ _MAX_SENDER_THREADS = 64
 class FrontendSettings:
     num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
+    default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
+    max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
+    io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:
+        if self.default_max_tokens != "context" and self.default_max_tokens < 1:
+            raise ConfigError(f"default_max_tokens is {self.default_max_tokens}: use 1 or more, or context")
+        if self.max_request_s is not None and not 0.0 < self.max_request_s < math.inf:
+            raise ConfigError(f"max_request_s is {self.max_request_s:g}: it must be above 0, in seconds")
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
 
@@ -38,6 +48,8 @@ class ModelEntry:
     folder: Path  # absolute
     version: str
     parameters: Mapping[str, str]  # of config.pbtxt
+    model_json: Mapping[str, object]
+    model_label: str = ""  # of metrics; empty: name
 
     @property
     def repository(self) -> Path:
@@ -50,7 +62,12 @@ class ModelEntry:
     @property
     def labels(self) -> dict[str, str]:
         """Return vLLM's and Triton's labels of metrics."""
-        return {"model_name": self.name, "engine": "0", "model": self.name, "version": self.version}
+        return {
+            "model_name": self.model_label or self.name,
+            "engine": "0",
+            "model": self.name,
+            "version": self.version,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +79,36 @@ class ModelSettings:
     entry: ModelEntry
     owner: ModelEntry  # of the engine
 
+    @property
+    def has_metrics(self) -> bool:
+        return self.frontend.REPORT_CUSTOM_METRICS and not self.engine.disable_log_stats
+
 
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
     config = json.loads(args["model_config"])
+    folder, version = Path(args["model_repository"]).resolve(), args["model_version"]
     entry = ModelEntry(
         name=args["model_name"],
-        folder=Path(args["model_repository"]).resolve(),
-        version=args["model_version"],
+        folder=folder,
+        version=version,
         parameters={key: str(value.get("string_value", "")) for key, value in config.get("parameters", {}).items()},
+        model_json=read_object(folder / version / MODEL_JSON),
     )
+    return resolve_settings(
+        entry,
+        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
+        has_native_queue="dynamic_batching" in config,
+        max_batch_size=int(config.get("max_batch_size", 0)),
+    )
+
+
+def resolve_settings(
+    entry: ModelEntry, *, decoupled: bool, has_native_queue: bool, max_batch_size: int
+) -> ModelSettings:
+    """Raise `ConfigError`."""
     settings = _read(entry)
     frontend = _take_frontend(settings)
+    _check_dialect(frontend.io_dialect, max_batch_size)
     engine_of = settings.pop("engine_of", None)
     owner = entry
     if engine_of is not None:
@@ -82,29 +118,59 @@ def load_settings(args: Mapping[str, str]) -> ModelSettings:
                 f"whose engine {entry.name!r} shares by engine_of"
             )
         owner, settings = _read_sibling(entry, str(engine_of))
+    engine = _engine_config(settings, owner.version_folder)
     return ModelSettings(
-        engine=EngineConfig.from_settings(settings, base_dir=owner.version_folder),
+        engine=engine,
         frontend=frontend,
-        decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
-        has_native_queue="dynamic_batching" in config,
-        entry=entry,
-        owner=owner,
+        decoupled=decoupled,
+        has_native_queue=has_native_queue,
+        entry=replace(entry, model_label=engine.served_model_name),
+        owner=replace(owner, model_label=engine.served_model_name),
     )
+
+
+def _check_dialect(dialect: IoDialect, max_batch_size: int) -> None:
+    if (dialect == "trtllm") != (max_batch_size > 0):
+        raise ConfigError(
+            f"io_dialect is {dialect} and max_batch_size {max_batch_size}: set io_dialect in config.pbtxt, "
+            "which Triton reads before model.json, and leave max_batch_size out"
+        )
 
 
 def _read(entry: ModelEntry) -> dict[str, object]:
     settings: dict[str, object] = {k: v for k, v in entry.parameters.items() if k not in TRITON_PARAMETERS}
-    for key, value in read_object(entry.version_folder / MODEL_JSON).items():
+    for key, value in entry.model_json.items():
         if key in settings and not _same(settings[key], value):
             raise ConfigError(
                 f"{key} is {settings[key]!r} in config.pbtxt and {value!r} in {entry.version}/{MODEL_JSON}: keep one"
             )
         settings[key] = value
-    known = {*setting_names(), *_frontend_hints(), "engine_of"}
-    for key in settings:
+    return _known(settings)
+
+
+def check_settings(settings: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for settings that an entry with an engine cannot have."""
+    values = _known(settings)
+    _take_frontend(values)
+    _engine_config(values)
+
+
+def _engine_config(settings: Mapping[str, object], base_dir: Path | None = None) -> EngineConfig:
+    config = EngineConfig.from_settings(settings, base_dir=base_dir)
+    read_overrides(config.override_generation_config)  # before a model is loaded
+    return config
+
+
+def _known(settings: Mapping[str, object]) -> dict[str, object]:
+    known, translated = known_settings(), translate(settings).settings
+    for key in translated:
         if key not in known:
-            raise ConfigError(unknown_setting(key, known))
-    return settings
+            raise ConfigError(unknown_setting(key, {*known, *ARGUMENTS}))
+    return dict(translated)
+
+
+def known_settings() -> set[str]:
+    return {*setting_names(), *_frontend_hints(), "engine_of"}
 
 
 def _same(text: object, value: object) -> bool:
@@ -132,8 +198,13 @@ def _read_sibling(twin: ModelEntry, name: str) -> tuple[ModelEntry, dict[str, ob
     path = twin.repository / name / "config.pbtxt"
     if Path(name).name != name or not path.is_file():
         raise ConfigError(f"engine_of of {twin.name!r} is {name!r}: the model repository has no model of that name")
+    folder, version = path.parent, _latest_version(path.parent)
     owner = ModelEntry(
-        name=name, folder=path.parent, version=_latest_version(path.parent), parameters=_read_pbtxt(path)
+        name=name,
+        folder=folder,
+        version=version,
+        parameters=_read_pbtxt(path),
+        model_json=read_object(folder / version / MODEL_JSON),
     )
     settings = _read(owner)
     _take_frontend(settings)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from tidewheel.adapter.responder import ResponseFormat
-from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS
+from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS, IoDialect
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.coercion import check_size, parse_json, to_text
@@ -21,7 +22,13 @@ _LIST_NAMES = frozenset(spec.name for spec in SAMPLING_INPUTS if spec.dims == (-
 
 
 def read_request(
-    request: Any, *, decoupled: bool, max_prompt_bytes: int, arrival_ns: int
+    request: Any,
+    *,
+    decoupled: bool,
+    max_prompt_bytes: int,
+    arrival_ns: int,
+    max_request_s: float | None = None,
+    dialect: IoDialect = "vllm",
 ) -> tuple[GenerateRequest, ResponseFormat]:
     """Raise `InvalidRequest`."""
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
@@ -30,38 +37,63 @@ def read_request(
         raise InvalidRequest("stream is true, and this model answers once: use the decoupled model, or leave it out")
     # By default only a text prompt is echoed: the client did not write the rendered template.
     exclude_input = _flag(inputs, "exclude_input_in_output", default=stream or "messages" in inputs)
-    if stream and not exclude_input:
-        raise InvalidRequest("exclude_input_in_output is false: with stream true the prompt cannot be prepended")
+    is_trtllm = dialect == "trtllm"
+    if stream and not exclude_input and not is_trtllm:
+        # The text of Triton's vLLM backend, whose clients compare it.
+        raise InvalidRequest(
+            "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+        )
+    parameters = _parameters(request, inputs, is_trtllm=is_trtllm)
+    has_logprobs = any(source.values.get("logprobs") is not None for source in parameters)
     response_format = ResponseFormat(
         accumulate=_flag(inputs, "accumulate_tokens"),
+        is_logprobs_null=_flag(inputs, "return_logprobs") and not has_logprobs,
+        is_trtllm=is_trtllm,
+        one_by_one=is_trtllm and decoupled,
         **{name.removeprefix("return_"): _flag(inputs, name) for name in RETURN_FLAGS},
     )
+    if not has_logprobs and (response_format.cumulative_logprob or response_format.log_probs):
+        parameters = (*parameters, ParameterSource(origin="output flag", values={"logprobs": 0}))  # the chosen alone
     return GenerateRequest(
         request_id=request.request_id(),
         text=_bytes(inputs, "text_input", max_prompt_bytes, "max_prompt_bytes"),
         input_ids=_token_ids(inputs, max_prompt_bytes),
         messages=_bytes(inputs, "messages", max_prompt_bytes, "max_prompt_bytes"),
-        parameters=_parameters(request, inputs, response_format),
+        parameters=parameters,
         stream=stream,
         echo=not exclude_input,
         arrival_ns=arrival_ns,
-        timeout_us=request.timeout(),
+        timeout_us=_time_limit_us(request.timeout(), max_request_s),
     ), response_format
 
 
-def _parameters(
-    request: Any, inputs: Mapping[str, Any], response_format: ResponseFormat
-) -> tuple[ParameterSource, ...]:
+def _time_limit_us(timeout_us: int, max_request_s: float | None) -> int:
+    """Return the lower of both limits, 0 for none."""
+    if max_request_s is None:
+        return timeout_us
+    limit_us = math.ceil(max_request_s * 1e6)
+    return min(timeout_us or limit_us, limit_us)
+
+
+def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> tuple[ParameterSource, ...]:
     tensors = {name: _parameter(inputs[name]) for name in inputs.keys() & _SAMPLING_NAMES}
-    sources = [
+    sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
         ParameterSource(origin="input tensor", values=tensors),
-    ]
-    wants_logprobs = response_format.logprobs or response_format.cumulative_logprob
-    if wants_logprobs and all(source.values.get("logprobs") is None for source in sources):
-        tensors["logprobs"] = 0  # the chosen token alone
+    )
+    if is_trtllm:
+        _adapt(tensors, sources)
     return tuple(source for source in sources if source.values)
+
+
+def _adapt(tensors: dict[str, object], sources: Iterable[ParameterSource]) -> None:
+    """Give tensors the meaning that they have in TensorRT-LLM: a `top_p` of 0 is off, stop words stay in the text."""
+    name = "include_stop_str_in_output"
+    if tensors.get("top_p") == 0:
+        del tensors["top_p"]
+    if "stop_words" in tensors and all(name not in source.values for source in sources):
+        tensors[name] = True
 
 
 def _json_parameters(inputs: Mapping[str, Any]) -> dict[str, object]:
@@ -83,21 +115,32 @@ def _request_parameters(request: Any) -> dict[str, object]:
 def _parameter(tensor: Any) -> object:
     name = tensor.name()
     items = tensor.as_numpy().reshape(-1)
-    if items.dtype == np.object_:
-        check_size(name, sum(_LENGTH_BYTES + len(item) for item in items), MAX_PARAMETER_BYTES)
+    is_text = items.dtype == np.object_
+    num_bytes = sum(_LENGTH_BYTES + len(item) for item in items) if is_text else items.nbytes
+    check_size(name, num_bytes, MAX_PARAMETER_BYTES)
     if name in _LIST_NAMES:
-        return [to_text(name, item) for item in items]
-    value = _scalar(tensor)
-    return to_text(name, value) if isinstance(value, bytes) else value
+        return [_to_python(name, item) for item in items]
+    if name == "logit_bias":
+        return parse_json(_scalar(tensor), name)
+    return _to_python(name, _scalar(tensor))
+
+
+def _to_python(name: str, item: Any) -> object:
+    if isinstance(item, bytes):
+        return to_text(name, item)
+    if isinstance(item, np.int32) and item < -1:
+        raise InvalidRequest(
+            f"{name} arrived as {item}, and takes nothing below -1. Its tensor is INT32, to which Triton narrows "
+            "larger numbers: send at most 2147483647"
+        )
+    return float(str(item)) if isinstance(item, np.float32) else item.item()  # 0.7, not 0.699999988
 
 
 def _scalar(tensor: Any) -> Any:
     array = tensor.as_numpy().reshape(-1)
     if array.size != 1:
         raise InvalidRequest(f"{tensor.name()} has {array.size} elements: it must have one")
-    if array.dtype == np.float32:
-        return float(str(array[0]))  # 0.7, not 0.699999988
-    return array[0] if array.dtype == np.object_ else array[0].item()
+    return array[0]
 
 
 def _flag(inputs: Mapping[str, Any], name: str, *, default: bool = False) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
 from tidewheel.batch import TopLogprobs
@@ -26,11 +27,15 @@ class ResponseFormat:
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False
+    is_logprobs_null: bool = False  # only `return_logprobs` asks for them, which vLLM's backend answers with null
+    log_probs: bool = False  # cum_log_probs and output_log_probs
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     token_ids: bool = False
     perf_metrics: bool = False
     accumulate: bool = False  # each response holds all text so far
+    is_trtllm: bool = False  # as the TensorRT-LLM ensemble: batch dimension, INT32 counts
+    one_by_one: bool = False  # a response for each sequence, with its `sequence_index`
 
 
 class TritonSink:
@@ -75,9 +80,11 @@ class TritonSink:
             self._lock.release()
 
     def _respond(self, response: Response) -> None:
-        tensors = response_tensors(response, self.format, self._texts_of(response))
+        *others, last = response_tensors(response, self.format, self._texts_of(response))
+        for tensors in others:
+            self._sender.send(pb_utils.InferenceResponse(tensors), flags=0)
         is_final = is_last(response)
-        self._sender.send(pb_utils.InferenceResponse(tensors), flags=_FINAL if is_final else 0)
+        self._sender.send(pb_utils.InferenceResponse(last), flags=_FINAL if is_final else 0)
         self._is_open = not is_final
 
     def _fail(self, error: TidewheelError) -> None:
@@ -97,25 +104,67 @@ class TritonSink:
         return ["".join(texts) for texts in zip(*self._texts, strict=True)]
 
 
-def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[Any]:
-    """Return tensors with one element per sequence. `token_ids` concatenates those of all."""
-    tensors = [_text_tensor("text_output", texts)]
+Arrays = dict[str, npt.NDArray[Any]]  # by name of the tensor
+
+
+def response_tensors(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> list[list[Any]]:
+    """Return the tensors of one or more responses of Triton. A tensor has an element per sequence."""
+    if not response_format.is_trtllm:
+        return [_tensors(_arrays(response, response_format, texts))]
+    if not response_format.one_by_one or len(response) == 1:
+        return [_tensors(_as_ensemble(_arrays(response, response_format, texts)))]
+    # Sequences without news are left out, but for the end, which brings the figures of all.
+    news = [index for index, chunk in enumerate(response) if chunk.token_ids or texts[index] or is_last(response)]
+    parts = ((index, _arrays([response[index]], response_format, [texts[index]])) for index in news or [0])
+    return [_tensors(_as_ensemble({**arrays, "sequence_index": np.array([i], np.int32)})) for i, arrays in parts]
+
+
+def _arrays(response: Response, response_format: ResponseFormat, texts: Sequence[str]) -> Arrays:
+    """Return an element per sequence. `token_ids` concatenates those of all."""
+    arrays: Arrays = {"text_output": _encoded(texts)}
     if response_format.finish_reason:
-        tensors.append(_text_tensor("finish_reason", [chunk.finish_reason or "None" for chunk in response]))
-    if response_format.cumulative_logprob and response[0].cumulative_logprob is not None:
-        tensors.append(_tensor("cumulative_logprob", np.float32, [c.cumulative_logprob or 0.0 for c in response]))
+        arrays["finish_reason"] = _encoded([chunk.finish_reason or "None" for chunk in response])
+    if response[0].cumulative_logprob is not None:
+        arrays |= _logprob_arrays(response, response_format)
     if response_format.logprobs:
-        tensors.append(_text_tensor("logprobs", [logprobs_json(chunk) for chunk in response]))
+        is_null = response_format.is_logprobs_null
+        arrays["logprobs"] = _encoded(["null" if is_null else logprobs_json(chunk) for chunk in response])
     if response_format.num_input_tokens:
-        tensors.append(_tensor("num_input_tokens", np.uint32, [response[0].num_input_tokens]))
+        arrays["num_input_tokens"] = np.array([response[0].num_input_tokens], np.uint32)
     if response_format.num_output_tokens:
-        tensors.append(_tensor("num_output_tokens", np.uint32, [len(chunk.token_ids) for chunk in response]))
+        arrays["num_output_tokens"] = np.array([len(chunk.token_ids) for chunk in response], np.uint32)
     if response_format.token_ids:
-        tensors.append(_tensor("token_ids", np.int32, [i for chunk in response for i in chunk.token_ids]))
+        arrays["token_ids"] = np.array([i for chunk in response for i in chunk.token_ids], np.int32)
     if response_format.perf_metrics and is_last(response) and any(chunk.stats is not None for chunk in response):
         # A stop string may have ended a sequence before its figures came.
-        tensors.extend(_perf_tensors([chunk.stats or RequestStats() for chunk in response]))
-    return tensors
+        arrays |= _perf_arrays([chunk.stats or RequestStats() for chunk in response])
+    return arrays
+
+
+def _logprob_arrays(response: Response, response_format: ResponseFormat) -> Arrays:
+    sums = np.array([chunk.cumulative_logprob or 0.0 for chunk in response], np.float32)
+    arrays = {"cumulative_logprob": sums} if response_format.cumulative_logprob else {}
+    if response_format.log_probs:
+        by_sequence = [[entry.logprob for entry in chunk.logprobs or ()] for chunk in response]
+        rows = np.zeros((len(response), max(map(len, by_sequence))), np.float32)  # 0 behind the end of a sequence
+        for row, logprobs in zip(rows, by_sequence, strict=True):
+            row[: len(logprobs)] = logprobs
+        arrays |= {"cum_log_probs": sums, "output_log_probs": rows}
+    return arrays
+
+
+def _as_ensemble(arrays: Arrays) -> Arrays:
+    """Give the tensors the types and the batch dimension of the TensorRT-LLM ensemble, whose text has none."""
+    if "kv_cache_reused_blocks" in arrays:
+        reused, new = arrays["kv_cache_reused_blocks"], arrays["kv_cache_alloc_new_blocks"]
+        none = np.zeros_like(new)
+        drafts = {"total_accepted_draft_tokens": none, "total_draft_tokens": none}
+        arrays |= {"kv_cache_alloc_total_blocks": reused + new, "acceptance_rate": none.astype(np.float32), **drafts}
+    return {name: array if name == "text_output" else _signed(array)[np.newaxis] for name, array in arrays.items()}
+
+
+def _signed(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return array.astype(np.int32) if array.dtype == np.uint32 else array
 
 
 def logprobs_json(chunk: Chunk) -> str:
@@ -127,7 +176,7 @@ def logprobs_json(chunk: Chunk) -> str:
 def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, str]) -> dict[str, object]:
     found = {token_id: (logprobs.logprob, logprobs.rank)}
     for rank, (top_id, logprob) in enumerate(zip(logprobs.top_ids, logprobs.top_logprobs, strict=True), start=1):
-        found.setdefault(top_id, (logprob, rank))
+        found[top_id] = (logprob, rank)  # of a tie, vLLM shows the place among the likeliest
     return {
         str(known): {
             "logprob": logprob if math.isfinite(logprob) else None,
@@ -138,27 +187,27 @@ def _logprob_entries(token_id: int, logprobs: TopLogprobs, texts: Mapping[int, s
     }
 
 
-def _perf_tensors(stats: Sequence[RequestStats]) -> list[Any]:
-    def column(name: str, dtype: type[np.generic], of: Callable[[RequestStats], int]) -> Any:
-        return _tensor(name, dtype, [of(one) for one in stats])
+def _perf_arrays(stats: Sequence[RequestStats]) -> Arrays:
+    def column(dtype: type[np.generic], of: Callable[[RequestStats], int]) -> npt.NDArray[Any]:
+        return np.array([of(one) for one in stats], dtype)
 
-    return [
-        column("arrival_time_ns", np.int64, lambda s: s.arrival_ns),
-        column("first_scheduled_time_ns", np.int64, lambda s: s.first_scheduled_ns),
-        column("first_token_time_ns", np.int64, lambda s: s.first_token_ns),
-        column("last_token_time_ns", np.int64, lambda s: s.last_token_ns),
-        column("kv_cache_reused_blocks", np.int32, lambda s: s.num_reused_blocks),
-        column("kv_cache_alloc_new_blocks", np.int32, lambda s: s.num_new_blocks),
-        column("priority", np.int32, lambda s: s.priority),
-    ]
-
-
-def _tensor(name: str, dtype: type[np.generic], values: Sequence[float]) -> Any:
-    return pb_utils.Tensor(name, np.array(values, dtype=dtype))
+    return {
+        "arrival_time_ns": column(np.int64, lambda s: s.arrival_ns),
+        "first_scheduled_time_ns": column(np.int64, lambda s: s.first_scheduled_ns),
+        "first_token_time_ns": column(np.int64, lambda s: s.first_token_ns),
+        "last_token_time_ns": column(np.int64, lambda s: s.last_token_ns),
+        "kv_cache_reused_blocks": column(np.int32, lambda s: s.num_reused_blocks),
+        "kv_cache_alloc_new_blocks": column(np.int32, lambda s: s.num_new_blocks),
+        "priority": column(np.int32, lambda s: s.priority),
+    }
 
 
-def _text_tensor(name: str, texts: Sequence[str]) -> Any:
-    return pb_utils.Tensor(name, np.array([text.encode("utf-8", "replace") for text in texts], dtype=np.object_))
+def _tensors(arrays: Arrays) -> list[Any]:
+    return [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+
+
+def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:
+    return np.array([text.encode("utf-8", "replace") for text in texts], dtype=np.object_)
 
 
 def error_response(error: TidewheelError) -> Any:

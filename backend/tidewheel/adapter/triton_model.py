@@ -63,7 +63,9 @@ class TritonPythonModel:
                 request,
                 decoupled=self._settings.decoupled,
                 max_prompt_bytes=self._follower.serving.place.config.max_prompt_bytes,
+                max_request_s=self._settings.frontend.max_request_s,
                 arrival_ns=arrival_ns,
+                dialect=self._settings.frontend.io_dialect,
             )
             with self._follower.lock:
                 self._follower.serving.frontend.submit(generate, sink)

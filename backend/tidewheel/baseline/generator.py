@@ -57,7 +57,7 @@ class Generator:
     def load(cls, config: EngineConfig) -> Generator:
         """Load the model that an engine with these settings would run. Raise `ConfigError`."""
         device = resolve_device(config)
-        folder = resolve_folder(config.model)
+        folder = resolve_folder(config.model, config.revision, config.download_dir)
         dtype = resolve_dtype(config.dtype, checkpoint_dtype(read_config(folder)), device)
         model = _load_model(folder, dtype, device)
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())

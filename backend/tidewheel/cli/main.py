@@ -1,6 +1,7 @@
 """`tidewheel COMMAND`: run a command; turn errors into one line and an exit code.
 
-Exit codes: 0 done; 1 the server could not start, or part of it died; 2 wrong usage, or the request failed.
+Exit codes: 0 done; 1 the server could not start, or part of it died, or `check` found errors; 2 wrong usage, or the
+request failed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tidewheel.version import __version__
 # Module → summary. Each has add_arguments(parser) and run(args) → exit code.
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
+    "check": "say what is wrong with a model repository before it is deployed",
+    "migrate": "turn entries of Triton's vLLM or TensorRT-LLM backend into ours",
     "generate": "send one prompt and stream the answer",
     "chat": "talk to a model",
     "simulate": "try a deployment under a load, with the real scheduler under a modelled clock",

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from tidewheel.adapter import metric_families
 from tidewheel.adapter.repository_entry import FrontendSettings
-from tidewheel.config import FIXED_SETTINGS, EngineConfig
+from tidewheel.config import EngineConfig
+from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
 from tidewheel.errors import BY_TAG, ConfigError, TidewheelError
 from tidewheel.settings import JSON_SETTINGS
 
@@ -96,8 +98,8 @@ def _read_comments(source: str) -> dict[str, tuple[str, str]]:
 
 
 def _kind(hint: object) -> str:
-    if isinstance(hint, types.UnionType):
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return " or ".join(_kind(arg) for arg in typing.get_args(hint) if arg is not type(None))
     if typing.get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     return _KINDS[hint]
@@ -138,9 +140,28 @@ def _entry_settings() -> str:
     return _settings_table(read_settings(FrontendSettings))
 
 
-def _fixed_settings() -> str:
-    rows = ((f"`{key}`", _shown(value), reason) for key, (value, reason) in FIXED_SETTINGS.items())
-    return _table(("setting", "value", "reason"), rows)
+def _engine_arguments() -> str:
+    honoured = [f"`{name}`" + (f" (`{ours}`)" if ours != name else "") for name, ours in HONOURED.items()]
+    refused = {
+        f"`{name}`" + (f" ({', '.join(map(_shown, item.allowed))})" if item.allowed else ""):
+            f"{item.reason}; {item.advice}"
+        for name, item in NOT_OFFERED.items()
+    }  # fmt: skip
+    ignored = {f"`{name}`": reason for name, reason in WITHOUT_EFFECT.items()}
+    return (
+        f"Honoured: {', '.join(honoured)}.\n\n"
+        + _table(("not offered, and what to do", "arguments (allowed values)"), _grouped(refused))
+        + "\n"
+        + _table(("no effect", "arguments"), _grouped(ignored))
+    )
+
+
+def _grouped(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return each reason with its keys."""
+    groups: dict[str, list[str]] = {}
+    for key, reason in reasons.items():
+        groups.setdefault(reason, []).append(key)
+    return [(reason, ", ".join(keys)) for reason, keys in groups.items()]
 
 
 def _errors() -> str:
@@ -148,11 +169,28 @@ def _errors() -> str:
     return _table(("tag", "class", "code", "cause", "what to do"), rows)
 
 
+def _metrics() -> str:
+    families: Mapping[str, tuple[Any, ...]] = {
+        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS),
+        "counter": (
+            metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
+            metric_families.PROMPT_TOKENS, metric_families.GENERATION_TOKENS, *metric_families.ENGINE_COUNTERS,
+            *metric_families.TENANT_COUNTERS,
+        ),
+        "histogram": (
+            *metric_families.REQUEST_HISTOGRAMS, *metric_families.TOKEN_HISTOGRAMS, metric_families.STEP_TOKENS,
+        ),
+    }  # fmt: skip
+    rows = [(f"`{one.name}`", kind, one.description) for kind, members in families.items() for one in members]
+    return _table(("name", "type", "meaning"), dict.fromkeys(rows))
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "engine settings": _engine_settings,
     "entry settings": _entry_settings,
-    "fixed settings": _fixed_settings,
+    "engine arguments": _engine_arguments,
     "errors": _errors,
+    "metrics": _metrics,
 }
 
 

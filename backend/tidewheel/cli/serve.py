@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
     )
+    how.add_argument(
+        "--open-api",
+        action="append",
+        choices=("shared-memory", "trace", "logging"),
+        default=[],
+        help="open one of Triton's APIs that are closed otherwise (repeatable)",
+    )
     how.add_argument("--tritonserver", metavar="PATH", help="the tritonserver to run (default: the first one found)")
     how.add_argument(
         "--triton-arg",
@@ -123,6 +130,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         drain_s=args.drain_s,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),
         repository_poll_s=args.repository_poll_s,
+        open_apis=tuple(args.open_api),
         tritonserver=args.tritonserver,
         triton_arguments=tuple(args.triton_arg),
         log_file=args.log_file,

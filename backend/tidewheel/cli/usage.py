@@ -27,6 +27,8 @@ _SAMPLING: dict[str, tuple[type, str]] = {
     "presence_penalty": (float, "above 0 discourages tokens that are in the answer already"),
     "frequency_penalty": (float, "the same, by how often"),
 }
+_LENGTHS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
+_MOST_TOKENS = 2**31 - 1  # cut by the server to what fits the context
 _KEPT_CONTROLS = "\n\t"
 
 
@@ -63,6 +65,8 @@ def sampling_params(args: argparse.Namespace) -> dict[str, object]:
         if not equals or not key:
             raise UsageError(f"--set {pair!r}: write key=value")
         params[key.replace("-", "_")] = _json_or_text(value)
+    if params.keys().isdisjoint(_LENGTHS):
+        params["max_tokens"] = _MOST_TOKENS
     return params
 
 

@@ -53,6 +53,7 @@ def engine_info(runner: RunnerInfo, config: EngineConfig) -> EngineInfo:
     info = EngineInfo(
         pid=os.getpid(),
         enable_prefix_caching=config.enable_prefix_caching,
+        max_logprobs=config.max_logprobs,
         async_scheduling=is_async(config, runner.device),
         tenants=parse_tenants(config.tenants),
         **msgspec.structs.asdict(runner),

@@ -230,21 +230,30 @@ def python_executable() -> str:
     raise ConfigError(f"no {version} found to run the engine with: set TIDEWHEEL_PYTHON to one")
 
 
+def python_environment() -> dict[str, str]:
+    """Return the environment in which `python_executable` imports what this process imports."""
+    package = Path(tidewheel.__file__).parent
+    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
 def spawn_engine(
     command: Sequence[str], engine_dir: Path, settings: dict[str, object], identity: str
 ) -> subprocess.Popen[bytes]:
     """Start an engine that outlives its front end, and write its first status."""
     text = msgspec.json.encode(settings).decode()
     arguments = [*command, "--engine-dir", str(engine_dir), "--settings", text, "--identity", identity]
-    package = Path(tidewheel.__file__).parent
-    paths = [str(package.parent), *(p for p in sys.path if p and Path(p).is_dir() and Path(p) != package)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
     log_path = engine_dir / LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
         process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=python_environment(),
         )
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
     write_status(engine_dir, first_status(process.pid, "starting", settings, identity))

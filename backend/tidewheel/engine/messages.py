@@ -96,6 +96,7 @@ ToEngine = Hello | AddRequest | Cancel | CloseSession | Ping | Drain | Goodbye
 class EngineInfo(RunnerInfo, frozen=True, kw_only=True):
     pid: int
     enable_prefix_caching: bool
+    max_logprobs: int = 20
     async_scheduling: bool = False  # launch a step before the last one's tokens are read
     tenants: dict[str, TenantLimits] = msgspec.field(default_factory=dict)
 

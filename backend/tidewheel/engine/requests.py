@@ -77,6 +77,8 @@ def check_request(message: AddRequest, info: EngineInfo, *, prompt_name: str = "
     _check_bad_words(message.bad_words_ids, info.vocab_size)
     check_labels(message.tenant, message.cache_salt, message.session_id)
     check_num_sequences(message.n)
+    if (message.sampling.logprobs or 0) > (limit := min(info.max_logprobs, info.vocab_size)):
+        raise InvalidRequest(f"logprobs is {message.sampling.logprobs}: it must be 0 to {limit} (max_logprobs)")
     if message.session_id and not info.enable_prefix_caching:
         raise InvalidRequest("session_id needs enable_prefix_caching, which is false: leave it out")
     return CheckedRequest(prompt, _logit_bias(message, info), max_tokens, _priority(message.priority))

@@ -83,6 +83,8 @@ class EngineServer:
         while True:
             worked = self._core.step()
             self._front_ends.tell_room(self._core.room())
+            if worked and not self._core.has_unfinished:
+                self._send_figures()  # before the last answer, so that its client sees them
             self._front_ends.flush()
             reason = self._keep_house(must_stop)
             if reason:
@@ -106,7 +108,7 @@ class EngineServer:
         if now < self._next_stats:
             return ""
         self._next_stats = now + STATS_INTERVAL_S
-        self._front_ends.broadcast(Stats(self._core.stats()))
+        self._send_figures()
         for front_end, reason in self._front_ends.find_gone(now):
             self._drop(front_end, f"is gone ({reason})")
             self._tell_dropped(front_end.identity, f"the engine counts this front end as gone: {reason}")
@@ -115,6 +117,9 @@ class EngineServer:
         elif now - self._lonely_since >= self._linger_s:
             return "the last front end is gone"
         return must_stop()
+
+    def _send_figures(self) -> None:
+        self._front_ends.broadcast(Stats(self._core.stats()))
 
     def _drop(self, front_end: FrontEnd, how: str) -> None:
         orphans = self._front_ends.remove(front_end)
@@ -205,7 +210,8 @@ class EngineServer:
         except ConfigError as error:
             return str(error)
         self._config, self._read_ns = config, hello.read_ns
-        self._info = msgspec.structs.replace(self._info, tenants=parse_tenants(config.tenants))
+        tenants = parse_tenants(config.tenants)
+        self._info = msgspec.structs.replace(self._info, tenants=tenants, max_logprobs=config.max_logprobs)
         self._note(settings=config.to_settings(), read_ns=hello.read_ns, info=self._info)
         return ""
 

@@ -88,11 +88,27 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """Return the prompt. Raise `InvalidRequest` if the template refuses."""
         try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named_tokens
-            )
+            return self._render(messages)
+        except MemoryError:
+            raise InvalidRequest("messages need too much memory in the model's chat template") from None
         except Exception as error:  # templates may raise anything
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
+
+    def try_out(self, messages: Sequence[ChatMessage]) -> None:
+        """Raise `ConfigError` if the messages need too much memory. A template may refuse them."""
+        try:
+            self._render(messages)
+        except MemoryError:
+            raise ConfigError(
+                f"the chat template needs too much memory for {len(messages)} messages: use one that you trust"
+            ) from None
+        except Exception:  # a refusal
+            return
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
+        return self._template.render(
+            messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named_tokens
+        )
 
 
 def _find(folder: Path) -> str | None:

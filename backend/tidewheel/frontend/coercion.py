@@ -17,6 +17,7 @@ Coercion = Callable[[str, object], object]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")  # longest in use: 2**64 - 1
 _INTEGER_LIMIT = 10**20
+_EXACT_LIMIT = 2**53  # of integers in a float, to which Triton turns request parameters beyond 64 bits
 _NUMBER = re.compile(r"[+-]?(nan|inf(inity)?|([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?)", re.ASCII | re.IGNORECASE)
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -63,7 +64,13 @@ def to_int(name: str, value: object) -> int:
     number = _number(name, value, "an integer")
     if isinstance(number, float) and not number.is_integer():
         raise InvalidRequest(f"{name} is {show(value)}: it must be an integer")
-    return _in_range(name, int(number))
+    exact = _in_range(name, int(number))
+    if isinstance(number, float) and abs(number) > _EXACT_LIMIT:
+        raise InvalidRequest(
+            f"{name} arrived as the float {number:g}, which is exact only up to {_EXACT_LIMIT}: send it in "
+            "sampling_parameters or as a tensor"
+        )
+    return exact
 
 
 def to_float(name: str, value: object) -> float:

@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from queue import SimpleQueue
 
 from tidewheel.engine.engine_client import EngineClient
@@ -26,7 +25,7 @@ from tidewheel.frontend.door import Door
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Response, Sink, is_last
 from tidewheel.frontend.live_request import Ending, LiveRequest
 from tidewheel.frontend.preparation import RequestReader, read_urgency
-from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import FinishedRequest, FrontendStats, StatsRecorder, TokenTiming
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _DEADLINE_GRACE_NS = 100_000_000  # for the engine, which ends requests between steps
 _CLOSE_TIMEOUT_S = 5.0
-_NUM_TOKENIZERS = 2  # threads
+NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
@@ -44,28 +43,32 @@ class Frontend:
     def __init__(
         self,
         info: EngineInfo,
-        model_dir: Path,
+        reader: RequestReader,
         engine: EngineClient,
         *,
         max_prompt_bytes: int,
         door: Door,
         num_senders: int = 4,
+        on_finished: Callable[[], None] = lambda: None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """Raise `ConfigError` without a usable tokenizer."""
-        self._reader = RequestReader(info, model_dir, max_prompt_bytes=max_prompt_bytes)
+        """`close` closes the reader, too.
+
+        Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
+        """
+        self._reader = reader
         self._tenants = info.tenants
         self._engine = engine
         self._door = door
-        self._recorder = StatsRecorder()
+        self._recorder = StatsRecorder(info.max_model_len)
         self._keys = itertools.count(1)
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
-        self._prompts = PromptQueue(max_prompt_bytes, _NUM_TOKENIZERS)
-        self._turns = Turns(num_senders, engine, self._recorder, self._forget)
+        self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
+        self._turns = Turns(num_senders, engine, self._recorder, self._forget, on_finished)
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
-        self._tokenizers = Workers("tokenizer", _NUM_TOKENIZERS, self._prompts.take, self._prepare)
+        self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     @property
     def is_idle(self) -> bool:
@@ -106,6 +109,7 @@ class Frontend:
         self._prompts.close()
         for request in live:
             self._end(request, Ending(error=error))
+        self._reader.close()
         self._tokenizers.join(_CLOSE_TIMEOUT_S)
         if not self._turns.close(_CLOSE_TIMEOUT_S):
             logger.warning("%d requests have no answer, because their clients did not read in time", len(self._live))
@@ -228,12 +232,18 @@ class Turns:
     """
 
     def __init__(
-        self, num_senders: int, engine: EngineClient, recorder: StatsRecorder, forget: Callable[[LiveRequest], None]
+        self,
+        num_senders: int,
+        engine: EngineClient,
+        recorder: StatsRecorder,
+        forget: Callable[[LiveRequest], None],
+        on_finished: Callable[[], None],
     ) -> None:
         """Call `forget` before the last response of a request."""
         self._engine = engine
         self._recorder = recorder
         self._forget = forget
+        self._on_finished = on_finished
         self._num_senders = num_senders
         self._queue: SimpleQueue[LiveRequest | None] = SimpleQueue()
         self._senders = Workers("sender", num_senders, self._queue.get, self._turn)
@@ -289,9 +299,8 @@ class Turns:
         is_over = is_last(response)
         if is_over:
             self._close(request)
-            seconds = (time.monotonic_ns() - request.arrival_ns) * 1e-9
-            first = response[0]  # stands for the request
-            self._recorder.finished(first.finish_reason or "", seconds, first.stats)
+            self._recorder.finished(_summary(request, response))
+            self._on_finished()
         try:
             request.sink.send(response)
         except Exception:
@@ -331,6 +340,17 @@ class EngineRelay:
 
     def on_stats(self, stats: EngineStats) -> None:
         self.stats = stats
+
+
+def _summary(request: LiveRequest, response: Response) -> FinishedRequest:
+    first = response[0]  # stands for the request
+    return FinishedRequest(
+        reason=first.finish_reason or "",
+        seconds=(time.monotonic_ns() - request.arrival_ns) * 1e-9,
+        num_prompt_tokens=first.num_input_tokens,
+        num_output_tokens=request.outputs.num_output_tokens if request.outputs is not None else [],
+        stats=first.stats,
+    )
 
 
 def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:

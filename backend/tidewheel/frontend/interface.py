@@ -27,7 +27,7 @@ class GenerateRequest:
     stream: bool = False
     echo: bool = False  # prompt before the text (not when streaming)
     arrival_ns: int = 0  # monotonic
-    timeout_us: int = 0  # Triton's deadline; 0: none
+    timeout_us: int = 0  # from the arrival, by Triton or the entry; 0: none
 
     @property
     def prompt_bytes(self) -> int:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend import coercion
 from tidewheel.frontend.coercion import Coercion
+from tidewheel.frontend.word_biases import WEIGHTS, WORDS
 from tidewheel.request import Priority
 
 _OFF: tuple[object, ...] = ("", False, [])
@@ -18,6 +19,12 @@ def _to_priority(name: str, value: object) -> Priority:
         raise InvalidRequest(f"{name} is {number}: it must be 0 (default) to {max(Priority)} (lowest)") from None
 
 
+def _to_seed(name: str, value: object) -> int | None:
+    """Return None for -1, which asks for a seed of the engine's, as in vLLM."""
+    seed = coercion.to_int(name, value)
+    return None if seed == -1 else seed
+
+
 OPTIONS: dict[str, Coercion] = {
     "n": coercion.to_int,
     "priority": _to_priority,
@@ -27,7 +34,8 @@ OPTIONS: dict[str, Coercion] = {
 }
 COERCIONS: dict[str, Coercion] = {
     **OPTIONS,
-    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs"), coercion.to_int),
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "logprobs"), coercion.to_int),
+    "seed": _to_seed,
     **dict.fromkeys(("temperature", "top_p", "min_p"), coercion.to_float),
     **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), coercion.to_float),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"), coercion.to_bool),
@@ -41,9 +49,14 @@ COERCIONS: dict[str, Coercion] = {
 ALIASES = {
     "num_return_sequences": "n",
     "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
     "min_length": "min_tokens",
     "stop_words": "stop",
     "random_seed": "seed",
+    # of the model inside the TensorRT-LLM ensemble
+    "request_output_len": "max_tokens",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
 }
 
 
@@ -52,6 +65,7 @@ class AbsentFeature(NamedTuple):
 
     reason: str
     neutral: tuple[object, ...] = _OFF  # beside null
+    is_whole: bool = False  # the reason is all of the message, which clients of Triton's vLLM backend compare
 
     def is_neutral(self, value: object) -> bool:
         return any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.neutral)
@@ -68,13 +82,34 @@ ABSENT: dict[str, AbsentFeature] = {
     **_each("guided_json_object guided_whitespace_pattern structured_outputs", "structured output is not offered"),
     **_each("guided_decoding guided_decoding_backend", "structured output is not offered"),
     **_each("guided_decoding_guide guided_decoding_guide_type", "structured output is not offered"),
-    **_each("lora_name lora_task_id adapter_id", "adapters are not offered", (*_OFF, 0)),
+    "lora_name": AbsentFeature("LoRA feature is not enabled.", is_whole=True),
+    **_each("lora_task_id lora_weights lora_config adapter_id", "adapters are not offered", (*_OFF, 0)),
     **_each("top_p_min top_p_decay top_p_reset_ids", "top_p is constant over a request"),
-    **_each("prompt_embedding_table prompt_embeds image", "prompts are text or token ids"),
+    **_each("runtime_top_p_min runtime_top_p_decay runtime_top_p_reset_ids", "top_p is constant over a request"),
+    **_each("prompt_embedding_table prompt_vocab_size prompt_table_extra_id", "prompts are text or token ids"),
+    **_each("prompt_embeds decoder_text_input", "prompts are text or token ids"),
+    **_each(
+        "image images image_input image_bytes_input image_url_input video_bytes_input",
+        "images are not offered: prompts are text or token ids",
+    ),
+    **_each("num_draft_tokens use_draft_logits draft_input_ids", "drafts are not offered", (*_OFF, 0)),
     **_each("return_context_logits return_generation_logits", "logits are not returned: ask for logprobs"),
     **_each("chat_template chat_template_kwargs continue_final_message documents", "the template is the model's own"),
-    **_each("tools tool_choice", "tool calls are not offered", (*_OFF, "none")),
-    **_each("embedding_bias_words embedding_bias_weights", "use logit_bias, which takes token ids"),
+    **_each("tools tool_choice functions function_call", "tool calls are not offered", (*_OFF, "none")),
+    **_each("parallel_tool_calls", "tool calls are not offered", (*_OFF, True)),
+    # Names of OpenAI's API.
+    **_each(
+        "metadata store service_tier reasoning_effort verbosity modalities audio prediction safety_identifier",
+        "it is an option of OpenAI's service: leave it out",
+    ),
+    "model": AbsentFeature("the address of the request names the model: leave it out"),
+    "user": AbsentFeature("there are no users: use tenant, which rates and quotas are for, or leave it out"),
+    "prompt": AbsentFeature("the prompt is text_input"),
+    "suffix": AbsentFeature("text goes on at the end of the prompt only"),
+    "echo": AbsentFeature("set exclude_input_in_output to false, without stream"),
+    "stream_options": AbsentFeature("set return_num_input_tokens and return_num_output_tokens"),
+    "top_logprobs": AbsentFeature("set logprobs to the number", (*_OFF, 0)),
+    "embedding_request": AbsentFeature("embeddings are not offered"),
     "prompt_logprobs": AbsentFeature("log-probabilities of the prompt are not offered"),
     "beam_search_diversity_rate": AbsentFeature("beam search is not offered", (*_OFF, 0)),
     "response_format": AbsentFeature("structured output is not offered", (*_OFF, {"type": "text"})),
@@ -83,12 +118,12 @@ ABSENT: dict[str, AbsentFeature] = {
     "truncate_prompt_tokens": AbsentFeature("prompts are never cut: send what fits the context"),
     "detokenize": AbsentFeature("text is always returned", (True,)),
     "spaces_between_special_tokens": AbsentFeature("special tokens are spaced as the tokenizer says", (True,)),
-    "return_log_probs": AbsentFeature("ask for return_logprobs"),
+    "return_log_probs": AbsentFeature("it is an input of its own: send it beside text_input"),
     "add_generation_prompt": AbsentFeature("it is always added", (True,)),
-    "timeout": AbsentFeature("it is a field of Triton's infer requests: set deadline_ms", (*_OFF, 0)),
+    "timeout": AbsentFeature("Triton's timeout is a field of /infer and gRPC: set deadline_ms", (*_OFF, 0)),
     "typical_p": AbsentFeature("typical sampling is not offered", (1,)),
     "no_repeat_ngram_size": AbsentFeature("use repetition_penalty or frequency_penalty", (0,)),
     "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
 }
 
-KNOWN = (*COERCIONS, *ALIASES, *ABSENT)
+KNOWN = (*COERCIONS, *ALIASES, *ABSENT, WORDS, WEIGHTS)

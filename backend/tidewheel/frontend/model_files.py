@@ -10,7 +10,14 @@ from tidewheel.sampling import SamplingParams
 
 MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
 # Read from `generation_config.json` whatever `do_sample` says, like vLLM.
-_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_KEYS = {
+    key: key
+    for key in (
+        "temperature", "top_p", "top_k", "min_p",
+        "repetition_penalty", "presence_penalty", "frequency_penalty",
+    )
+}  # fmt: skip
+_OVERRIDES = {**_KEYS, "max_new_tokens": "max_tokens"}
 
 
 def read_text(path: Path) -> str | None:
@@ -40,21 +47,46 @@ def read_object(path: Path) -> dict[str, object]:
 
 
 class GenerationDefaults(NamedTuple):
-    sampling: Mapping[str, float]  # by `SamplingParams` name
+    sampling: Mapping[str, Any]  # by `SamplingParams` name
     eos_token_ids: frozenset[int]
 
     @classmethod
-    def load(cls, folder: Path) -> GenerationDefaults:
-        """Read `generation_config.json` and `config.json`, both optional. Raise `ConfigError`."""
-        path = folder / "generation_config.json"
-        generation = read_object(path)
-        sampling = {key: value for key in _KEYS if (value := generation.get(key)) is not None}
-        try:
-            SamplingParams(**sampling)  # type: ignore[arg-type]
-        except InvalidRequest as error:
-            raise ConfigError(f"{path}: {error.message}") from None
+    def load(cls, folder: Path, source: str = "auto", overrides: str = "{}") -> GenerationDefaults:
+        """Read `generation_config.json` and `config.json`, both optional. Raise `ConfigError`.
+
+        `source` is auto for the model's, vllm for no sampling but that of `overrides` (JSON), or a folder.
+        """
+        path = (folder if source in ("auto", "vllm") else Path(source)) / "generation_config.json"
+        if source not in ("auto", "vllm") and not path.is_file():
+            raise ConfigError(f"generation_config is {source!r}: give auto, vllm, or a folder with {path.name}")
+        sampling = {} if source == "vllm" else _sampling(read_object(path), _KEYS, str(path))
+        sampling |= read_overrides(overrides)
         eos = (*_eos_token_ids(path), *_eos_token_ids(folder / "config.json"))
-        return cls(sampling, frozenset(eos))  # type: ignore[arg-type]
+        return cls(sampling, frozenset(eos))
+
+
+def read_overrides(text: str) -> dict[str, Any]:
+    """Return fields of `SamplingParams` from the setting `override_generation_config`. Raise `ConfigError`."""
+    name = "override_generation_config"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} is {text}: it must be a JSON object")
+    for key in values:
+        if key not in _OVERRIDES:
+            raise ConfigError(f"{name} has {key!r}: only {', '.join(_OVERRIDES)} are read")
+    return _sampling(values, _OVERRIDES, name)
+
+
+def _sampling(values: Mapping[str, object], keys: Mapping[str, str], where: str) -> dict[str, Any]:
+    sampling: dict[str, Any] = {ours: values[key] for key, ours in keys.items() if values.get(key) is not None}
+    try:
+        SamplingParams(**sampling)
+    except InvalidRequest as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+    return sampling
 
 
 def _eos_token_ids(path: Path) -> list[int]:

@@ -39,6 +39,10 @@ class OutputStream:
     def has_news(self) -> bool:
         return bool(self._token_ids)
 
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
     def push(self, delta: Delta) -> None:
         if self.finish_reason is not None:
             return
@@ -121,6 +125,10 @@ class Outputs:
     @property
     def is_over(self) -> bool:
         return bool(self._streams) and all(stream.finish_reason is not None for stream in self._streams)
+
+    @property
+    def num_output_tokens(self) -> list[int]:
+        return [stream.num_tokens for stream in self._streams]
 
     @property
     def has_news(self) -> bool:

@@ -4,25 +4,28 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tidewheel.batch import Int32Array
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request
 from tidewheel.errors import InvalidRequest, Unsupported
-from tidewheel.frontend.chat_template import ChatTemplate, parse_messages
+from tidewheel.frontend.chat_template import parse_messages
 from tidewheel.frontend.coercion import check_size, show, to_text
 from tidewheel.frontend.interface import GenerateRequest, Generation, ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, KNOWN, OPTIONS
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs, OutputStream
+from tidewheel.frontend.prompt_process import PromptEncoder
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.frontend.text import StopStrings
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.frontend.word_biases import with_token_biases
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams, pack_biases
 from tidewheel.tenants import TenantLimits, limits_of
 
+MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
 _MAX_KEY_CHARS = 64  # longer keys get no suggestion
 _URGENCY_KEYS = ("priority", "tenant", "deadline_ms", "soft_deadline_ms")
 _CLOSING_KEYS = frozenset({"close_session", "session_id", "tenant"})
@@ -55,10 +58,18 @@ class Prepared(NamedTuple):
 class Preparer:
     """Maker of messages and outputs, thread-safe. Without a tokenizer, outputs have no text."""
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults | None = None,
+        encoder: Tokenizer | PromptEncoder | None = None,
+    ) -> None:
+        """`encoder` makes tokens of `bad_words`; without one, the tokenizer does."""
         self._info = info
         self._tokenizer = tokenizer
-        self.defaults = GenerationDefaults.load(Path(info.model))
+        self._encoder = encoder or tokenizer
+        self.defaults = defaults or GenerationDefaults.load(Path(info.model))
         eos = self.defaults.eos_token_ids | (frozenset() if tokenizer is None else tokenizer.eos_token_ids)
         # Folders may name ids that the model cannot output.
         self._eos_token_ids = tuple(sorted(token_id for token_id in eos if token_id < info.vocab_size))
@@ -85,9 +96,10 @@ class Preparer:
         return tuple(dict.fromkeys((*eos, *sampling.stop_token_ids)))
 
     def _bad_words_ids(self, sampling: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        if self._tokenizer is None:
+        if self._encoder is None:
             return ()
-        return tuple(ids for word in sampling.bad_words for ids in self._tokenizer.phrase_ids(word))
+        vocab_size = self._info.vocab_size
+        return tuple(ids for word in sampling.bad_words for ids in phrase_ids(word, self._encoder, vocab_size))
 
     def _open_streams(self, given: Generation) -> list[OutputStream]:
         stop = StopStrings(given.sampling.stop)
@@ -97,20 +109,36 @@ class Preparer:
 class RequestReader:
     """Reader of client requests, thread-safe."""
 
-    def __init__(self, info: EngineInfo, tokenizer_folder: Path, *, max_prompt_bytes: int) -> None:
-        """Raise `ConfigError` without a usable tokenizer."""
+    def __init__(
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+        encoder: PromptEncoder,
+        *,
+        max_prompt_bytes: int,
+        default_max_tokens: int | Literal["context"],
+        defaults: GenerationDefaults | None = None,
+    ) -> None:
+        """Without `defaults`, requests sample as the model says."""
         self._info = info
-        self._tokenizer = Tokenizer.load(tokenizer_folder, vocab_size=info.vocab_size)
-        self._preparer = Preparer(info, self._tokenizer)
-        self._template = ChatTemplate.load(tokenizer_folder, self._tokenizer.named_tokens)
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._preparer = Preparer(info, tokenizer, defaults, encoder)
         self._max_prompt_bytes = max_prompt_bytes
+        self._default_max_tokens = info.max_num_tokens if default_max_tokens == "context" else default_max_tokens
+
+    def close(self) -> None:
+        self._encoder.close()
 
     def read(self, key: int, request: GenerateRequest, arrival_ns: int) -> Prepared:
         """Raise `InvalidRequest` or `Unsupported`."""
-        sampling, options = parse_parameters(request.parameters, self._preparer.defaults.sampling)
+        parameters = with_token_biases(request.parameters, self._encode_word)
+        sampling, options = parse_parameters(parameters, self._preparer.defaults.sampling)
         if options.close_session:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request)
+        sampling = self._fit(sampling, len(prompt_ids))
+        _check_answer(sampling, options.n)
         echo = request.echo and not request.stream
         given = Generation(prompt_ids, sampling, options, name, text, echo)
         return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
@@ -127,16 +155,26 @@ class RequestReader:
         check_size(name, request.prompt_bytes, self._max_prompt_bytes, "max_prompt_bytes")
         if request.input_ids is not None:
             return name, None, request.input_ids
-        text = to_text(name, request.text) if request.messages is None else self._render(request.messages)
+        if request.messages is None:
+            text = to_text(name, request.text)
+        else:
+            text = self._encoder.render(parse_messages(request.messages))
         return name, text, self._encode(name, text, add_special_tokens=request.messages is None)
 
-    def _render(self, messages: str | bytes) -> str:
-        if self._template is None:
-            raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
-        text = to_text("messages", self._template.render(parse_messages(messages)))
-        size = len(text.encode("utf-8"))
-        check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
-        return text
+    def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """Set `max_tokens` if it is not given, and cut it to the context. Leave refusals to `check_request`."""
+        room = self._info.max_num_tokens - num_prompt_tokens
+        if room < max(sampling.min_tokens, 1):
+            return dataclasses.replace(sampling, max_tokens=None)
+        if sampling.max_tokens is None and sampling.min_tokens > self._default_max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {sampling.min_tokens}, more than {self._default_max_tokens}, the default of "
+                "max_tokens (default_max_tokens): set max_tokens too"
+            )
+        return dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens or self._default_max_tokens, room))
+
+    def _encode_word(self, word: str) -> Int32Array:
+        return self._encoder.encode(word, add_special_tokens=False)
 
     def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> Int32Array:
         if not text:
@@ -145,7 +183,17 @@ class RequestReader:
             # Tokenisation can take seconds.
             least = -(-len(text.encode("utf-8")) // self._tokenizer.max_token_bytes)
             check_prompt_length(name, least, self._info, qualifier=" or more")
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._encoder.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _check_answer(sampling: SamplingParams, n: int) -> None:
+    """Bound the memory of an answer, which its client may not read."""
+    num_tokens = n * (sampling.max_tokens or 0)
+    if sampling.logprobs is not None and (sampling.logprobs + 1) * num_tokens > MAX_ANSWER_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs is {sampling.logprobs}, and n x max_tokens {num_tokens}: an answer has room for "
+            f"{MAX_ANSWER_LOGPROBS}, one more than logprobs for each token; lower logprobs, n or max_tokens"
+        )
 
 
 def _close_session(key: int, request: GenerateRequest, options: RequestOptions) -> Prepared:
@@ -154,8 +202,15 @@ def _close_session(key: int, request: GenerateRequest, options: RequestOptions) 
     return Prepared(CloseSession(key, options.tenant, options.session_id), None, False)
 
 
+def phrase_ids(phrase: str, encoder: Tokenizer | PromptEncoder, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Return its tokens at the start of a text and after a space."""
+    bare = phrase.lstrip() or phrase
+    spellings = [encoder.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}")]
+    return tuple(dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < vocab_size))
+
+
 def parse_parameters(
-    sources: Iterable[ParameterSource], defaults: Mapping[str, float] | None = None
+    sources: Iterable[ParameterSource], defaults: Mapping[str, Any] | None = None
 ) -> ParsedParameters:
     """Merge all carriers over `defaults`. Null counts as not given. Raise `InvalidRequest` or `Unsupported`."""
     given = _collect(sources)
@@ -210,7 +265,7 @@ def _is_neutral(key: str, raw: object) -> bool:
     if feature is None:
         raise InvalidRequest(_unknown(key))
     if not feature.is_neutral(raw):
-        raise Unsupported(f"{key} is {show(raw)}: {feature.reason}")
+        raise Unsupported(feature.reason if feature.is_whole else f"{key} is {show(raw)}: {feature.reason}")
     return True
 
 

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
-import copy
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import NamedTuple
 
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
 from tidewheel.request import FinishReason
+from tidewheel.stats import Histogram
 
-# Upper bounds in seconds, as in vLLM's metrics.
+# Upper bounds, as in vLLM's metrics; in seconds.
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
     1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -25,6 +24,7 @@ REQUEST_BOUNDS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
+SEQUENCE_BOUNDS = (1, 2, 5, 10, 20)
 REFUSAL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 # Refusals before any computation.
@@ -33,23 +33,15 @@ REJECTION_TAGS = frozenset(
 )
 
 
-@dataclass(slots=True)
-class LatencyHistogram:
-    bounds: tuple[float, ...]  # upper, in seconds
-    counts: list[int] = field(default_factory=list)  # [len(bounds) + 1], not cumulative
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
+def token_bounds(limit: int) -> tuple[int, ...]:
+    """Return 1, 2, 5, 10, 20, 50 … up to the limit."""
+    powers = (10**exponent for exponent in range(len(str(limit))))
+    return tuple(bound for power in powers for bound in (power, 2 * power, 5 * power) if bound <= limit)
 
 
 @dataclass(slots=True)
 class FrontendStats:
-    """Counters and latencies from arrival, with ``num_received == num_live + finished + rejected + failed``."""
+    """Counters, and histograms of requests, with ``num_received == num_live + finished + rejected + failed``."""
 
     num_received: int = 0
     num_live: int = 0
@@ -58,11 +50,22 @@ class FrontendStats:
     failed: Counter[str] = field(default_factory=Counter)  # by error tag
     num_prompt_tokens: int = 0  # of requests with tokens
     num_generation_tokens: int = 0
-    time_to_first_token: LatencyHistogram = field(default_factory=partial(LatencyHistogram, TTFT_BOUNDS))
-    inter_token_latency: LatencyHistogram = field(default_factory=partial(LatencyHistogram, INTER_TOKEN_BOUNDS))
-    e2e_latency: LatencyHistogram = field(default_factory=partial(LatencyHistogram, REQUEST_BOUNDS))
-    queue_time: LatencyHistogram = field(default_factory=partial(LatencyHistogram, REQUEST_BOUNDS))
-    refusal_time: LatencyHistogram = field(default_factory=partial(LatencyHistogram, REFUSAL_BOUNDS))
+    time_to_first_token: Histogram = field(default_factory=partial(Histogram, TTFT_BOUNDS))  # from arrival
+    inter_token_latency: Histogram = field(default_factory=partial(Histogram, INTER_TOKEN_BOUNDS))
+    e2e_latency: Histogram = field(default_factory=partial(Histogram, REQUEST_BOUNDS))  # from arrival, as queue_time
+    queue_time: Histogram = field(default_factory=partial(Histogram, REQUEST_BOUNDS))
+    inference_time: Histogram = field(default_factory=partial(Histogram, REQUEST_BOUNDS))  # from the first step
+    prefill_time: Histogram = field(default_factory=partial(Histogram, REQUEST_BOUNDS))
+    decode_time: Histogram = field(default_factory=partial(Histogram, REQUEST_BOUNDS))
+    refusal_time: Histogram = field(default_factory=partial(Histogram, REFUSAL_BOUNDS))
+    prompt_tokens: Histogram = field(default_factory=partial(Histogram, ()))
+    output_tokens: Histogram = field(default_factory=partial(Histogram, ()))  # of each sequence
+    num_sequences: Histogram = field(default_factory=partial(Histogram, SEQUENCE_BOUNDS))
+
+    def snapshot(self) -> FrontendStats:
+        """Return an independent copy."""
+        values = ((part.name, getattr(self, part.name)) for part in fields(self))
+        return replace(self, **{name: value.copy() for name, value in values if not isinstance(value, int)})
 
 
 class TokenTiming(NamedTuple):
@@ -71,10 +74,19 @@ class TokenTiming(NamedTuple):
     num_prompt_tokens: int  # with the first tokens
 
 
+class FinishedRequest(NamedTuple):
+    reason: str
+    seconds: float  # from arrival
+    num_prompt_tokens: int
+    num_output_tokens: list[int]  # by sequence
+    stats: RequestStats | None  # None: a stop string ended it, or it never ran
+
+
 class StatsRecorder:
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int) -> None:
         self._lock = threading.Lock()
-        self._stats = FrontendStats()
+        bounds = token_bounds(max_model_len)
+        self._stats = FrontendStats(prompt_tokens=Histogram(bounds), output_tokens=Histogram(bounds))
 
     def received(self) -> None:
         with self._lock:
@@ -93,14 +105,21 @@ class StatsRecorder:
                 else:
                     self._stats.inter_token_latency.observe(timing.seconds / timing.num_tokens, timing.num_tokens)
 
-    def finished(self, reason: str, seconds: float, stats: RequestStats | None) -> None:
+    def finished(self, request: FinishedRequest) -> None:
         with self._lock:
             self._stats.num_live -= 1
-            self._stats.finished[reason] += 1
-            if reason != FinishReason.CANCELLED:
-                self._stats.e2e_latency.observe(seconds)
-            if stats is not None and stats.first_scheduled_ns:
-                self._stats.queue_time.observe(max(stats.first_scheduled_ns - stats.arrival_ns, 0) / 1e9)
+            self._stats.finished[request.reason] += 1
+            if request.stats is not None and request.stats.first_scheduled_ns:
+                self._observe_stages(request.stats)
+            if request.reason == FinishReason.CANCELLED:
+                return
+            self._stats.e2e_latency.observe(request.seconds)
+            if not request.num_output_tokens:
+                return
+            self._stats.prompt_tokens.observe(request.num_prompt_tokens)
+            self._stats.num_sequences.observe(len(request.num_output_tokens))
+            for num_tokens in request.num_output_tokens:
+                self._stats.output_tokens.observe(num_tokens)
 
     def failed(self, error: TidewheelError, *, had_output: bool, refused_after: float | None = None) -> None:
         """Count an error. `refused_after`: seconds from arrival, if never accepted."""
@@ -113,4 +132,13 @@ class StatsRecorder:
 
     def snapshot(self) -> FrontendStats:
         with self._lock:
-            return copy.deepcopy(self._stats)
+            return self._stats.snapshot()
+
+    def _observe_stages(self, times: RequestStats) -> None:
+        start_ns = times.first_scheduled_ns
+        first_ns = max(times.first_token_ns, start_ns)
+        last_ns = max(times.last_token_ns, first_ns)
+        self._stats.queue_time.observe(max(start_ns - times.arrival_ns, 0) * 1e-9)
+        self._stats.prefill_time.observe((first_ns - start_ns) * 1e-9)
+        self._stats.decode_time.observe((last_ns - first_ns) * 1e-9)
+        self._stats.inference_time.observe((last_ns - start_ns) * 1e-9)

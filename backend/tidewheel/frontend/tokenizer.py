@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 
 from tidewheel.batch import Int32Array
-from tidewheel.errors import ConfigError
+from tidewheel.errors import ConfigError, InvalidRequest
 from tidewheel.frontend.model_files import read_object, read_text
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -44,6 +44,8 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
         num_tokens = backend.get_vocab_size(with_added_tokens=False)
+        if num_tokens == 0:
+            raise ConfigError(f"{path} has an empty vocabulary: it makes no tokens of any text")
         if num_tokens > vocab_size:
             raise ConfigError(
                 f"{path} has {num_tokens} tokens and the model {vocab_size}: it is the tokenizer of another model"
@@ -51,9 +53,14 @@ class Tokenizer:
         return cls(backend, vocab_size=vocab_size, named_tokens=_named_tokens(folder))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Int32Array:
-        """Return [num_tokens]. `text` must be valid Unicode."""
-        # Releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
-        encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        """Return [num_tokens]. `text` must be valid Unicode. Raise `InvalidRequest` if the tokenizer fails at it."""
+        try:
+            # Releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except BaseException as error:  # a panic of the library is no `Exception`
+            if isinstance(error, KeyboardInterrupt | MemoryError):
+                raise
+            raise InvalidRequest(f"the model's tokenizer fails at this text: {error}") from None
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -67,13 +74,6 @@ class Tokenizer:
             text = self.decode((token_id, token_id), skip_special_tokens=False)[len(alone) :]
             self._token_texts[token_id] = text
         return text
-
-    def phrase_ids(self, phrase: str) -> tuple[tuple[int, ...], ...]:
-        """Return its tokens at the start of a text and after a space."""
-        bare = phrase.lstrip() or phrase
-        spellings = (self.encode(text, add_special_tokens=False).tolist() for text in (bare, f" {bare}"))
-        distinct = dict.fromkeys(tuple(ids) for ids in spellings if ids and max(ids) < self.vocab_size)
-        return tuple(distinct)
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:

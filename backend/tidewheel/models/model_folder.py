@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tidewheel.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INT = 2**31 - 1
@@ -125,18 +128,49 @@ def one_line(error: Exception, limit: int = 400) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
-def resolve_folder(model: str) -> Path:
-    """Return the folder, or that of a Hugging Face repository, which is downloaded unless it is cached."""
+def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
+    """Return the folder, or that of a Hugging Face repository, which is downloaded unless it is cached. Empty
+    `cache_dir`: that of Hugging Face.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
+        if revision:
+            log.info("model is a folder: revision %r has no effect", revision)
         return folder.resolve()
     if folder.exists() or folder.is_absolute() or model.count("/") != 1:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
     try:
-        return Path(snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision or None,
+                cache_dir=cache_dir or None,
+                allow_patterns=WANTED,
+                ignore_patterns=UNWANTED,
+            )
+        )
     except HFValidationError:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model {model!r} is no folder and cannot be fetched from Hugging Face: {one_line(error)}"
         ) from None
+
+
+def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path | None:
+    """Return the folder without a download; None for a Hugging Face id that is not in the cache."""
+    is_id = model.count("/") == 1 and not Path(model).is_absolute()
+    if Path(model).expanduser().exists() or not is_id:
+        return resolve_folder(model)
+    try:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision or None,
+                cache_dir=cache_dir or None,
+                allow_patterns=WANTED,
+                local_files_only=True,
+            )
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None

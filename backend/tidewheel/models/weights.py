@@ -86,7 +86,7 @@ def load_weights(
     Raise `ConfigError` for a missing tensor, and for one without a destination unless it is `ignored`.
     """
     files = list(files)
-    _check_names(files, destinations, ignored)
+    check_names(files, destinations, ignored)
     chunks = plan_chunks(files, destinations, SLOT_BYTES)
     device = next(iter(destinations.values())).device
     total, done = sum(chunk.size for chunk in chunks), 0
@@ -99,7 +99,7 @@ def load_weights(
     stream_chunks(chunks, carrier_to(device), delivered)
 
 
-def _check_names(
+def check_names(
     files: list[SafetensorsFile], destinations: Mapping[str, torch.Tensor], ignored: Callable[[str], bool]
 ) -> None:
     where = files[0].path.parent

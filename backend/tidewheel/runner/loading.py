@@ -73,7 +73,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     stages = StageClock(progress)
     device = resolve_device(config)
     compile_log = prepare_kernels(device)
-    folder = resolve_folder(config.model)
+    folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
     loaded = load_model(folder, fields, config, dtype, device, stages)

@@ -142,6 +142,7 @@ class Scheduler:
         self._in_flight.append(InFlight(step_id, rows, state.columns.epochs.take(rows), now, plan.started))
         state.stats.num_steps += 1
         state.stats.num_scheduled_tokens += batch.num_tokens
+        state.stats.step_tokens.observe(batch.num_tokens)
         return batch
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:

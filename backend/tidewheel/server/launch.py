@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -27,8 +28,8 @@ EXIT_MARGIN_S = 15  # so that the supervisor acts before Triton
 
 ModelControl = Literal["none", "explicit", "poll"]
 
-# A key that no client knows closes these APIs.
-_CLOSED_APIS = "shared-memory,trace,logging"
+ClosedApi = Literal["shared-memory", "trace", "logging"]  # unless opened, closed by a key that no client knows
+_KEY_NAME = "tidewheel-serve-option-open-api"  # Triton names it to a client that it refuses
 _FLAG = re.compile(r"^\s+(--[a-z0-9-]+)", re.MULTILINE)
 BACKEND = "tidewheel"
 _PACKAGES = ("tidewheel", "tidewheel_kernels")
@@ -43,6 +44,7 @@ def command(
     drain_s: float,
     flags: frozenset[str],  # known to this tritonserver
     control: Sequence[str] = ("--model-control-mode=none",),
+    opened: Collection[ClosedApi] = (),
     extra: Sequence[str] = (),
 ) -> list[str]:
     return [
@@ -59,7 +61,7 @@ def command(
         f"--backend-config=python,shm-default-byte-size={SHM_DEFAULT_BYTES}",
         f"--backend-config=python,shm-growth-byte-size={SHM_GROWTH_BYTES}",
         f"--exit-timeout-secs={math.ceil(drain_s) + EXIT_MARGIN_S}",
-        *_hardening(flags),
+        *_hardening(flags, opened),
         *_without_gpu(flags),
         *control,
         *extra,
@@ -108,16 +110,17 @@ def known_flags(install: TritonInstall, env: Mapping[str, str]) -> frozenset[str
     return found
 
 
-def _hardening(flags: frozenset[str]) -> list[str]:
-    key = secrets.token_hex(16)
+def _hardening(flags: frozenset[str], opened: Collection[ClosedApi]) -> list[str]:
+    closed = ",".join(api for api in typing.get_args(ClosedApi) if api not in opened)
+    restriction = f"{closed}:{_KEY_NAME}={secrets.token_hex(16)}"
     wanted = {
-        "--allow-client-shm": "false",
+        "--allow-client-shm": "true" if "shared-memory" in opened else "false",
         "--allow-sagemaker": "false",
         "--allow-vertex-ai": "false",
-        "--http-restricted-api": f"{_CLOSED_APIS}:tidewheel-closed={key}",
-        "--grpc-restricted-protocol": f"{_CLOSED_APIS}:tidewheel-closed={key}",
         "--grpc-max-response-pool-size": str(MAX_QUEUED_RESPONSES),
     }
+    if closed:
+        wanted |= dict.fromkeys(("--http-restricted-api", "--grpc-restricted-protocol"), restriction)
     return [f"{flag}={value}" for flag, value in wanted.items() if flag in flags]
 
 

@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _libc = ctypes.CDLL(None, use_errno=True)
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Process(NamedTuple):
@@ -37,6 +37,11 @@ def read(pid: int) -> Process | None:
     name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :]
     fields = rest.split()
     return Process(pid, int(fields[1]), name, fields[0], int(fields[19]))
+
+
+def is_alive(process: Process) -> bool:
+    now = read(process.pid)
+    return now is not None and now.state != "Z" and now.started == process.started
 
 
 def snapshot() -> list[Process]:
@@ -62,6 +67,19 @@ def descendants(pid: int) -> list[Process]:
     return found
 
 
+def with_variable(name: str, value: str) -> list[Process]:
+    """Return the living processes that were started with the environment variable, of those that may be asked."""
+    wanted = f"{name}={value}".encode()
+    return [process for process in snapshot() if process.state != "Z" and wanted in _environment(process.pid)]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
 class Watch:
     """Watcher of a process's end. `fileno` is a pidfd; if the kernel has none, poll `has_ended`."""
 
@@ -73,8 +91,7 @@ class Watch:
             self.fileno = os.pidfd_open(process.pid)
 
     def has_ended(self) -> bool:
-        now = read(self.pid)
-        return now is None or now.state == "Z" or now.started != self._process.started
+        return not is_alive(self._process)
 
     def close(self) -> None:
         if self.fileno is not None:
@@ -116,7 +133,7 @@ def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
 
 
 class StopSignals:
-    """Counter of SIGINT, SIGTERM and SIGHUP, which make `fileno` readable. Main thread only."""
+    """Counter of SIGINT, SIGTERM, SIGHUP and SIGQUIT, which make `fileno` readable. Main thread only."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tidewheel.config import EngineConfig
+from tidewheel.adapter.repository_entry import check_settings
 from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
@@ -14,8 +14,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def write_entry(repository: Path, model: str, name: str, settings: Mapping[str, str]) -> None:
     """Write an entry and its non-decoupled twin. Raise `ConfigError` for wrong settings."""
     model = resolve_model(model)
-    EngineConfig.from_settings({"model": model, **settings})
-    _write(repository / name, {"model": model, **settings}, decoupled=True)
+    check_settings({"model": model, **settings})
+    # Like `vllm serve`, and unlike entries that are written for Triton.
+    _write(repository / name, {"model": model, "generation_config": "auto", **settings}, decoupled=True)
     _write(repository / f"{name}{TWIN_SUFFIX}", {"engine_of": name}, decoupled=False)
 
 
@@ -93,6 +94,11 @@ def select(repository: Path, names: Sequence[str], target: Path) -> Path:
 
 def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
     (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(entry_text(parameters, decoupled=decoupled), encoding="utf-8")
+
+
+def entry_text(parameters: Mapping[str, str], *, decoupled: bool) -> str:
+    """Return the `config.pbtxt` of an entry."""
     lines = [
         'backend: "tidewheel"',
         f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}",
@@ -102,7 +108,7 @@ def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> N
         f'parameters {{ key: "{key}" value: {{ string_value: "{_escape(value)}" }} }}'
         for key, value in parameters.items()
     ]
-    (folder / "config.pbtxt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return "\n".join(lines) + "\n"
 
 
 def _escape(text: str) -> str:

@@ -10,6 +10,7 @@ from tidewheel.engine.folder import CURRENT, engine_dir, engine_dirs, read_statu
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
@@ -32,6 +33,7 @@ class ServeOptions:
     endpoints: Endpoints
     drain_s: float = 30.0
     model_control: launch.ModelControl = "none"
+    open_apis: tuple[launch.ClosedApi, ...] = ()
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
@@ -55,11 +57,16 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
-    with StopSignals() as signals, work_dir() as work, _server_log(options.log_file) as log:
+    with (
+        StopSignals() as signals,
+        work_dir() as work,
+        Lifeline(work) as lifeline,
+        _server_log(options.log_file) as log,
+    ):
         plan = _prepare(options, install, work)
         console.note(f"starting tritonserver ({install.origin})")
         with Supervisor(
-            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line
+            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
         ) as supervisor:
             if warning := _control_warning(options):
                 console.note(f"warning: {warning}")
@@ -85,6 +92,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         drain_s=options.drain_s,
         flags=launch.known_flags(install, environment),
         control=launch.control_flags(options.model_control, options.models, options.repository_poll_s),
+        opened=options.open_apis,
         extra=options.triton_arguments,
     )
     return _Plan(

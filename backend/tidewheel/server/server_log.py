@@ -6,7 +6,10 @@ from collections import deque
 from typing import IO, NamedTuple
 
 _KEPT_LINES = 400
+_QUOTED_LINES = 8
+_QUOTED_CHARS = 300  # of a line
 _MAX_LINE = 1 << 16
+_SIGNAL = re.compile(r"Signal \(\d+\) received")  # before a stack trace
 _LINE = re.compile(r'^(?P<level>[IWEF])\d{4} [\d:.]+ \d+ (?P<file>[^:\]]+):\d+\] ?"?(?P<message>.*?)"?$', re.DOTALL)
 _VERSION = re.compile(r"^\| server_version\s+\| (\S+)")
 # "failed to load 'demo' version 1: Internal: TritonModelException: text\n\nAt:\n  file(1): function\n"
@@ -62,6 +65,7 @@ class ServerLog:
         self._rest = ""
         self._syntax_error = ""
         self._kept: deque[LogLine] = deque(maxlen=_KEPT_LINES)
+        self._raw: deque[str] = deque(maxlen=_KEPT_LINES)
         self.version = ""
         self.failure: LoadFailure | None = None
 
@@ -81,8 +85,18 @@ class ServerLog:
         best = (errors or plain or lines)[-1:]
         return _one_line(best[0].message) if best else "it printed nothing"
 
+    def quote(self) -> str:
+        """Return the last lines as they came, or the first ones of a stack trace."""
+        lines = [line for line in (*self._raw, self._rest) if line.strip()]
+        traces = [index for index, line in enumerate(lines) if _SIGNAL.search(line)]
+        start = traces[-1] if traces else max(len(lines) - _QUOTED_LINES, 0)
+        quoted = lines[start : start + _QUOTED_LINES] or ["(nothing)"]
+        return "\n".join(f"  {line[:_QUOTED_CHARS]}" for line in quoted)
+
     def _note(self, text: str) -> LogLine:
-        line = parse(text.rstrip("\r"))
+        text = text.rstrip("\r")
+        line = parse(text)
+        self._raw.append(text)
         self._kept.append(line)
         if version := _VERSION.match(line.message):
             self.version = version[1]

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGKILL, SIGTERM, strsignal
 from types import TracebackType
 
 from tidewheel.engine.connection import drain
@@ -37,9 +37,11 @@ class Supervisor:
         *,
         signals: StopSignals,
         log: ServerLog,
+        guard: int,  # process that is not ended with the others
         on_line: Callable[[LogLine, Phase], None],
     ) -> None:
         self._signals = signals
+        self._guard = guard
         self._log = log
         self._on_line = on_line
         self._phase: Phase = "loading"
@@ -55,7 +57,6 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=processes.end_with_parent,
         )
         assert self._server.stdout is not None
         self._output = self._server.stdout.fileno()
@@ -97,7 +98,8 @@ class Supervisor:
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
             if self._watch.has_ended():
-                raise ServeError(f"tritonserver died ({self._exit()}): {self._log.last_words()}")
+                self._read_output()
+                raise ServeError(f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}")
             if (stub := self._find_dead_stub()) is not None:
                 end = "ending the server, its supervisor may start it again"
                 raise ServeError(f"a front end died (stub process {stub.pid}): {end}")
@@ -124,17 +126,19 @@ class Supervisor:
     def end_all(self, grace_s: float) -> None:
         """End every process below this one, after the grace by SIGKILL."""
         self._begin_stop()
-        me = os.getpid()
-        processes.signal_all(processes.descendants(me), SIGTERM)
+        processes.signal_all(self._descendants(), SIGTERM)
         end = time.monotonic() + grace_s
-        while processes.descendants(me) and time.monotonic() < end and not self.was_forced:
+        while self._descendants() and time.monotonic() < end and not self.was_forced:
             self._pump(POLL_S)
             processes.reap(keep=self._server.pid)
-        while left := processes.descendants(me):
+        while left := self._descendants():
             processes.signal_all(left, SIGKILL)
             time.sleep(POLL_S / 10)
             processes.reap(keep=self._server.pid)
         self._server.wait()
+
+    def _descendants(self) -> list[processes.Process]:
+        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
 
     def __enter__(self) -> Supervisor:
         return self
@@ -191,7 +195,7 @@ class Supervisor:
         returncode = self._server.poll()
         if returncode is None:
             return "no exit status"
-        return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+        return f"signal {-returncode}, {strsignal(-returncode)}" if returncode < 0 else f"exit code {returncode}"
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:

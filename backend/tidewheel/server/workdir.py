@@ -2,18 +2,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
+import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidewheel.server import processes
+
 _PREFIX = "tidewheel-serve-"
 _LOCK = "lock"
-_RUN_DIR = "TIDEWHEEL_RUN_DIR"
-_YOUNG_S = 60.0  # a younger folder may be in the making
+RUN_DIR = "TIDEWHEEL_RUN_DIR"
+_YOUNG_S = 60.0  # a younger folder without a lock may be in the making
+_END_GRACE_S = 1.0  # for processes whose supervisor is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
 
 
@@ -46,7 +51,7 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
 
     Inside the block, $TIDEWHEEL_RUN_DIR is its `run`.
     """
-    named = os.environ.get(_RUN_DIR)
+    named = os.environ.get(RUN_DIR)
     base = parent or Path(named or tempfile.gettempdir()).absolute()
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     sweep(base, shared_memory)
@@ -56,22 +61,22 @@ def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) ->
             fcntl.flock(lock, fcntl.LOCK_EX)
             folder = WorkDir(root)
             folder.run.mkdir(mode=0o700)
-            os.environ[_RUN_DIR] = str(folder.run)
+            os.environ[RUN_DIR] = str(folder.run)
             yield folder
     finally:
         _restore(named)
-        _remove(root, shared_memory)
+        remove(root, shared_memory)
 
 
 def _restore(run_dir: str | None) -> None:
-    os.environ.pop(_RUN_DIR, None)
+    os.environ.pop(RUN_DIR, None)
     if run_dir is not None:
-        os.environ[_RUN_DIR] = run_dir
+        os.environ[RUN_DIR] = run_dir
 
 
 def sweep(base: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove and return what this user's killed servers left."""
-    return [root for root in base.glob(f"{_PREFIX}*") if _is_left_over(root) and _remove(root, shared_memory)]
+    return [root for root in base.glob(f"{_PREFIX}*") if _is_left_over(root) and remove(root, shared_memory)]
 
 
 def _is_left_over(root: Path) -> bool:
@@ -79,7 +84,7 @@ def _is_left_over(root: Path) -> bool:
         info = root.lstat()
         if info.st_uid != os.getuid() or not root.is_dir() or root.is_symlink():
             return False
-        if time.time() - info.st_mtime < _YOUNG_S:
+        if not (root / _LOCK).exists() and time.time() - info.st_mtime < _YOUNG_S:
             return False
         with (root / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,12 +93,26 @@ def _is_left_over(root: Path) -> bool:
     return True
 
 
-def _remove(root: Path, shared_memory: Path) -> bool:
+def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
+    """End a server's processes, and remove its folder and shared memory. Return whether the folder is gone."""
+    _end_processes(str(WorkDir(root).run))
     for region in shared_memory.glob(f"{_shm_prefix(root)}*"):
         with contextlib.suppress(OSError):
             region.unlink()
     shutil.rmtree(root, ignore_errors=True)
     return not root.exists()
+
+
+def _end_processes(run_dir: str) -> None:
+    """End what was started with this run folder, by SIGTERM and then by SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        started = [one for one in processes.with_variable(RUN_DIR, run_dir) if one.pid != os.getpid()]
+        processes.signal_all(started, number)
+        processes.wait_until(functools.partial(_have_ended, started), _END_GRACE_S)
+
+
+def _have_ended(started: Sequence[processes.Process]) -> bool:
+    return not any(map(processes.is_alive, started))
 
 
 def _shm_prefix(root: Path) -> str:

@@ -1,6 +1,6 @@
 """Read each logit once.
 
-The first launch stores for each chunk of 512 logits the largest, the weight and the number above the chosen token.
+The first launch stores for each chunk of 512 logits the largest, the weight and the number not below the chosen.
 The second adds them up, one program per row. The next most likely token is in the chunk with the largest maximum.
 """
 
@@ -35,7 +35,7 @@ def _chosen_logit(row_ptr, token, vocabulary):
 def logprob_partials_kernel(
     logits_ptr,  # [num_rows, vocabulary]
     token_ids_ptr,  # [num_rows]
-    partials_ptr,  # [num_rows, 3, num_chunks] float32: largest logits, weights, logits above the chosen
+    partials_ptr,  # [num_rows, 3, num_chunks] float32: largest logits, weights, logits not below the chosen
     logits_stride,
     vocabulary,
     num_chunks,
@@ -54,11 +54,11 @@ def logprob_partials_kernel(
         chunk = first_chunk + tl.arange(0, TILE)
         x = load_tile(row_ptr, first_chunk, vocabulary, TILE, CHUNK)
         maxima = chunk_maxima(x)
-        better = tl.sum(tl.where(x > chosen, 1.0, 0.0), axis=1)
+        not_below = tl.sum(tl.where(x >= chosen, 1.0, 0.0), axis=1)
         inside = chunk < num_chunks
         tl.store(maxima_ptr + chunk, maxima, mask=inside)
         tl.store(maxima_ptr + num_chunks + chunk, chunk_weights(x, maxima, LOG2_E), mask=inside)
-        tl.store(maxima_ptr + 2 * num_chunks + chunk, better, mask=inside)
+        tl.store(maxima_ptr + 2 * num_chunks + chunk, not_below, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["token_ids_ptr"])
@@ -85,14 +85,14 @@ def logprobs_kernel(
     inside = chunk < num_chunks
     maxima, max_logit, _ = load_maxima(maxima_ptr, num_chunks, CHUNKS)
     weights = tl.load(maxima_ptr + num_chunks + chunk, mask=inside, other=0.0)
-    better = tl.load(maxima_ptr + 2 * num_chunks + chunk, mask=inside, other=0.0)
+    not_below = tl.load(maxima_ptr + 2 * num_chunks + chunk, mask=inside, other=0.0)
     total = tl.sum(weights * tl.exp2((maxima - max_logit) * LOG2_E), axis=0)
     log_normalizer = max_logit + tl.log(total)
 
     token = tl.load(token_ids_ptr + row)
-    valid = (token >= 0) & (token < vocabulary)
     tl.store(logprobs_ptr + row, _chosen_logit(row_ptr, token, vocabulary) - log_normalizer)
-    tl.store(ranks_ptr + row, tl.where(valid, 1 + tl.sum(better, axis=0).to(tl.int32), 0))
+    # Past the end of the row stands -inf, which no rank may count.
+    tl.store(ranks_ptr + row, tl.minimum(tl.sum(not_below, axis=0).to(tl.int32), vocabulary))
 
     # By falling logit, then rising id, the last token tells which are left.
     open_chunks = inside

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from tidewheel.engine.messages import AddRequest, Delta, ErrorInfo, RequestStats
 from tidewheel.frontend.door import Door, RefusingDoor
 from tidewheel.frontend.frontend import Frontend
 from tidewheel.frontend.interface import GenerateRequest, ParameterSource
+from tidewheel.frontend.preparation import RequestReader
+from tidewheel.frontend.prompt_process import Folder, LocalEncoder
 from tidewheel.frontend.tokenizer import Tokenizer
 
 
@@ -35,6 +37,7 @@ class FrontendHarness:
         num_senders: int = 2,
         max_prompt_bytes: int = 4096,
         door: Door | None = None,
+        default_max_tokens: int | Literal["context"] = "context",
         poll_interval_s: float = 0.001,
         **files: object,
     ) -> None:
@@ -42,9 +45,16 @@ class FrontendHarness:
         self.engine = FakeEngine()
         self.info = make_info(folder, vocab_size=vocab_size)
         self.tokenizer = Tokenizer.load(folder, vocab_size=vocab_size)
+        reader = RequestReader(
+            self.info,
+            self.tokenizer,
+            LocalEncoder(Folder(folder, vocab_size, max_prompt_bytes)),
+            max_prompt_bytes=max_prompt_bytes,
+            default_max_tokens=default_max_tokens,
+        )
         self.frontend = Frontend(
             self.info,
-            folder,
+            reader,
             self.engine,
             max_prompt_bytes=max_prompt_bytes,
             door=door or RefusingDoor(),

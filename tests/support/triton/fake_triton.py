@@ -146,38 +146,59 @@ class Logger:
 
 
 class _Metric:
-    def __init__(self, key: tuple[str, ...], family: MetricFamily) -> None:
-        self._key, self._family = key, weakref.ref(family)
-        MetricFamily.values[key] += 0.0
+    def __init__(self, name: str, labels: list[str], family: MetricFamily, buckets: list[float] | None) -> None:
+        assert (buckets is not None) == (family.kind == MetricFamily.HISTOGRAM)
+        self._name, self._labels, self._family, self._buckets = name, labels, weakref.ref(family), buckets
+        if buckets is None:
+            self._add("", 0.0)
+        else:
+            assert buckets == sorted(set(buckets))
+            self._observe(0.0, 0)
 
-    def _call(self) -> None:
-        assert self._family() is not None, "the 'MetricFamily' has been deleted"
+    def _add(self, suffix: str, value: float, *labels: str) -> None:
+        MetricFamily.values[(self._name + suffix, *self._labels, *labels)] += value
+
+    def _call(self, *kinds: int) -> None:
+        family = self._family()
+        assert family is not None, "the 'MetricFamily' has been deleted"
+        assert family.kind in kinds, "not offered by this kind of metric"
         MetricFamily.num_calls += 1
 
     def set(self, value: float) -> None:
-        self._call()
-        MetricFamily.values[self._key] = value
+        self._call(MetricFamily.GAUGE)
+        MetricFamily.values[(self._name, *self._labels)] = value
 
     def increment(self, value: float) -> None:
         assert value >= 0, "a counter cannot go back"
-        self._call()
-        MetricFamily.values[self._key] += value
+        self._call(MetricFamily.COUNTER, MetricFamily.GAUGE)
+        self._add("", value)
+
+    def observe(self, value: float) -> None:
+        self._call(MetricFamily.HISTOGRAM)
+        self._observe(value, 1)
+
+    def _observe(self, value: float, count: int) -> None:
+        for bound in [*(self._buckets or []), float("inf")]:
+            edge = "+Inf" if bound == float("inf") else f"{bound:g}"
+            self._add("_bucket", count if value <= bound else 0, f"le={edge}")
+        self._add("_sum", value * count)
+        self._add("_count", count)
 
 
 class MetricFamily:
-    """Series of all front ends, as the server holds them: one value per name and labels."""
+    """Series of all front ends, as the server shows them: one value per name and labels."""
 
-    COUNTER, GAUGE = range(2)
+    COUNTER, GAUGE, HISTOGRAM = range(3)
     values: ClassVar[defaultdict[tuple[str, ...], float]] = defaultdict(float)
     num_calls: ClassVar[int] = 0
 
     def __init__(self, name: str, description: str, kind: int) -> None:
         assert name and description
-        self._name, self._kind = name, kind
+        self.name, self.kind = name, kind
 
-    def Metric(self, labels: dict[str, str]) -> _Metric:
+    def Metric(self, labels: dict[str, str], buckets: list[float] | None = None) -> _Metric:
         assert all(isinstance(value, str) for value in labels.values())
-        return _Metric((self._name, *(f"{key}={labels[key]}" for key in sorted(labels))), self)
+        return _Metric(self.name, [f"{key}={labels[key]}" for key in sorted(labels)], self, buckets)
 
     @classmethod
     def value(cls, name: str, **labels: str) -> float:

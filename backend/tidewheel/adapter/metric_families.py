@@ -1,4 +1,4 @@
-"""Engine figures on `/metrics`, with vLLM's names where they exist."""
+"""Families of metrics on `/metrics`, with vLLM's names where they exist."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
+from tidewheel.frontend.request_figures import FrontendStats
 from tidewheel.request import Priority
-from tidewheel.stats import EngineStats, TenantFigures
+from tidewheel.stats import EngineStats, Histogram, TenantFigures
 
 Labels = Mapping[str, str]
 
@@ -20,6 +21,17 @@ class Figure(NamedTuple, Generic[T]):
     description: str
     of: Callable[[T], float]
     labels: Labels = MappingProxyType({})  # beside the model's
+
+
+class HistogramFigure(NamedTuple):
+    name: str
+    description: str
+    of: Callable[[FrontendStats], Histogram]
+
+
+class Family(NamedTuple):
+    name: str
+    description: str
 
 
 def _usage(stats: EngineStats) -> float:
@@ -51,6 +63,7 @@ ENGINE_GAUGES: tuple[Figure[EngineStats], ...] = (
     Figure("vllm:num_requests_running", "Requests in the running set", lambda s: s.num_running),
     Figure("vllm:num_requests_waiting", "Requests that wait to be scheduled", lambda s: s.num_waiting),
     Figure("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all of it", _usage),
+    Figure("vllm:gpu_cache_usage_perc", "The same, by its older name", _usage),
     Figure("tidewheel_waiting_tokens", "Prompt tokens of waiting requests", lambda s: s.num_waiting_tokens),
     *_by_class("tidewheel_requests_waiting", "Waiting requests of one QoS class", lambda s: s.waiting_by_class),
     *_by_class("tidewheel_wait_max_seconds", "Longest wait of a request that started", lambda s: s.max_wait_by_class),
@@ -108,5 +121,32 @@ TENANT_COUNTERS: tuple[Figure[TenantFigures], ...] = (
         "tidewheel_tenant_generation_tokens_total",
         "Generated tokens of ended requests",
         lambda t: t.num_output_tokens,
+    ),
+)
+CACHE_BLOCKS = Family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")  # Triton makes load headers of it
+STEP_TOKENS = Family("vllm:iteration_tokens_total", "Tokens of a step")
+
+RECEIVED = Family("tidewheel_requests_received_total", "Requests")
+FINISHED = Family("vllm:request_success_total", "Finished requests")
+REJECTED = Family("tidewheel_requests_rejected_total", "Requests refused before anything was computed")
+FAILED = Family("tidewheel_requests_failed_total", "Accepted requests that an error ended")
+PROMPT_TOKENS = Family("vllm:prompt_tokens_total", "Prompt tokens")
+GENERATION_TOKENS = Family("vllm:generation_tokens_total", "Generated tokens")
+REQUEST_HISTOGRAMS = (
+    HistogramFigure("vllm:time_to_first_token_seconds", "Arrival to first token", lambda s: s.time_to_first_token),
+    HistogramFigure("vllm:e2e_request_latency_seconds", "Arrival to last token", lambda s: s.e2e_latency),
+    HistogramFigure("vllm:request_queue_time_seconds", "Arrival to first step", lambda s: s.queue_time),
+    HistogramFigure("vllm:request_inference_time_seconds", "First step to last token", lambda s: s.inference_time),
+    HistogramFigure("vllm:request_prefill_time_seconds", "First step to first token", lambda s: s.prefill_time),
+    HistogramFigure("vllm:request_decode_time_seconds", "First to last token", lambda s: s.decode_time),
+    HistogramFigure("vllm:request_prompt_tokens", "Prompt tokens of a request", lambda s: s.prompt_tokens),
+    HistogramFigure("vllm:request_generation_tokens", "Generated tokens of a sequence", lambda s: s.output_tokens),
+    HistogramFigure("vllm:request_params_n", "Sequences of a request", lambda s: s.num_sequences),
+    HistogramFigure("tidewheel_refusal_seconds", "Arrival to refusal", lambda s: s.refusal_time),
+)
+TOKEN_HISTOGRAMS = (
+    HistogramFigure("vllm:inter_token_latency_seconds", "Token to token", lambda s: s.inter_token_latency),
+    HistogramFigure(
+        "vllm:time_per_output_token_seconds", "Token to token, older name", lambda s: s.inter_token_latency
     ),
 )

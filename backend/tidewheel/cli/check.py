@@ -1,0 +1,92 @@
+"""`tidewheel check`. Exit codes: 0 no error; 1 errors; 2 wrong usage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidewheel.cli.usage import UsageError, printable
+
+if TYPE_CHECKING:
+    from tidewheel.entries.checking import Report
+    from tidewheel.entries.finding import Finding
+
+JSON_VERSION = 1  # of what --json prints; a field may be added, none changes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path", type=Path, metavar="PATH", help="a model repository, an entry of it, or a config.pbtxt"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--strict", action="store_true", help="warnings count as errors")
+    parser.add_argument(
+        "--fix", action="store_true", help="write the right name for each misspelt one, and print what changed"
+    )
+    parser.add_argument(
+        "--other-machine",
+        action="store_true",
+        help="another machine will serve the entries: leave out what depends on GPUs, cores and memory",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from tidewheel.entries.repairs import mend
+
+    report = _check(args)
+    mended = mend(report.findings) if args.fix else []
+    if mended:
+        report = _check(args)
+    if args.json:
+        print(json.dumps(_as_json(report, mended), indent=1))
+    else:
+        _print(report, mended)
+    return int(report.count("error") > 0 or (args.strict and report.count("warning") > 0))
+
+
+def _check(args: argparse.Namespace) -> Report:
+    # Protobuf, and torch for the models, take seconds.
+    from tidewheel.entries.checking import check
+    from tidewheel.errors import ConfigError
+
+    try:
+        return check(args.path, is_this_machine=not args.other_machine)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+def _as_json(report: Report, mended: list[Finding]) -> dict[str, object]:
+    return {
+        "version": JSON_VERSION,
+        "checked": report.checked,
+        "passed_over": report.passed_over,
+        "fixed": [_row(finding) for finding in mended],
+        "findings": [_row(finding) for finding in report.findings],
+    }
+
+
+def _row(finding: Finding) -> dict[str, object]:
+    row = finding._asdict()
+    edit = row.pop("edit")
+    return {**row, "right_name": edit.new if edit else None}
+
+
+def _print(report: Report, mended: list[Finding]) -> None:
+    for finding in mended:
+        if finding.edit is not None:
+            print(printable(f"{where(finding)}: fixed: {finding.edit.old} is now {finding.edit.new}"))
+    for finding in report.findings:
+        print(printable(f"{where(finding)}: {finding.severity}: {finding.message} [{finding.rule}]"))
+    errors, warnings = _counted(report.count("error"), "error"), _counted(report.count("warning"), "warning")
+    print(f"{len(report.checked)} checked, {len(report.passed_over)} passed over: {errors}, {warnings}")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def where(finding: Finding) -> str:
+    place = (finding.line, finding.column)
+    return ":".join([finding.file, *(str(number) for number in place if number is not None)])

@@ -1,0 +1,56 @@
+"""`tidewheel migrate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tidewheel.cli.check import where
+from tidewheel.cli.usage import UsageError, printable
+
+SUFFIX = "_tidewheel"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="an entry of the vLLM backend, or a model repository, whose other entries are copied",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"model repository to write to (default: beside that of PATH, with {SUFFIX} behind its name)",
+    )
+    where.add_argument("--in-place", action="store_true", help="write over the files of PATH")
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="PATH_OR_HF_ID",
+        help="serve this model; needed for TensorRT-LLM, whose engines cannot be read",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    # Protobuf takes a second.
+    from tidewheel.entries.checking import find_target
+    from tidewheel.entries.migration import write, write_in_place
+    from tidewheel.entries.repository_migration import migrate
+    from tidewheel.errors import ConfigError
+
+    try:
+        migration = migrate(args.path, args.model)
+        source = find_target(args.path).repository.resolve()
+        out = args.out or source.with_name(source.name + SUFFIX)
+        written = write_in_place(migration.entries) if args.in_place else write(migration.entries, out)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+    for lost in migration.lost:
+        print(printable(f"{where(lost)}: changed: {lost.message}"))
+    for folder in written:
+        print(f"wrote {folder}")
+    print(f"now: tidewheel check {args.path if args.in_place else out}")
+    return 0

@@ -1,0 +1,140 @@
+"""Entry of a model repository as the rules see it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from tidewheel.adapter.repository_entry import BACKEND, MODEL_JSON
+from tidewheel.entries.source_text import Field, by_path, pbtxt_fields
+from tidewheel.errors import ConfigError
+from tidewheel.frontend.model_files import read_object, read_text
+
+CONFIG_NAME = "config.pbtxt"
+GPU_FILES = "nvidia[0-9]*"
+
+
+class Machine(NamedTuple):
+    num_gpus: int
+    num_cores: int
+
+    @classmethod
+    def here(cls) -> Machine:
+        gpus = len(list(Path("/dev").glob(GPU_FILES)))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = min(gpus, sum(bool(name.strip()) for name in visible.split(",")))
+        return cls(gpus, len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    folder: Path
+    text: str  # of config.pbtxt
+    config: Any  # `ModelConfig`
+    model_json: Mapping[str, object]  # settings in model.json; none if it cannot be read
+    others: Mapping[str, Any]  # `ModelConfig` by name of every entry of the repository, this one included
+    machine: Machine | None  # that will serve it; None: another than this
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def path(self) -> Path:
+        return self.folder / CONFIG_NAME
+
+    @property
+    def is_ours(self) -> bool:
+        return bool(self.config.backend == BACKEND)
+
+    @property
+    def is_decoupled(self) -> bool:
+        return not self.config.HasField("model_transaction_policy") or bool(
+            self.config.model_transaction_policy.decoupled
+        )
+
+    @property
+    def versions(self) -> list[int]:
+        return versions(self.folder)
+
+    @property
+    def version(self) -> str:
+        return served_version(self.folder, self.config)
+
+    @property
+    def json_path(self) -> Path:
+        return self.folder / self.version / MODEL_JSON
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return {**self.parameters, **self.model_json}
+
+    @cached_property
+    def parameters(self) -> dict[str, str]:
+        return {key: value.string_value for key, value in self.config.parameters.items()}
+
+    @property
+    def engine_of(self) -> str:
+        return str(self.settings.get("engine_of", ""))
+
+    @cached_property
+    def fields(self) -> dict[str, Field]:
+        return by_path(pbtxt_fields(self.text))
+
+
+def versions(folder: Path) -> list[int]:
+    return sorted(int(child.name) for child in folder.iterdir() if child.name.isdecimal() and child.is_dir())
+
+
+def served_version(folder: Path, config: Any) -> str:
+    """Return the newest version that Triton serves."""
+    present, named = set(versions(folder)), set(config.version_policy.specific.versions)
+    return str(max(present & named or present, default=1))
+
+
+def make_entry(
+    folder: Path, text: str, config: Any, others: Mapping[str, Any], machine: Machine | None = None
+) -> Entry:
+    try:
+        model_json = read_object(folder / served_version(folder, config) / MODEL_JSON)
+    except ConfigError:  # a rule says so
+        model_json = {}
+    return Entry(folder=folder, text=text, config=config, model_json=model_json, others=others, machine=machine)
+
+
+class UnreadableConfig(NamedTuple):
+    line: int
+    column: int
+    message: str
+
+
+def parse_config(text: str) -> Any:
+    """Return a `ModelConfig` without the fields that it does not know. Raise `ParseError`."""
+    return text_format.Parse(text, model_config_pb2.ModelConfig(), allow_unknown_field=True)
+
+
+def read_config(path: Path) -> tuple[str, Any] | UnreadableConfig:
+    try:
+        text = read_text(path) or ""
+        return text, parse_config(text)
+    except ConfigError as error:
+        return UnreadableConfig(1, 1, str(error))
+    except text_format.ParseError as error:
+        return UnreadableConfig(error.GetLine(), error.GetColumn(), _explained(error, text))
+    except RecursionError:
+        return UnreadableConfig(1, 1, "the messages are nested too deeply: no field of Triton needs that")
+
+
+def _explained(error: text_format.ParseError, text: str) -> str:
+    what = str(error).partition(" : ")[2].replace("\n", " ") or str(error)
+    if "${" in text:
+        return f"{what}: the file is a template; fill in its ${{…}} first"
+    return f"{what}: mend it, or Triton cannot read the file"

@@ -1,0 +1,200 @@
+"""The model of an entry judged by the code that loads it, which reads no weights and takes no memory here."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tidewheel.config import EngineConfig
+from tidewheel.entries.finding import Problem, error, note, warning
+from tidewheel.errors import ConfigError
+from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.models.architectures import native_traits
+from tidewheel.models.causal_lm import ModelShape
+from tidewheel.models.decoder import Decoder
+from tidewheel.models.decoder_config import parse_config
+from tidewheel.models.loader import resolve_max_model_len
+from tidewheel.models.model_folder import MAX_INT, Fields, cached_folder, checkpoint_dtype, read_config
+from tidewheel.models.safetensors_file import SafetensorsFile
+from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
+from tidewheel.runner.device import resolve_device, resolve_dtype
+from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_slots import GIB
+from tidewheel.runner.kv_tensors import MIB, CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
+from tidewheel.runner.loading import BLOCK_SIZES
+from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
+
+_BEHIND_PATH = re.compile(r": | (?:is|has|does|cannot|holds|became) ")
+
+
+class Plan(NamedTuple):
+    """Model as `config.json` describes it."""
+
+    max_model_len: int
+    vocab_size: int
+    native: Decoder | None  # on no device
+
+
+class Needs(NamedTuple):
+    """Memory that an engine takes of this machine."""
+
+    device: str  # cpu or cuda
+    weights: int  # bytes, like the others
+    cache: int
+    host: int
+
+    @property
+    def of_host(self) -> int:
+        return self.host + (self.weights + self.cache if self.device == "cpu" else 0)
+
+
+class ModelJudgement(NamedTuple):
+    problems: list[Problem]
+    needs: Needs | None
+
+
+def judge_model(config: EngineConfig, *, is_this_machine: bool) -> ModelJudgement:
+    problems: list[Problem] = []
+    with _noting(problems, None):
+        folder = cached_folder(config.model, config.revision, config.download_dir)
+        if folder is None:
+            message = (
+                f"model is {config.model!r}, which is not cached here: it is fetched at load and was not checked"
+            )
+            return ModelJudgement([note("", message)], None)
+        if not Path(config.model).is_absolute() and Path(config.model).is_dir():
+            message = f"model is {config.model!r}, a folder only seen from here: write it from the version folder"
+            problems.append(warning("", message))
+        return _judge_folder(folder, config, problems, is_this_machine=is_this_machine)
+    return ModelJudgement(problems, None)
+
+
+def _judge_folder(
+    folder: Path, config: EngineConfig, problems: list[Problem], *, is_this_machine: bool
+) -> ModelJudgement:
+    plan, files, needs = None, None, None
+    device = torch.device("cpu")
+    with _noting(problems, None):
+        device = resolve_device(config) if is_this_machine else device
+    with _noting(problems, folder / "config.json"):
+        fields = read_config(folder)
+        dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
+        plan = _plan(fields, config, dtype)
+    if config.load_format != "dummy":
+        with _noting(problems, folder):
+            files = checkpoint_files(folder)
+    if plan is not None and plan.native is not None and files is not None:
+        with _noting(problems, folder):
+            check_names(files, plan.native.destinations, plan.native.ignores)
+    _judge_text(folder, config, plan.vocab_size if plan else MAX_INT, problems)
+    if plan is not None and is_this_machine:
+        with _noting(problems, None):
+            needs = _needs(plan, files or [], config, dtype, device)
+    return ModelJudgement(problems, needs)
+
+
+@contextlib.contextmanager
+def _noting(problems: list[Problem], file: Path | None) -> Iterator[None]:
+    """Note a `ConfigError` as a problem of the file, or of the one that it begins with."""
+    try:
+        yield
+    except ConfigError as refusal:
+        blamed = Path(_BEHIND_PATH.split(str(refusal), maxsplit=1)[0])
+        problems.append(error("", str(refusal), file=blamed if blamed.is_absolute() else file))
+
+
+def _plan(fields: Fields, config: EngineConfig, dtype: torch.dtype) -> Plan:
+    traits = native_traits(fields)
+    if traits is None:
+        # Importing transformers takes seconds, which native models save.
+        from tidewheel.models.transformers_model import transformers_config
+
+        _, hf_config = transformers_config(fields)
+        context = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len or MAX_INT
+        return Plan(resolve_max_model_len(config.max_model_len, context), hf_config.vocab_size, None)
+    shape = parse_config(fields, traits)
+    decoder = Decoder(shape, max_model_len=1, dtype=dtype, device=torch.device("meta"))
+    return Plan(resolve_max_model_len(config.max_model_len, shape.context_length), shape.vocab_size, decoder)
+
+
+def _judge_text(folder: Path, config: EngineConfig, vocab_size: int, problems: list[Problem]) -> None:
+    tokenizer_folder = Path(config.tokenizer or folder)
+    with _noting(problems, tokenizer_folder):
+        encoder = PromptWorkers(Folder(tokenizer_folder, vocab_size, config.max_prompt_bytes), 1)
+        with contextlib.closing(encoder):
+            encoder.wait_tried()
+    with _noting(problems, folder):
+        GenerationDefaults.load(folder, config.generation_config or "vllm", config.override_generation_config)
+
+
+def _needs(
+    plan: Plan, files: list[SafetensorsFile], config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> Needs:
+    """Raise `ConfigError` if this machine has too little memory for weights and one request."""
+    if plan.native is None:
+        weights = sum(file.num_elements for file in files) * dtype.itemsize
+        check_weights_fit(weights, dtype, device)
+        return Needs(device.type, weights, 0, 0)
+    weights, shape = plan.native.weights_bytes, plan.native.shape
+    check_weights_fit(weights, dtype, device)
+    layout = CacheLayout(shape, config.block_size or BLOCK_SIZES[device.type], dtype)
+    budget = _budget(weights, shape, config, dtype, device)
+    num_blocks = decide_num_blocks(config.num_blocks, budget, layout, plan.max_model_len)
+    needs = Needs(device.type, weights, num_blocks * layout.block_bytes, int(config.swap_space * GIB))
+    check_host_memory(needs)
+    return needs
+
+
+def _budget(
+    weights: int, shape: ModelShape, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> MemoryBudget:
+    """Return what the load will find, as far as it can be estimated before."""
+    if device.type == "cpu" or config.kv_cache_memory_mb is not None:
+        return cpu_budget(config)
+    free, total = torch.cuda.mem_get_info(device)
+    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    step = StepSize(rows, -(-config.max_num_batched_tokens // rows))
+    steps = estimated_activation_bytes(step, shape, dtype)
+    source = (
+        f"gpu_memory_utilization {config.gpu_memory_utilization} of {total // MIB} MiB ({(total - free) // MIB} are "
+        f"taken, weights need {weights // MIB}, and steps about {steps // MIB})"
+    )
+    allowed = int(total * config.gpu_memory_utilization) - (total - free) - weights - steps
+    return MemoryBudget(allowed, source, "gpu_memory_utilization", Share(config.gpu_memory_utilization, total))
+
+
+def check_host_memory(needs: Needs) -> None:
+    available = available_host_bytes()
+    if available is None or needs.of_host <= available:
+        return
+    parts = {"weights": needs.weights, "KV cache": needs.cache} if needs.device == "cpu" else {}
+    shown = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in {**parts, "swap_space": needs.host}.items())
+    raise ConfigError(
+        f"host memory does not suffice: {shown}, and {available / GIB:.1f} GiB are available; lower "
+        "kv_cache_memory_mb or swap_space, or use a smaller model"
+    )
+
+
+def together(engines: Mapping[str, tuple[EngineConfig, Needs]]) -> Iterator[str]:
+    """Yield what is wrong where each engine fits alone and all of them do not."""
+    names = ", ".join(sorted(engines))
+    host, available = sum(needs.of_host for _, needs in engines.values()), available_host_bytes()
+    if available is not None and host > available:
+        yield (
+            f"{names} together need {host / GIB:.1f} GiB of host memory, and {available / GIB:.1f} GiB are free: "
+            "lower kv_cache_memory_mb or swap_space, or serve fewer with --models"
+        )
+    shares = [
+        config.gpu_memory_utilization
+        for config, needs in engines.values()
+        if needs.device == "cuda" and config.kv_cache_memory_mb is None
+    ]
+    if sum(shares) > 1.0:
+        yield (f"gpu_memory_utilization of {names} is {sum(shares):g} together: at most 1 is allowed on one GPU")

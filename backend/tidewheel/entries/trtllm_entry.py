@@ -1,0 +1,198 @@
+"""Make one entry of the parts that a model of Triton's TensorRT-LLM backend has.
+
+The parameters are those of `all_models/inflight_batcher_llm` of tensorrtllm_backend up to its release 1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from tidewheel.entries.checking import located
+from tidewheel.entries.entry import CONFIG_NAME, Entry
+from tidewheel.entries.finding import Finding, Problem
+from tidewheel.entries.migration import Migration, NewEntry
+from tidewheel.errors import ConfigError
+from tidewheel.server.repository import entry_text, resolve_model
+
+BACKEND = "tensorrtllm"
+ENGINE_NAME = "tensorrt_llm"  # the samples' name; newer ones have the backend python
+MODEL_NAME_PARAMETER = "tensorrt_llm_model_name"
+GIB = 1 << 30
+BLOCK_SIZE = 64
+
+
+class Kept(NamedTuple):
+    settings: Mapping[str, str]
+    word: str = ""  # on what differs
+
+
+def _as(name: str, word: str = "") -> Callable[[str], Kept]:
+    return lambda value: Kept({name: value}, word)
+
+
+def _if_positive(name: str) -> Callable[[str], Kept]:
+    return lambda value: Kept({name: value} if int(value) > 0 else {})
+
+
+def _only(wanted: str, word: str, settings: Mapping[str, str] | None = None) -> Callable[[str], Kept]:
+    """Keep the usual value silently; any other gives settings, or a word."""
+    return lambda value: Kept(
+        {} if value.lower() == wanted else settings or {}, "" if value.lower() == wanted else word
+    )
+
+
+# What becomes of a parameter that has a counterpart here.
+_KEPT: Mapping[str, Callable[[str], Kept]] = {
+    "kv_cache_free_gpu_mem_fraction": _as(
+        "gpu_memory_utilization", "here it is a fraction of all the GPU's memory, weights included"
+    ),
+    "enable_kv_cache_reuse": _as("enable_prefix_caching"),
+    "max_num_sequences": _if_positive("max_num_seqs"),
+    "kv_cache_host_memory_bytes": lambda value: Kept({"swap_space": f"{int(value) / GIB:g}"}),
+    "max_tokens_in_paged_kv_cache": lambda value: Kept(
+        {"num_blocks": str(-(-int(value) // BLOCK_SIZE)), "block_size": str(BLOCK_SIZE)}
+    ),
+    "batch_scheduler_policy": _only(
+        "guaranteed_no_evict",
+        "a running request may still be preempted, and goes on later",
+        {"admit_by_growth": "false"},
+    ),
+    "gpt_model_type": _only("inflight_fused_batching", "requests join and leave at any step"),
+    "cuda_graph_mode": _only("true", "", {"enforce_eager": "true"}),
+    "max_beam_width": _only("1", "beam search is not offered"),
+    "enable_chunked_context": _only("true", "prompts are always chunked"),
+    "FORCE_CPU_ONLY_INPUT_TENSORS": lambda _: Kept({}),
+}
+
+# What has none: the reason, and names.
+_LEFT_OUT = (
+    ("the engine file is not read: weights come from --model",
+     "gpt_model_path encoder_model_path executor_worker_path"),
+    ("the tokenizer comes from --model", "tokenizer_dir tokenizer_type"),
+    ("a request says so, by a parameter",
+     "exclude_input_in_output accumulate_tokens add_special_tokens skip_special_tokens"),
+    ("LoRA is not offered",
+     "lora_cache_optimal_adapter_size lora_cache_max_adapter_size lora_cache_gpu_memory_fraction "
+     "lora_cache_host_memory_bytes lora_prefetch_dir"),
+    ("speculative decoding is not offered",
+     "medusa_choices eagle_choices lookahead_window_size lookahead_ngram_size lookahead_verification_set_size "
+     "speculative_decoding_fast_logits tensorrt_llm_draft_model_name"),
+    ("structured output is not offered", "guided_decoding_backend xgrammar_tokenizer_info_path"),
+    ("images are not offered", "visual_model_path multimodal_model_path multimodal_encoders_name"),
+    ("the engine takes the first GPU that it sees: set CUDA_VISIBLE_DEVICES for the server",
+     "gpu_device_ids participant_ids num_nodes"),
+    ("the attention window is the model's own",
+     "max_attention_window_size sink_token_length cross_kv_cache_fraction"),
+    ("the parameters of each request say how it is decoded", "decoding_mode"),
+    ("log-probabilities are never divided by the length", "normalize_log_probs"),
+    ("weights stay on the device", "gpu_weights_percent"),
+    ("an option of the TensorRT-LLM executor",
+     "enable_trt_overlap cancellation_check_period_ms stats_check_period_ms recv_poll_period_ms "
+     "iter_stats_max_iterations request_stats_max_iterations kv_cache_onboard_blocks multi_block_mode "
+     "enable_context_fmha_fp32_acc cuda_graph_cache_size"),
+    ("all parts are one entry now", MODEL_NAME_PARAMETER),
+)  # fmt: skip
+_REASONS = {name: reason for reason, names in _LEFT_OUT for name in names.split()}
+
+
+class Parts(NamedTuple):
+    engine: Entry
+    faces: list[Entry]  # that clients call: ensemble, tensorrt_llm_bls
+    others: list[Entry]
+
+    @property
+    def all(self) -> list[Entry]:
+        return [self.engine, *self.faces, *self.others]
+
+
+def find_parts(entries: Iterable[Entry]) -> list[Parts]:
+    """Return the parts of each model of the TensorRT-LLM backend."""
+    entries = list(entries)
+    return [
+        _parts(entry, entries) for entry in entries if entry.config.backend == BACKEND or entry.name == ENGINE_NAME
+    ]
+
+
+def _parts(engine: Entry, entries: list[Entry]) -> Parts:
+    ensembles = [entry for entry in entries if engine.name in _steps(entry)]
+    bls = [
+        entry
+        for entry in entries
+        if MODEL_NAME_PARAMETER in entry.parameters
+        and _value(entry, MODEL_NAME_PARAMETER, ENGINE_NAME) == engine.name
+    ]
+    steps = {name for ensemble in ensembles for name in _steps(ensemble)} - {engine.name}
+    return Parts(engine, [*ensembles, *bls], [entry for entry in entries if entry.name in steps])
+
+
+def _steps(entry: Entry) -> set[str]:
+    return {step.model_name for step in entry.config.ensemble_scheduling.step}
+
+
+def _value(entry: Entry, name: str, default: str = "") -> str:
+    """Return a parameter; the default if it is empty or its place in the template is not filled in."""
+    value = entry.parameters.get(name, "").strip()
+    return default if not value or value.startswith("${") else value
+
+
+def from_trtllm(parts: Parts, model: str) -> Migration:
+    """Make an entry of the first face's name, and others that share its engine. Raise `ConfigError`."""
+    if not model:
+        tokenizer = next((text for part in parts.all if (text := _value(part, "tokenizer_dir"))), "")
+        hint = f"; the tokenizer was in {tokenizer!r}" if tokenizer else ""
+        raise ConfigError(
+            f"{parts.engine.folder}: an engine of TensorRT-LLM cannot be read: name the Hugging Face folder or id "
+            f"it was made of with --model{hint}"
+        )
+    settings: dict[str, str] = {"model": resolve_model(model), "io_dialect": "trtllm"}
+    lost: list[Finding] = []
+    for part in parts.all:
+        lost += located(part, "settings", _keep(part, settings))
+    lost += located(parts.engine, "native-queue", _keep_queue(parts.engine, settings))
+    decoupled = bool(parts.engine.config.model_transaction_policy.decoupled)
+    first, *others = [face.name for face in parts.faces] or [parts.engine.name]
+    texts = {first: entry_text(settings, decoupled=decoupled)}
+    for name in others:
+        texts[name] = entry_text({"engine_of": first, "io_dialect": "trtllm"}, decoupled=decoupled)
+    if not parts.faces:
+        message = (
+            f"no entry but {first} was found: clients that send it input_lengths and request_output_len do not work"
+        )
+        lost += located(parts.engine, "tensors", [Problem("warning", "input", message)])
+    return Migration([NewEntry(name, {CONFIG_NAME: text}) for name, text in texts.items()], lost)
+
+
+def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    """Add the settings that stand for a part's parameters; yield what could not be kept."""
+    for name in part.parameters:
+        value = _value(part, name)
+        if not value:
+            continue
+        if name not in _KEPT:
+            reason = _REASONS.get(name, "no parameter that is known here")
+            yield Problem("warning", f"parameters.{name}", f"{name} is {value!r}: {reason}")
+            continue
+        try:
+            kept = _KEPT[name](value)
+        except ValueError:
+            raise ConfigError(f"{part.path}: {name} is {value!r}: it must be a number") from None
+        settings.update(kept.settings)
+        if kept.word:
+            yield Problem("warning", f"parameters.{name}", f"{name} is {value!r}: {kept.word}")
+
+
+def _keep_queue(engine: Entry, settings: dict[str, str]) -> Iterator[Problem]:
+    config = engine.config
+    if config.max_batch_size > 0:
+        settings.setdefault("max_num_seqs", str(config.max_batch_size))
+    if config.dynamic_batching.default_queue_policy.max_queue_size > 0:
+        settings["max_waiting_requests"] = str(config.dynamic_batching.default_queue_policy.max_queue_size)
+    if config.dynamic_batching.max_queue_delay_microseconds > 0:
+        path = "dynamic_batching.max_queue_delay_microseconds"
+        yield Problem("warning", path, "requests start at once: the engine never waits for a batch to fill")
+    if config.dynamic_batching.priority_levels > 0:
+        path = "dynamic_batching.priority_levels"
+        yield Problem(
+            "warning", path, "a request's parameter priority says its class; for Triton's levels, add the block"
+        )

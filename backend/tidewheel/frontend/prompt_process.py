@@ -1,0 +1,222 @@
+"""Process that makes token ids of prompts: jobs on its standard input, a socket, and answers on the same.
+
+A chat template is a program and a tokenizer a set of patterns, both from a model's folder. Some need hours or all
+memory for some texts, and neither can be interrupted. The kernel ends this process when a job overruns its limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import resource
+import signal
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from tidewheel.batch import Int32Array
+from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
+from tidewheel.frontend.chat_template import ChatMessage, ChatTemplate
+from tidewheel.frontend.coercion import check_size, to_text
+from tidewheel.frontend.tokenizer import Tokenizer
+
+_CPU_STEP = 512 << 10  # characters
+_LENGTH = struct.Struct("<Q")
+
+# Patterns that try every division of a run overrun the limit with short runs, quadratic ones with long runs.
+_RUNS = ("a", "A", "0", " ", "\n", ".", "-", "_", "é", "日", "🎉", "a ", "a1", "\n ")
+_RUN_LENGTHS = (60, 5_000)
+_CONVERSATIONS = (["user"], ["system", "user"], ["system", *["user", "assistant"] * 20, "user"])
+_CONTENTS = ("Hello", "", "{{ 1 }} <|im_end|> </s>\n\x00", "word " * 10_000)
+
+
+class Render(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    messages: list[ChatMessage]
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    text: str
+    add_special_tokens: bool
+
+
+class Rendered(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    text: str
+
+
+class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    token_ids: bytes  # little-endian int32
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    tag: str  # of the error; empty: the folder cannot be served
+    message: str
+
+
+class Stage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Work of the process before it serves; empty: it serves."""
+
+    name: str
+
+
+Job = Render | Encode
+Answer = Rendered | Encoded | Refused | Stage
+
+
+class Folder(NamedTuple):
+    path: Path
+    vocab_size: int
+    max_prompt_bytes: int
+
+
+class Limits(NamedTuple):
+    """The memory is address space; the time is CPU time."""
+
+    memory_mb: int = 3072
+    trial_s: float = 20.0
+    job_s: float = 5.0  # and as much again per `_CPU_STEP` of text
+
+    def of_job(self, job: Job) -> float:
+        size = len(job.text) if isinstance(job, Encode) else sum(len(one["content"]) for one in job.messages)
+        return self.job_s * (1 + size / _CPU_STEP)
+
+
+class PromptEncoder(Protocol):
+    """Thread-safe. `render` and `encode` raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
+
+    def render(self, messages: list[ChatMessage]) -> str:
+        """Return what the chat template makes of the messages."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
+        """Return [num_tokens]."""
+
+    def close(self) -> None:
+        """End jobs with an error. Any thread may call it."""
+
+
+class LocalEncoder:
+    """Encoder in this process, without limits."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Raise `ConfigError` without a usable tokenizer or with a broken template."""
+        self._tokenizer = Tokenizer.load(folder.path, vocab_size=folder.vocab_size)
+        self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
+        self._max_prompt_bytes = folder.max_prompt_bytes
+
+    def render(self, messages: list[ChatMessage]) -> str:
+        if self.template is None:
+            raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
+        text = to_text("messages", self.template.render(messages))
+        size = len(text.encode("utf-8"))
+        check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
+        return text
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def close(self) -> None: ...
+
+
+def try_out(encoder: LocalEncoder) -> Iterator[str]:
+    """Encode and render long and odd inputs. Yield what is tried next. Raise `ConfigError` where they fail."""
+    yield "its tokenizer"
+    for run in _RUNS:
+        for length in _RUN_LENGTHS:
+            try:
+                encoder.encode(run * length + "!\x00", add_special_tokens=True)
+            except InvalidRequest as error:
+                raise ConfigError(f"{error.message} ({length} times {run!r}): use another tokenizer") from None
+    if encoder.template is None:
+        return
+    yield "its chat template"
+    for roles in _CONVERSATIONS:
+        for content in _CONTENTS:
+            encoder.template.try_out([{"role": role, "content": content} for role in roles])
+
+
+# --- both sides ---------------------------------------------------------------------------------------------------
+
+
+def write(stream: io.BufferedRWPair, message: Job | Answer) -> None:
+    data = msgspec.msgpack.encode(message)
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def read(stream: io.BufferedRWPair) -> bytes:
+    """Return the next message; empty at the end."""
+    head = stream.read(_LENGTH.size)
+    return stream.read(*_LENGTH.unpack(head)) if len(head) == _LENGTH.size else b""
+
+
+# --- the process --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("vocab_size", type=int)
+    parser.add_argument("max_prompt_bytes", type=int)
+    parser.add_argument("memory_mb", type=int)
+    parser.add_argument("trial_s", type=float)
+    parser.add_argument("job_s", type=float)
+    parser.add_argument("--trial", action="store_true")
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the front end, whose socket then ends this process
+    resource.setrlimit(resource.RLIMIT_AS, (args.memory_mb << 20, args.memory_mb << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with socket.socket(fileno=0) as connection, connection.makefile("rwb") as stream:
+        folder = Folder(args.folder, args.vocab_size, args.max_prompt_bytes)
+        limits = Limits(args.memory_mb, args.trial_s, args.job_s)
+        encoder = _start(stream, folder, limits.trial_s, is_trial=args.trial)
+        if encoder is not None:
+            _serve(stream, encoder, limits)
+
+
+def _start(stream: io.BufferedRWPair, folder: Folder, limit_s: float, *, is_trial: bool) -> LocalEncoder | None:
+    _limit_cpu(limit_s)
+    try:
+        write(stream, Stage("its files"))
+        encoder = LocalEncoder(folder)
+        for stage in try_out(encoder) if is_trial else ():
+            write(stream, Stage(stage))
+    except ConfigError as error:
+        write(stream, Refused("", str(error)))
+        return None
+    _limit_cpu(0.0)
+    write(stream, Stage(""))
+    return encoder
+
+
+def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> None:
+    decoder = msgspec.msgpack.Decoder(Job)
+    while data := read(stream):
+        job = decoder.decode(data)
+        _limit_cpu(limits.of_job(job))
+        answer: Answer
+        try:
+            answer = _work(encoder, job)
+        except TidewheelError as error:
+            answer = Refused(error.tag, error.message)
+        except MemoryError:
+            answer = Refused(InvalidRequest.tag, "the prompt needs too much memory: send a shorter one")
+        _limit_cpu(0.0)
+        write(stream, answer)
+
+
+def _work(encoder: LocalEncoder, job: Job) -> Answer:
+    if isinstance(job, Render):
+        return Rendered(encoder.render(job.messages))
+    return Encoded(encoder.encode(job.text, add_special_tokens=job.add_special_tokens).astype("<i4").tobytes())
+
+
+def _limit_cpu(seconds: float) -> None:
+    """End the process by SIGPROF after CPU time; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import threading
+from queue import SimpleQueue
+from typing import cast
+
+import msgspec
+import numpy as np
+
+from tidewheel.batch import Int32Array
+from tidewheel.engine.launcher import python_environment, python_executable
+from tidewheel.errors import ConfigError, Draining, InternalError, InvalidRequest, from_wire
+from tidewheel.frontend import prompt_process
+from tidewheel.frontend.chat_template import ChatMessage
+from tidewheel.frontend.prompt_process import (
+    Answer,
+    Encode,
+    Encoded,
+    Folder,
+    Job,
+    Limits,
+    Refused,
+    Render,
+    Rendered,
+    Stage,
+)
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 2  # of a job whose process something else ended
+# One thread each: jobs run beside each other, and every other thread takes address space. A backtrace takes a second.
+_ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"
+}  # fmt: skip
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+class PromptWorkers:
+    """Encoder that gives each job to one of `count` processes. One that ended is replaced when it is needed."""
+
+    def __init__(self, folder: Folder, count: int, limits: Limits | None = None) -> None:
+        """Start the first process, which tries the folder out."""
+        self._folder = folder
+        self._limits = limits or Limits()
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._workers: list[_Worker | None] = [_Worker(folder, self._limits, is_trial=True), *[None] * (count - 1)]
+        self._idle: SimpleQueue[int] = SimpleQueue()
+        for index in range(count):
+            self._idle.put(index)
+
+    def wait_tried(self) -> None:
+        """Raise `ConfigError` if the folder cannot be served within the limits."""
+        worker = self._workers[0]
+        assert worker is not None
+        worker.wait_started()
+
+    def render(self, messages: list[ChatMessage]) -> str:
+        return cast(Rendered, self._ask(Render(messages))).text
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
+        answer = cast(Encoded, self._ask(Encode(text, add_special_tokens)))
+        return np.frombuffer(answer.token_ids, dtype="<i4").astype(np.int32, copy=False)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            workers = [worker for worker in self._workers if worker is not None]
+        for worker in workers:
+            worker.end()
+
+    def _ask(self, job: Job) -> Answer:
+        index = self._idle.get()
+        try:
+            for _ in range(_ATTEMPTS):
+                answer = self._worker(index).ask(job)
+                if answer is not None:
+                    break
+                self._bury(index, job)
+        except ConfigError as error:  # files that have changed
+            raise InternalError(str(error)) from None
+        finally:
+            self._idle.put(index)
+        if answer is None:
+            raise InternalError("the process that makes token ids ended twice: the server's log may say why")
+        if isinstance(answer, Refused):
+            raise from_wire(answer.tag, answer.message)
+        return answer
+
+    def _worker(self, index: int) -> _Worker:
+        with self._lock:
+            if self._is_closed:
+                raise Draining("the server is shutting down")
+            worker = self._workers[index]
+            if worker is None:
+                worker = self._workers[index] = _Worker(self._folder, self._limits, is_trial=False)
+        return worker
+
+    def _bury(self, index: int, job: Job) -> None:
+        """Forget a process that has ended. Raise `InvalidRequest` if the job overran the limit of time."""
+        worker = self._workers[index]
+        assert worker is not None
+        returncode = worker.end()
+        self._workers[index] = None
+        if self._is_closed:
+            raise Draining("the server is shutting down")
+        logger.warning("a process that makes token ids ended (%s) and is replaced", _exit(returncode))
+        if returncode == -signal.SIGPROF:
+            what = "text could not be tokenised" if isinstance(job, Encode) else "chat template did not end"
+            raise InvalidRequest(f"the {what} within {self._limits.of_job(job):.0f} s of CPU time: change the prompt")
+
+
+class _Worker:
+    def __init__(self, folder: Folder, limits: Limits, *, is_trial: bool) -> None:
+        command = [python_executable(), "-P", "-m", prompt_process.__name__, *map(str, (*folder, *limits))]
+        self._folder = folder
+        self._limits = limits
+        self._is_started = False
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [*command, *(["--trial"] if is_trial else [])],
+                stdin=theirs.fileno(),
+                env=python_environment() | _ENVIRONMENT,
+                start_new_session=True,
+            )
+        self._socket = ours
+        self._stream = ours.makefile("rwb")
+
+    def wait_started(self) -> None:
+        """Raise `ConfigError` if the folder cannot be served."""
+        stage = "its files"
+        while not self._is_started:
+            answer = self._read()
+            if isinstance(answer, Refused):
+                raise ConfigError(answer.message)
+            if answer is None:
+                limits = f"{self._limits.trial_s:.0f} s of CPU time and {self._limits.memory_mb} MiB of memory"
+                raise ConfigError(
+                    f"{self._folder.path}: {stage} could not be tried within {limits} ({_exit(self.end())}): "
+                    "use files that you trust"
+                )
+            assert isinstance(answer, Stage)
+            stage, self._is_started = answer.name, not answer.name
+
+    def ask(self, job: Job) -> Answer | None:
+        """Return None if the process has ended."""
+        self.wait_started()
+        try:
+            prompt_process.write(self._stream, job)
+        except (OSError, ValueError):  # ValueError: closed
+            return None
+        return self._read()
+
+    def end(self) -> int:
+        """End the process, also from another thread than that of `ask`. Return its exit code."""
+        self._process.kill()
+        returncode: int = self._process.wait()
+        with contextlib.suppress(OSError):
+            self._stream.close()
+            self._socket.close()
+        return returncode
+
+    def _read(self) -> Answer | None:
+        try:
+            data = prompt_process.read(self._stream)
+        except (OSError, ValueError):
+            return None
+        return _answers.decode(data) if data else None
+
+
+def _exit(returncode: int) -> str:
+    return f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"

@@ -1,0 +1,65 @@
+"""Guard of a server: a process that outlives the supervisor for a moment, and leaves nothing of the server.
+
+The supervisor holds one end of a pipe, which the kernel closes however the supervisor ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from tidewheel.server import workdir
+from tidewheel.server.workdir import WorkDir
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_END_TIMEOUT_S = 5.0
+
+
+class Lifeline:
+    """Guard that cleans up behind this process, also at the end of the `with` block."""
+
+    def __init__(self, work: WorkDir) -> None:
+        reader, self._writer = os.pipe()
+        environment = {key: value for key, value in os.environ.items() if key != workdir.RUN_DIR}
+        try:
+            self._guard = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-P", "-m", __name__, str(work.root)],
+                stdin=reader,
+                env=environment,
+                start_new_session=True,
+            )
+        finally:
+            os.close(reader)
+
+    @property
+    def pid(self) -> int:
+        return self._guard.pid
+
+    def __enter__(self) -> Lifeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._writer)
+        try:
+            self._guard.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+
+
+def main() -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    while os.read(0, 1):
+        pass
+    workdir.remove(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.entries.foreign_entries import write_entry
+from support.triton.serving import WEIGHTS
+from tidewheel.entries.entry import Machine
+
+WriteEntry = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteEntry:
+    """Write an entry into the repository `tmp_path / "models"`."""
+
+    return functools.partial(write_entry, tmp_path / "models")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Return a copy of the demo's model, to be damaged."""
+    return Path(shutil.copytree(WEIGHTS, tmp_path / "weights"))
+
+
+@pytest.fixture(autouse=True)
+def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "here", lambda: Machine(num_gpus=0, num_cores=2))

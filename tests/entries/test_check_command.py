@@ -1,0 +1,129 @@
+"""`tidewheel check`: what it prints, its exit codes, and what --fix changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from entries.conftest import WriteEntry
+from entries.test_planted_mistakes import CONFIG, TWIN, setting
+from support.triton.serving import REPOSITORY, WEIGHTS
+from tidewheel.cli.main import main
+from tidewheel.entries.checking import RULES, check
+from tidewheel.entries.entry_rules import ENTRY_RULES
+from tidewheel.server.repository import write_entry
+
+MISSPELT = f"""backend: "tidewheel"  # ours
+model_transaction_polici {{ decoupled: true }}
+
+# How many run at once
+parameters [
+  {{ key: 'max_num_seq' value {{ string_value: "4" }} }},
+  {{ key: "model" value {{ string_value: "{WEIGHTS}" }} }}  # the demo's
+]
+"""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["check", *arguments])
+    return code, capsys.readouterr().out
+
+
+def test_our_repository_is_clean(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = run(capsys, str(REPOSITORY), "--strict")
+    assert code == 0
+    assert printed.splitlines()[-1] == "2 checked, 2 passed over: 0 errors, 0 warnings"
+    assert "baseline_static/config.pbtxt:2:1: note: passed over: backend is 'python'" in printed
+
+
+def test_tokenizer_and_template_are_tried_as_at_the_load(write: WriteEntry, weights: Path) -> None:
+    (weights / "chat_template.jinja").write_text("{% for %}")
+    write("demo_infer", TWIN)
+    (found,) = check(write("demo", CONFIG.replace(str(WEIGHTS), str(weights)))).findings
+    assert (found.rule, found.severity) == ("model", "error")
+    assert "chat template does not compile" in found.message
+
+
+def test_an_entry_of_serve_is_clean(tmp_path: Path) -> None:
+    write_entry(tmp_path, str(WEIGHTS), "one", {"max_num_seqs": "4", "tenants": '{"a": {"weight": 2}}'})
+    assert check(tmp_path).findings == []
+
+
+def test_a_config_of_an_entry_stands_for_it(write: WriteEntry) -> None:
+    entry = write("demo", CONFIG)
+    write("demo_infer", TWIN)
+    report = check(entry / "config.pbtxt")
+    assert (report.checked, report.findings) == (["demo"], [])
+
+
+def test_every_rule_is_in_the_documentation() -> None:
+    page = (REPOSITORY.parent / "docs" / "serve.md").read_text()
+    assert not [rule for rule in (*RULES, *ENTRY_RULES) if f"`{rule}`" not in page]
+
+
+def test_exit_codes(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = write("demo", CONFIG)
+    assert run(capsys, str(entry))[0] == 0  # a warning: no twin
+    assert run(capsys, str(entry), "--strict")[0] == 1
+    (entry / "config.pbtxt").write_text(CONFIG + setting("sed", "1"))
+    code, printed = run(capsys, str(entry))
+    assert code == 1
+    path = entry / "config.pbtxt"
+    assert f"{path}:4:14: error: unknown setting 'sed'; did you mean 'seed'? [settings]" in printed.splitlines()
+    assert printed.splitlines()[-1] == "1 checked, 0 passed over: 1 error, 1 warning"
+
+
+@pytest.mark.parametrize("path", [".", "absent", "absent/config.pbtxt"])
+def test_nothing_to_check(tmp_path: Path, path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path / path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_json(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = write("demo", CONFIG + setting("sed", "1"))
+    write("demo_infer", TWIN)
+    write("ensemble", 'platform: "ensemble"\n')
+    code, printed = run(capsys, str(entry.parent), "--json")
+    report = json.loads(printed)
+    assert code == 1
+    assert report.keys() == {"version", "checked", "passed_over", "fixed", "findings"}
+    assert (report["version"], report["checked"], report["passed_over"]) == (1, ["demo", "demo_infer"], ["ensemble"])
+    assert report["findings"][0] == {
+        "rule": "settings", "severity": "error", "file": str(entry / "config.pbtxt"), "line": 4, "column": 14,
+        "field": "parameters.sed", "message": "unknown setting 'sed'; did you mean 'seed'?", "right_name": "seed",
+    }  # fmt: skip
+    assert {finding["severity"] for finding in report["findings"]} == {"error", "note"}
+
+
+def test_fix_changes_names_alone(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = write("demo", MISSPELT, '{\n  "ageing": 3,\n  "seed": 1\n}\n')
+    write("demo_infer", TWIN)
+    code, printed = run(capsys, str(entry), "--fix")
+    assert code == 0, printed
+    config, model_json = entry / "config.pbtxt", entry / "1" / "model.json"
+    assert config.read_text() == MISSPELT.replace("_polici ", "_policy ").replace("max_num_seq'", "max_num_seqs'")
+    assert model_json.read_text() == '{\n  "ageing_s": 3,\n  "seed": 1\n}\n'
+    assert [line for line in printed.splitlines() if "fixed" in line] == [
+        f"{model_json}:2:3: fixed: ageing is now ageing_s",
+        f"{config}:2:1: fixed: model_transaction_polici is now model_transaction_policy",
+        f"{config}:6:5: fixed: max_num_seq is now max_num_seqs",
+    ]
+
+
+def test_fix_leaves_two_names_for_one_setting(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONFIG + setting("sed", "1") + setting("seed", "2")
+    entry = write("demo", config)
+    assert run(capsys, str(entry), "--fix")[0] == 1
+    assert (entry / "config.pbtxt").read_text() == config
+
+
+def test_without_models_of_ours_torch_is_not_imported(write: WriteEntry) -> None:
+    entry = write("other", 'backend: "python"\n')
+    code = f"import sys; from tidewheel.cli.main import main; main(['check', {str(entry)!r}])"
+    code += "; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False"

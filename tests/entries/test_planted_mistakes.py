@@ -1,0 +1,469 @@
+"""Each mistake in an entry is found by its rule, at its place, with what to do; the entry without it is clean."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from entries.conftest import WriteEntry
+from support.triton.serving import WEIGHTS
+from tidewheel.entries import model_rules
+from tidewheel.entries.checking import check
+from tidewheel.entries.finding import Finding
+from tidewheel.frontend.prompt_process import Folder, LocalEncoder
+
+# Mistakes are on line 4 and behind it.
+CONFIG = f"""backend: "tidewheel"
+model_transaction_policy {{ decoupled: true }}
+parameters {{ key: "model" value {{ string_value: "{WEIGHTS}" }} }}
+"""
+TWIN = """backend: "tidewheel"
+model_transaction_policy { decoupled: false }
+parameters { key: "engine_of" value { string_value: "demo" } }
+"""
+
+
+def setting(name: str, value: str) -> str:
+    return f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n'
+
+
+class Mistake(NamedTuple):
+    rule: str
+    where: str  # file of the entry, line and column
+    field: str
+    words: str  # of the message, in order; `…` between them
+    config: str = ""  # behind line 3
+    model_json: str | None = None
+    severity: str = "error"
+
+
+QUEUE = "dynamic_batching.{}"
+GATED = setting("max_waiting_requests", "64")
+
+MISTAKES = {
+    "a text for a number": Mistake(
+        "syntax", "config.pbtxt:4:17", "", "parse integer … mend it",
+        'max_batch_size: "many"\n',
+    ),
+    "an open brace": Mistake("syntax", "config.pbtxt:4:", "", "mend it", "dynamic_batching {\n"),
+    "a template": Mistake("syntax", "config.pbtxt:4:", "", "template … fill in", "max_batch_size: ${size}\n"),
+    "an unknown field": Mistake(
+        "schema", "config.pbtxt:4:1", "dynamic_batchin", "dynamic_batchin … did you mean 'dynamic_batching'",
+        "dynamic_batchin { }\n",
+    ),
+    "an unknown field in a list": Mistake(
+        "schema", "config.pbtxt:5:3", "instance_group.0.kinds", "ModelInstanceGroup … 'kinds' … 'kind'",
+        "instance_group [ {\n  kinds: KIND_CPU\n} ]\n",
+    ),
+    "a parameter twice": Mistake(
+        "schema", "config.pbtxt:4:14", "parameters.seed", "2 times … keep one",
+        setting("seed", "1") + setting("seed", "2")
+    ),
+    "another name": Mistake("name", "config.pbtxt:4:1", "name", "'other' … 'demo' … remove name", 'name: "other"\n'),
+    "a version that is not there": Mistake(
+        "version-folder", "config.pbtxt:4:1", "version_policy", "[7] … [1]",
+        "version_policy { specific { versions: [ 7 ] } }\n",
+    ),
+    "a misspelt setting": Mistake(
+        "settings", "config.pbtxt:4:14", "parameters.max_num_seq", "'max_num_seq' … 'max_num_seqs'",
+        setting("max_num_seq", "4"),
+    ),
+    "a misspelt setting of vLLM": Mistake(
+        "settings", "model.json:3:5", "gpu_memory_utilisation", "'gpu_memory_utilization'", "",
+        '{\n    "seed": 1,\n    "gpu_memory_utilisation": 0.5\n}\n',
+    ),
+    "a word for a number": Mistake(
+        "settings", "config.pbtxt:4:14", "parameters.max_num_seqs", "'two' … integer", setting("max_num_seqs", "two")
+    ),
+    "a number out of range": Mistake(
+        "settings", "config.pbtxt:5:3", "parameters.gpu_memory_utilization", "is 9.0 … 0.05 to 1",
+        'parameters {\n  key: "gpu_memory_utilization"\n  value { string_value: "9" }\n}\n',
+    ),
+    "a contradiction": Mistake(
+        "settings", "config.pbtxt:4:14", "parameters.num_blocks", "kv_cache_memory_mb … set one",
+        setting("num_blocks", "99") + setting("kv_cache_memory_mb", "99"),
+    ),
+    "what is not offered": Mistake(
+        "settings", "model.json:1:2", "tensor_parallel_size", "is 2 … one device … set it to 1", "",
+        '{"tensor_parallel_size": 2}',
+    ),
+    "under an alias": Mistake(
+        "settings", "model.json:1:2", "num_gpu_blocks_override", "num_blocks is 0 … at least 1", "",
+        '{"num_gpu_blocks_override": 0}',
+    ),
+    "two values": Mistake(
+        "settings", "config.pbtxt:4:14", "parameters.seed", "'1' … 2 in 1/model.json … keep one",
+        setting("seed", "1"),
+        '{"seed": 2}',
+    ),
+    "no effect": Mistake(
+        "settings", "model.json:1:2", "max_loras", "no effect here … LoRA", "", '{"max_loras": 2}', "note"
+    ),
+    "a dialect that Triton does not see": Mistake(
+        "settings", "model.json:1:2", "io_dialect", "io_dialect in config.pbtxt", "", '{"io_dialect": "trtllm"}'
+    ),
+    "a limit of tenants": Mistake(
+        "settings", "config.pbtxt:4:14", "parameters.tenants", "tenants.a … 'wieght' … 'weight'",
+        setting("tenants", "{\\\"a\\\": {\\\"wieght\\\": 2}}"),
+    ),
+    "no JSON": Mistake("model-json", "model.json", "", "not JSON … line 1", "", '{"seed": }'),
+    "a key twice": Mistake(
+        "model-json", "model.json:1:13", "seed", "2 times … keep one", "", '{"seed": 1, "seed": 2}'
+    ),
+    "a tensor of another type": Mistake(
+        "tensors", "config.pbtxt:4:9", "input.top_k", "TYPE_INT64 … TYPE_INT32",
+        'input [ { name: "top_k" data_type: TYPE_INT64 dims: [ 1 ] optional: true } ]\n',
+    ),
+    "a tensor of another shape": Mistake(
+        "tensors", "config.pbtxt:5:3", "input.top_k", "[1, 1] … [1]",
+        'input [\n  { name: "top_k" data_type: TYPE_INT32 dims: [ 1, 1 ] optional: true }\n]\n',
+    ),
+    "an unknown input": Mistake(
+        "tensors", "config.pbtxt:4:1", "input.prompt", "'prompt' … leave it out",
+        'input { name: "prompt" data_type: TYPE_STRING dims: [ 1 ] }\n',
+    ),
+    "an unknown output": Mistake(
+        "tensors", "config.pbtxt:4:1", "output.texts", "'texts' … leave it out",
+        'output { name: "texts" data_type: TYPE_STRING dims: [ -1 ] }\n',
+    ),
+    "a batch size": Mistake(
+        "tensors", "config.pbtxt:4:1", "max_batch_size", "is 8 … leave it out", "max_batch_size: 8\n"
+    ),
+    "a required prompt": Mistake(
+        "tensors", "config.pbtxt:4:1", "input.text_input", "messages or input_ids are refused … optional: true",
+        'input { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] }\n', severity="note",
+    ),
+    "levels without a default": Mistake(
+        "native-queue", "config.pbtxt:4:20", QUEUE.format("priority_levels"), "is 0 … 1 to 3",
+        "dynamic_batching { priority_levels: 3 }\n" + GATED,
+    ),
+    "a policy of no level": Mistake(
+        "native-queue", "config.pbtxt:6:27", QUEUE.format("priority_queue_policy.5"), "key 5 … 1 to 2",
+        "dynamic_batching {\n  priority_levels: 2 default_priority_level: 1\n"
+        "  priority_queue_policy { key: 5 value { max_queue_size: 9 } }\n}\n" + GATED,
+    ),
+    "levels without the gate": Mistake(
+        "native-queue", "config.pbtxt:4:20", QUEUE.format("priority_levels"),
+        "max_waiting_requests is not set … 1024",
+        "dynamic_batching { priority_levels: 3 default_priority_level: 2 }\n", severity="warning",
+    ),
+    "a preferred batch": Mistake(
+        "native-queue", "config.pbtxt:4:20", QUEUE.format("preferred_batch_size"), "[4, 8] … remove it",
+        "dynamic_batching { preferred_batch_size: [ 4, 8 ] }\n",
+    ),
+    "a delay": Mistake(
+        "native-queue", "config.pbtxt:4:20", QUEUE.format("max_queue_delay_microseconds"), "is 500 … remove it",
+        "dynamic_batching { max_queue_delay_microseconds: 500 }\n", severity="warning",
+    ),
+    "answers in order": Mistake(
+        "native-queue", "config.pbtxt:4:20", QUEUE.format("preserve_ordering"), "continuous batching … remove it",
+        "dynamic_batching { preserve_ordering: true }\n", severity="warning",
+    ),
+    "milliseconds for microseconds": Mistake(
+        "native-queue", "config.pbtxt:4:43", QUEUE.format("default_queue_policy.default_timeout_microseconds"),
+        "is 3000 (0.003 s) … raise it",
+        "dynamic_batching { default_queue_policy { default_timeout_microseconds: 3000 } }\n", severity="warning",
+    ),
+    "timeouts that do not count": Mistake(
+        "native-queue", "config.pbtxt:4:43", QUEUE.format("default_queue_policy.allow_timeout_override"),
+        "default_timeout_microseconds is not set … set it",
+        "dynamic_batching { default_queue_policy { allow_timeout_override: true } }\n", severity="warning",
+    ),
+    "a sequence batcher": Mistake(
+        "other-schedulers", "config.pbtxt:4:1", "sequence_batching", "remove it … session", "sequence_batching { }\n"
+    ),
+    "a response cache": Mistake(
+        "other-schedulers", "config.pbtxt:4:1", "response_cache", "Triton refuses it",
+        "response_cache { enable: true }\n",
+    ),
+    "a GPU that is not there": Mistake(
+        "instances", "config.pbtxt:4:20", "instance_group.0.kind", "KIND_GPU … has 0 … KIND_CPU",
+        "instance_group [ { kind: KIND_GPU } ]\n",
+    ),
+    "a GPU that is not there, without a kind": Mistake(
+        "instances", "config.pbtxt:4:18", "instance_group.0.kind", "KIND_AUTO for GPU 1 … has 0",
+        "instance_group [ { gpus: [ 1 ] } ]\n",
+    ),
+    "GPUs of a CPU": Mistake(
+        "instances", "config.pbtxt:4:35", "instance_group.0.gpus", "[0] … remove gpus",
+        "instance_group [ { kind: KIND_CPU gpus: [ 0 ] } ]\n",
+    ),
+    "too many instances": Mistake(
+        "instances", "config.pbtxt:4:35", "instance_group.0.count", "is 9 … 2 cores",
+        "instance_group [ { kind: KIND_CPU count: 9 } ]\n", severity="warning",
+    ),
+    "what nothing reads": Mistake(
+        "not-read", "config.pbtxt:4:1", "optimization", "remove it", "optimization { }\n", severity="warning"
+    ),
+    "a longer context": Mistake(
+        "model", "config.pbtxt:4:14", "parameters.max_model_len", "is 4096 … at most 1024",
+        setting("max_model_len", "4096")
+    ),
+    "a cache too small for a request": Mistake(
+        "model", "model.json:1:2", "num_blocks", "max_model_len … num_blocks 3", "", '{"num_blocks": 3}'
+    ),
+    "a cache too large for the machine": Mistake(
+        "model", "config.pbtxt:4:14", "parameters.kv_cache_memory_mb", "host memory … KV cache 931.3 GiB … lower",
+        setting("kv_cache_memory_mb", "953674"),
+    ),
+}  # fmt: skip
+
+
+def matches(words: str, message: str) -> bool:
+    return re.search(".*".join(map(re.escape, words.split(" … "))), message) is not None
+
+
+def shown(findings: list[Finding]) -> str:
+    return "\n".join(map(str, findings))
+
+
+def place(finding: Finding) -> str:
+    return ":".join(str(part) for part in (Path(finding.file).name, finding.line, finding.column) if part is not None)
+
+
+class QuickTrial:
+    """Stand-in for `PromptWorkers`, without a process of its own."""
+
+    def __init__(self, folder: Folder, count: int) -> None:
+        self._folder = folder
+
+    def wait_tried(self) -> None:
+        LocalEncoder(self._folder)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def quick_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_rules, "PromptWorkers", QuickTrial)
+
+
+@pytest.fixture
+def repository(write: WriteEntry, tmp_path: Path) -> Path:
+    write("demo", CONFIG)
+    write("demo_infer", TWIN)
+    return tmp_path / "models"
+
+
+def test_the_entry_without_a_mistake(repository: Path) -> None:
+    report = check(repository)
+    assert (report.checked, report.findings) == (["demo", "demo_infer"], [])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_mistake(repository: Path, mistake: Mistake) -> None:
+    entry = repository / "demo"
+    (entry / "config.pbtxt").write_text(CONFIG + mistake.config)
+    if mistake.model_json is not None:
+        (entry / "1" / "model.json").write_text(mistake.model_json)
+    findings = check(entry).findings
+    found = [finding for finding in findings if (finding.rule, finding.field) == (mistake.rule, mistake.field)]
+    assert len(found) == 1, shown(findings)
+    assert place(found[0]).startswith(mistake.where)
+    assert found[0].severity == mistake.severity
+    assert matches(mistake.words, found[0].message), found[0].message
+    others = [finding for finding in findings if finding.severity == "error" and finding != found[0]]
+    assert not others, shown(others)
+
+
+Damage = Callable[[Path], None]
+
+
+def without(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+
+
+def lacking_a_shard(folder: Path) -> None:
+    shards = {
+        "model.norm.weight": "model-00001-of-00002.safetensors",
+        "lm_head.weight": "model-00002-of-00002.safetensors",
+    }
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def configured(**changes: object) -> Damage:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "words"),
+    [
+        (truncated, "model.safetensors", "not a valid safetensors file … download it again"),
+        (lacking_a_shard, "model-00002-of-00002.safetensors", "is missing … download it again"),
+        (pickled, "weights", "pickled … convert them"),
+        (without("model.safetensors"), "weights", "no weights: model.safetensors"),
+        (without("tokenizer.json"), "weights", "no tokenizer.json: set tokenizer"),
+        (without("config.json"), "config.json", "does not exist: give the folder"),
+        (configured(num_hidden_layers=9), "weights", "checkpoint lacks model.layers … do not match"),
+        (configured(vocab_size=100), "tokenizer.json", "tokens and the model 100 … another model"),
+        (configured(architectures=["MambaForCausalLM"]), "config.json", "MambaForCausalLM is not offered"),
+        (configured(architectures=["HovercraftForCausalLM"]), "config.json", "'HovercraftForCausalLM' is unknown"),
+        (configured(auto_map={"AutoModel": "evil.Model"}), "config.json", "auto_map … never done"),
+        (configured(quantization_config={"bits": 4}), "config.json", "quantised … only float"),
+    ],
+)
+def test_damaged_model(write: WriteEntry, weights: Path, damage: Damage, file: str, words: str) -> None:
+    damage(weights)
+    entry = write("demo", CONFIG.replace(str(WEIGHTS), str(weights)))
+    findings = [finding for finding in check(entry).findings if finding.rule == "model"]
+    assert any(Path(finding.file).name == file and matches(words, finding.message) for finding in findings), findings
+    assert all(finding.severity == "error" for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("config", "rule", "where", "words"),
+    [
+        (CONFIG.replace('"tidewheel"', '"tidewhel"'), "backend", "config.pbtxt:1:1", "'tidewhel' … 'tidewheel'"),
+        (CONFIG.partition("\n")[2], "backend", "config.pbtxt", 'add backend: "tidewheel"'),
+        (CONFIG.replace(str(WEIGHTS), "nowhere"), "model", "config.pbtxt:3:14", "'nowhere': no such folder"),
+        (CONFIG.replace(setting("model", str(WEIGHTS)), ""), "settings", "config.pbtxt", "model is not set … give"),
+        (TWIN.replace('"demo"', '"absent"'), "settings", "config.pbtxt:3:14", "'absent' … no model of that name"),
+        (TWIN.replace('"demo"', '"python"'), "settings", "config.pbtxt:3:14", "backend 'python' … only"),
+        (TWIN.replace('"demo"', '"twin"'), "settings", "config.pbtxt:3:14", "'twin', itself a twin: name 'demo'"),
+        (TWIN + setting("seed", "1"), "settings", "config.pbtxt:4:14", "seed: engine settings belong to 'demo'"),
+        (TWIN + "response_cache { enable: true }", "other-schedulers", "config.pbtxt:4:1", "repeated … remove it"),
+    ],
+)  # fmt: skip
+def test_mistake_of_a_whole_entry(
+    repository: Path, write: WriteEntry, config: str, rule: str, where: str, words: str
+) -> None:
+    write("python", 'backend: "python"\n')
+    write("twin", TWIN)
+    findings = check(write("wrong", config)).findings
+    findings = [finding for finding in findings if finding.severity != "note" and finding.rule != "transactions"]
+    assert len(findings) == 1, shown(findings)
+    (found,) = findings
+    assert (found.rule, place(found)) == (rule, where)
+    assert matches(words, found.message), found.message
+
+
+def test_no_version_folder(repository: Path) -> None:
+    shutil.rmtree(repository / "demo" / "1")
+    (found,) = check(repository / "demo").findings
+    assert (found.rule, found.severity) == ("version-folder", "error")
+    assert matches("no version folder … demo/1", found.message)
+
+
+def test_a_stream_without_a_twin(repository: Path) -> None:
+    shutil.rmtree(repository / "demo_infer")
+    (found,) = check(repository).findings
+    assert (found.rule, found.severity, found.line, found.field) == (
+        "transactions",
+        "warning",
+        2,
+        "model_transaction_policy",
+    )
+    assert matches("/infer … demo_infer … engine_of demo", found.message)
+
+
+def test_engines_that_do_not_fit_together(
+    repository: Path, write: WriteEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_rules, "available_host_bytes", lambda: 800 << 20)
+    write("second", CONFIG)
+    findings = [finding for finding in check(repository).findings if finding.severity == "error"]
+    (found,) = findings
+    assert (found.rule, found.file, found.line) == ("together", str(repository), None)
+    assert matches("demo, second together need 1.0 GiB … 0.8 GiB … serve fewer", found.message)
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with 1 of 2 GiB free; nothing is put on it."""
+    monkeypatch.setattr(model_rules, "resolve_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (("max_num_seqs", "8"), ""),
+        (("gpu_memory_utilization", "0.4"), "max_model_len is 1024 … gpu_memory_utilization 0.4 … raise"),
+        (("max_num_batched_tokens", "4000000"), "max_model_len is 1024 … steps about … use a larger GPU"),
+        (("swap_space", "4000"), "host memory does not suffice: swap_space 4000.0 GiB … lower"),
+        (("kv_cache_memory_mb", "1"), "kv_cache_memory_mb 1 gives a KV cache of"),
+    ],
+)
+def test_memory_of_a_gpu(gpu: None, repository: Path, parameter: tuple[str, str], words: str) -> None:
+    (repository / "demo" / "config.pbtxt").write_text(CONFIG + setting(*parameter))
+    messages = [finding.message for finding in check(repository).findings]
+    assert len(messages) == bool(words), messages
+    assert all(matches(words, message) for message in messages), messages
+
+
+def test_weights_that_do_not_fit_on_a_gpu(gpu: None, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 2 * GIB))
+    (found,) = check(repository).findings
+    assert matches("the weights need … a GPU has 0.0 GiB free", found.message)
+
+
+def test_engines_that_share_a_gpu(gpu: None, repository: Path, write: WriteEntry) -> None:
+    write("second", CONFIG)
+    found = next(finding for finding in check(repository).findings if finding.rule == "together")
+    assert matches("gpu_memory_utilization of demo, second is 1.8 together", found.message)
+
+
+def test_the_folder_one_is_in(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(repository / "demo")
+    for path in (".", "config.pbtxt", "1/.."):
+        assert check(Path(path)).checked == ["demo"]
+    assert check(Path("..")).checked == ["demo", "demo_infer"]
+
+
+def test_messages_nested_without_end(repository: Path) -> None:
+    (repository / "demo" / "config.pbtxt").write_text("dynamic_batching {" * 50_000)
+    assert [finding.rule for finding in check(repository / "demo").findings] == ["syntax"]
+
+
+def test_a_mistake_of_the_engine_is_one_of_its_twin(repository: Path) -> None:
+    (repository / "demo" / "config.pbtxt").write_text(CONFIG + setting("sed", "1"))
+    (found,) = check(repository / "demo_infer").findings
+    assert (found.field, place(found)) == ("parameters.engine_of", "config.pbtxt:3:14")
+    assert matches("'demo', whose engine cannot be had … 'sed' … 'seed'", found.message)
+
+
+def test_every_mistake_of_one_entry_is_found(repository: Path) -> None:
+    config = (
+        CONFIG + setting("sed", "1") + setting("max_num_seqs", "0") + setting("block_size", "7") + 'name: "other"\n'
+    )
+    (repository / "demo" / "config.pbtxt").write_text(config)
+    lines = {finding.line for finding in check(repository / "demo").findings if finding.severity == "error"}
+    assert lines == {4, 5, 6, 7}
+
+
+def test_another_machine_will_serve_it(repository: Path) -> None:
+    config = CONFIG + setting("kv_cache_memory_mb", "953674") + "instance_group [ { kind: KIND_GPU count: 9 } ]\n"
+    (repository / "demo" / "config.pbtxt").write_text(config)
+    assert check(repository / "demo", is_this_machine=False).findings == []
+
+
+def test_a_model_that_is_not_fetched_yet(write: WriteEntry) -> None:
+    entry = write("demo", CONFIG.replace(str(WEIGHTS), "no-such-owner/no-such-model"))
+    found = next(finding for finding in check(entry).findings if finding.rule == "model")
+    assert (found.severity, found.line) == ("note", 3)
+    assert matches("not cached here", found.message)

@@ -1,0 +1,163 @@
+"""vLLM's engine arguments: each is honoured, without effect, or refused in words that help."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidewheel.config import EngineConfig
+from tidewheel.engine_arguments import (
+    ARGUMENTS,
+    HONOURED,
+    NOT_OFFERED,
+    WITHOUT_EFFECT,
+    kind_of,
+    plain,
+    translate,
+)
+from tidewheel.errors import ConfigError
+
+LIST = json.loads((Path(__file__).parent / "vllm_engine_arguments.json").read_text())
+VLLM: dict[str, dict[str, Any]] = LIST["arguments"]
+OF_TRITON = set(LIST["triton_vllm_backend"]["parameters"])
+
+
+def test_the_table_has_just_the_arguments_of_the_list() -> None:
+    assert {*VLLM, *OF_TRITON} == ARGUMENTS
+
+
+def test_an_argument_is_of_one_kind() -> None:
+    assert len(ARGUMENTS) == len(HONOURED) + len(WITHOUT_EFFECT) + len(NOT_OFFERED)
+    assert all(kind_of(name) is not None for name in ARGUMENTS)
+    assert kind_of("enable_lorra") is None
+
+
+def test_what_is_honoured_is_a_setting_here() -> None:
+    fields = {*EngineConfig.__dataclass_fields__, "REPORT_CUSTOM_METRICS"}
+    assert set(HONOURED.values()) <= fields
+
+
+# Defaults of vLLM that ask for something else than the same words here.
+UNLIKE = {"model"}
+
+
+def as_text(value: object) -> str:
+    """Return what a person writes into config.pbtxt."""
+    return value if isinstance(value, str) else str(value) if isinstance(value, bool) else json.dumps(value)
+
+
+@pytest.mark.parametrize("name", sorted(VLLM.keys() - UNLIKE))
+def test_the_default_of_vllm_loads(name: str) -> None:
+    value = VLLM[name].get("default")
+    for given in (value, as_text(value), None, "None", "null"):
+        EngineConfig.from_settings({"model": "m", name: given})
+
+
+VALUES = (True, False, 1, 0, 7, 0.5, "some/name", {"a": 1}, ["a"])
+
+
+@pytest.mark.parametrize("name", sorted(VLLM.keys() - UNLIKE))
+def test_any_value_loads_or_is_refused_by_name(name: str) -> None:
+    for value in VALUES:
+        for given in (value, as_text(value)):
+            try:
+                EngineConfig.from_settings({"model": "m", name: given})
+            except ConfigError as error:
+                message = str(error)
+                assert HONOURED.get(name, name) in message or name in message
+                assert "unknown setting" not in message and "\n" not in message and len(message) < 200
+
+
+@pytest.mark.parametrize("name", sorted(NOT_OFFERED))
+def test_what_is_not_offered_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        translate({name: "yes please"})
+    assert name in str(caught.value)
+    assert NOT_OFFERED[name].reason in str(caught.value)
+    assert NOT_OFFERED[name].advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("enable_lora", True, "LoRA is not offered; remove it"),
+        ("enable_lora", "True", "LoRA is not offered"),
+        ("quantization", "awq", "quantization is 'awq': quantisation is not offered"),
+        ("tensor_parallel_size", "4", "one device serves one engine"),
+        ("speculative_config", {"method": "ngram"}, "speculative decoding is not offered"),
+        ("speculative_config", '{"method": "ngram"}', "speculative decoding is not offered"),
+        ("task", "embed", "the engine generates text"),
+        ("rope_scaling", {"rope_type": "yarn"}, "edit config.json"),
+        ("tokenizer_mode", "slow", "tokenizer.json"),
+        ("dtype", "int8", "choose one of auto, float32"),
+        ("kv_cache_memory_bytes", 12, "1 MiB"),
+        ("load_format", "pt", "choose one of auto, safetensors"),
+        ("max_logprobs", 1000, "at most 256"),
+        ("max_num_queued_reqs", 100, "set max_waiting_requests"),
+    ],
+)
+def test_refusals_name_the_feature(name: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_settings({"model": "m", name: value})
+    assert name in str(caught.value) and words in str(caught.value)
+
+
+def test_a_token_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="HF_TOKEN") as caught:
+        translate({"hf_token": "hf_secret"})
+    assert "hf_secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "float"}, {"dtype": "float32"}),
+        ({"scheduling_policy": "fcfs"}, {"scheduling_policy": "fifo"}),
+        ({"scheduling_policy": "priority"}, {"scheduling_policy": "priority"}),
+        ({"num_gpu_blocks_override": "64"}, {"num_blocks": 64}),
+        ({"kv_cache_memory_bytes": 3 << 20}, {"kv_cache_memory_mb": 3}),
+        ({"kv_cache_memory_bytes": "3145728"}, {"kv_cache_memory_mb": 3}),
+        ({"kv_offloading_size": 2}, {"swap_space": 2.0}),
+        ({"max_model_len": -1}, {"max_model_len": None}),
+        ({"max_model_len": "auto"}, {"max_model_len": None}),
+        ({"max_logprobs": "-1"}, {"max_logprobs": 256}),
+        ({"long_prefill_token_threshold": "0"}, {"long_prefill_token_threshold": None}),
+        ({"load_format": "runai_streamer"}, {"load_format": "safetensors"}),
+        ({"served_model_name": ["a", "b"]}, {"served_model_name": "a"}),
+        ({"seed": None, "max_num_seqs": "none"}, {"seed": 0, "max_num_seqs": 256}),
+        ({"tokenizer": "m"}, {"tokenizer": ""}),
+        ({"revision": "v1", "tokenizer_revision": "v1"}, {"revision": "v1"}),
+        ({"override_generation_config": {"top_k": 3}}, {"override_generation_config": '{"top_k": 3}'}),
+    ],
+    ids=str,
+)
+def test_names_and_values_of_vllm(given: dict[str, object], ours: dict[str, object]) -> None:
+    config = EngineConfig.from_settings({"model": "m", **given})
+    assert {name: getattr(config, name) for name in ours} == ours
+    assert EngineConfig.from_settings(config.to_settings()) == config
+
+
+def test_two_names_of_one_setting() -> None:
+    both = {"num_gpu_blocks_override": 4, "num_blocks": "8"}
+    with pytest.raises(ConfigError, match="num_gpu_blocks_override and num_blocks are one setting"):
+        translate(both)
+    assert translate({**both, "num_blocks": 4}).settings == {"num_blocks": 4}
+
+
+def test_one_line_names_what_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    EngineConfig.from_settings({"model": "m", "enable_lora": False, "max_loras": 8, "seed": 3, "quantization": None})
+    assert [record.message for record in caplog.records] == ["no effect here: enable_lora, max_loras"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("None", None), (" null ", None), ("", None), ("{}", None), ("True", True), ("1", 1), ("auto", "auto")],
+)
+def test_plain_values_of_texts(text: str, value: object) -> None:
+    assert plain(text) == value

@@ -25,7 +25,8 @@ from tidewheel.models.model_folder import MAX_INT, Fields, cached_folder, checkp
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
 from tidewheel.runner.device import resolve_device, resolve_dtype
-from tidewheel.runner.host_slots import GIB, available_host_bytes
+from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_slots import GIB
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
 from tidewheel.runner.loading import BLOCK_SIZES
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes

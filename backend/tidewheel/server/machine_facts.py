@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from tidewheel.errors import ConfigError
 from tidewheel.private_dir import run_dir
-from tidewheel.runner.host_slots import available_host_bytes
+from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.server import ServeError, launch
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.locate import locate

@@ -139,6 +139,7 @@ def test_a_running_request_ends_and_a_new_one_is_refused(server: Server) -> None
         stream = client.stream("A tuple is", **LONG)
         first = next(stream)
         server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.readiness() == (503, "draining"), 10, "the notice to balancers")
         wait_for(lambda: _is_refused(client), 10, "end of admission")
         rest = stream.read()
     assert rest.finish_reason == "length"

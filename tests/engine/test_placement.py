@@ -18,6 +18,7 @@ from tidewheel.engine import placement
 from tidewheel.engine.folder import CURRENT
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.placement import choose_place, find_place, make_current
+from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import ConfigError
 
 Load = Callable[[EngineConfig], Client]
@@ -180,10 +181,11 @@ def test_without_memory_for_both_the_first_ends_first(
     first = load(CONFIG)
     first.add(endless(1))
     first.recorder.wait_started(1)
-    load(change(block_size=32))
+    status = first.status
+    second = load(change(block_size=32))
     first.recorder.wait_ended(1)
     assert first.recorder.endings[1] == "TW-DRAINING"
-    assert not first.status.is_alive
+    assert not status.is_alive and second.status.is_alive
 
 
 def test_changed_files_of_the_model_need_another_engine(model_dir: Path, tmp_path: Path) -> None:
@@ -193,6 +195,17 @@ def test_changed_files_of_the_model_need_another_engine(model_dir: Path, tmp_pat
     assert choose_place(model_dir, config).folder == before.folder
     (tmp_path / "model.safetensors").write_bytes(b"22")
     assert choose_place(model_dir, config).folder != before.folder
+
+
+def test_what_an_ended_engine_left_is_removed_at_the_next_load(load: Load, model_dir: Path) -> None:
+    first = load(CONFIG)
+    status = first.status
+    first.close()
+    handle = ProcessHandle(status.pid, status.start_ticks)
+    assert handle.wait(30.0)
+    handle.close()
+    second = load(change(block_size=32))
+    assert {path.name for path in model_dir.iterdir()} == {CURRENT, second.status.identity}
 
 
 def test_nothing_serves_before_the_first_load(model_dir: Path) -> None:

@@ -31,18 +31,20 @@ def choose_place(model_dir: Path, config: EngineConfig) -> Place:
     Settings are those of the last load of any entry that uses the engine. `make_current` makes the others follow.
     """
     status = read_status(model_dir / CURRENT)
-    wanted = new_place(model_dir, config, _identity(config))
-    wanted = wanted._replace(folder=private_dir(model_dir / wanted.identity))
-    if status is None or not status.is_alive or status.is_draining:
+    identity = _identity(config)
+    wanted = new_place(model_dir / identity, config, identity)
+    is_first = status is None or not status.is_alive or status.is_draining
+    if status is not None and not is_first:
+        started = EngineConfig.from_settings(status.started)
+        if started.can_become(config) and _identity(started) == status.identity:
+            return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
+        log.info("another engine is needed: %s", describe_changes(started, config) or "files of the model changed")
+        if not _fits_beside(status, config):
+            log.warning("memory is short: engine %d ends before the next one starts", status.pid)
+            _end_orderly(model_dir / status.identity)
+    private_dir(wanted.folder)
+    if is_first:
         make_current(wanted)
-        return wanted
-    started = EngineConfig.from_settings(status.started)
-    if started.can_become(config) and _identity(started) == status.identity:
-        return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
-    log.info("another engine is needed: %s", describe_changes(started, config) or "the files of the model changed")
-    if not _fits_beside(status, config):
-        log.warning("memory is short: engine %d ends before the next one starts", status.pid)
-        _end_orderly(model_dir / status.identity)
     return wanted
 
 

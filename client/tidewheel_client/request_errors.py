@@ -136,7 +136,9 @@ def from_text(text: str) -> RequestError:
 def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
     text = error.details() or ""
     if _RESTRICTED in text:
-        return Unsupported(f"{text}: the server closes it; tidewheel serve --open-api opens it")
+        return Unsupported(
+            f"{text}: ask the server's operator; tidewheel serve --open-api opens what serve itself closes"
+        )
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestTimeout("the time limit of the request has passed")
     if text.startswith("failed to connect"):

@@ -49,6 +49,14 @@ def test_tags_are_those_of_the_server() -> None:
         assert issubclass(cls, tc.InvalidRequest) == isinstance(twin, server_errors.InvalidRequest)
 
 
+def test_a_restricted_protocol(client: Client, triton: FakeTriton) -> None:
+    text = "This protocol is restricted, expecting header 'triton-grpc-protocol-key'"
+    triton.answer = refuse(grpc.StatusCode.UNAVAILABLE, text)
+    with pytest.raises(tc.Unsupported, match=r"expecting header .* serve --open-api") as caught:
+        client.generate("x")
+    assert not caught.value.retryable
+
+
 @pytest.mark.parametrize("tag", sorted(BY_TAG))
 @pytest.mark.parametrize("with_status", [True, False])
 def test_tagged_errors(client: Client, triton: FakeTriton, tag: str, with_status: bool) -> None:

@@ -49,7 +49,7 @@ max_batch_size: 4 # by Triton
 input [
   { name: "text_input" data_type: TYPE_STRING dims: [ 1 ] optional: true }, # kept
   {
-    name: "image"
+    name: "embedding_request"
     data_type: TYPE_STRING
     dims: [ -1 ]
   },
@@ -81,7 +81,7 @@ parameters: { key: "REPORT_CUSTOM_METRICS" value: { string_value: "no" } }
     assert json.loads((new / "1" / "model.json").read_text()) == {"model": str(WEIGHTS), "dtype": "half"}
     assert not (new / "1" / "multi_lora.json").exists()
     for words in (
-        "config.pbtxt:2:1: changed: max_batch_size is 4", "config.pbtxt:5:3: changed: input 'image'",
+        "config.pbtxt:2:1: changed: max_batch_size is 4", "config.pbtxt:5:3: changed: input 'embedding_request'",
         "config.pbtxt:12:20: changed: preferred_batch_size", "config.pbtxt:14:3: changed: ENABLE_VLLM_HEALTH_CHECK",
         "model.json:3:5: changed: enable_lora is True: LoRA is not offered", "model.json:4:5: changed: max_lora_rank",
         "model.json:6:5: changed: unknown setting 'speculative'", "multi_lora.json: changed: LoRA is not offered",
@@ -110,6 +110,27 @@ def test_in_place(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None
     entry = write("sample", SAMPLE, {**SAMPLE_JSON, "model": str(WEIGHTS)})
     assert migrate(capsys, entry, "--in-place")[-1] == f"now: tidewheel check {entry}"
     assert check(entry).count("error") == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "left"),
+    [
+        ("[ { name: 'a' dims: 1 } ]", "[ ]"),
+        ("[ { name: 'stream' data_type: TYPE_BOOL dims: 1 }, { name: 'a' dims: 1 } ]",
+         "[ { name: 'stream' data_type: TYPE_BOOL dims: 1 } ]"),
+        ("[\n  { name: 'a' dims: 1 },\n  { name: 'b' dims: 1 } # last\n]", "[\n]"),
+        ("[ { name: 'stream' data_type: TYPE_BOOL dims: 1 }, # one, two\n  { name: 'b' dims: 1 }\n]",
+         "[ { name: 'stream' data_type: TYPE_BOOL dims: 1 } # one, two\n]"),
+        ("{ name: 'a' dims: 1 }, max_batch_size: 0", None),
+    ],
+)  # fmt: skip
+def test_elements_of_a_list_are_cut_out(
+    write: WriteEntry, inputs: str, left: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = write("one", f'backend: "vllm"\ninput {inputs}\n', {"model": str(WEIGHTS)})
+    migrate(capsys, entry, "--in-place")
+    rest = "max_batch_size: 0\n" if left is None else f"input {left}\n"
+    assert (entry / "config.pbtxt").read_text() == f'backend: "tidewheel"\n{rest}'
 
 
 @pytest.mark.parametrize(
@@ -185,13 +206,18 @@ def test_tensorrt_llm_needs_to_be_told(
 
 
 def test_an_engine_alone(write: WriteEntry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write("llama", pbtxt('backend: "tensorrtllm"\n', {"max_tokens_in_paged_kv_cache": "1000"}))
+    inputs = "".join(
+        f'input {{ name: "{name}" data_type: TYPE_UINT32 dims: [ 1 ] }}\n' for name in ("max_tokens", "input_lengths")
+    )
+    write("llama", pbtxt('backend: "tensorrtllm"\n' + inputs, {"max_tokens_in_paged_kv_cache": "1000"}))
     write("other", 'backend: "python"\n')
     printed = migrate(capsys, tmp_path / "models", "--out", tmp_path / "out", "--model", WEIGHTS)
-    assert "input_lengths and request_output_len" in printed[0]
+    assert "input 'input_lengths' is not offered" in printed[0]
     config = parse_config((tmp_path / "out" / "llama" / "config.pbtxt").read_text())
     assert (config.parameters["num_blocks"].string_value, config.parameters["block_size"].string_value) == (
         "16",
         "64",
     )
     assert not config.model_transaction_policy.decoupled
+    assert [(tensor.name, tensor.data_type) for tensor in config.input] == [("max_tokens", 4)]  # UINT32
+    assert check(tmp_path / "out", is_this_machine=False).count("error") == 0

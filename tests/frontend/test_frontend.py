@@ -257,6 +257,7 @@ def test_no_logprobs_unless_asked(harness: FrontendHarness) -> None:
         ({"text": "x", "parameters": {"min_tokens": 256}}, ["min_tokens is 256", "255"]),
         ({"text": "x", "parameters": {"stop_token_ids": [420]}}, ["stop_token_ids", "420", "419"]),
         ({"text": "x", "parameters": {"logit_bias": {"420": 1}}}, ["logit_bias", "420"]),
+        ({"text": "x", "parameters": {"logprobs": 10**9}}, ["logprobs is 1000000000: it must be 0 to 20"]),
         ({"text": "x", "parameters": {"n": 17}}, ["n is 17", "1 to 16"]),
         ({"text": "x", "parameters": {"best_of": 2}}, ["TW-UNSUPPORTED", "best_of is 2 and n is 1"]),
     ],

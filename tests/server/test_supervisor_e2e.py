@@ -158,7 +158,9 @@ def test_listens_on_loopback_alone(server: Server, folder: Path) -> None:
 
 def test_closed_apis(server: Server) -> None:
     for path in ("systemsharedmemory/region/r/register", "trace/setting", "logging"):
-        assert requests.post(f"{server.http}/v2/{path}", data="{}", timeout=5).status_code == 403
+        refusal = requests.post(f"{server.http}/v2/{path}", data="{}", timeout=5)
+        assert refusal.status_code == 403
+        assert "tidewheel-serve-option-open-api" in refusal.text
     load = requests.post(f"{server.http}/v2/repository/models/words/load", timeout=5)
     assert load.status_code >= 400
 

@@ -18,7 +18,7 @@ def migrate(path: Path, model: str = "") -> Migration:
     target = find_target(path)
     entries = [read_entry(target.repository / name) for name in target.names]
     parts = find_parts(entries)
-    if len(target.names) == 1 and parts:
+    if parts and path.resolve() != target.repository.resolve():
         raise ConfigError(f"{path} is a part of a model of several entries: name the model repository")
     vllm = [entry for entry in entries if entry.config.backend == VLLM]
     if not vllm and not parts:

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from tritonclient.grpc import model_config_pb2
+
+from tidewheel.adapter.tensors import INPUTS
 from tidewheel.entries.checking import located
 from tidewheel.entries.entry import CONFIG_NAME, Entry
-from tidewheel.entries.finding import Finding, Problem
+from tidewheel.entries.finding import Finding, Problem, warning
 from tidewheel.entries.migration import Migration, NewEntry
 from tidewheel.errors import ConfigError
 from tidewheel.server.repository import entry_text, resolve_model
@@ -20,6 +23,7 @@ ENGINE_NAME = "tensorrt_llm"  # the samples' name; newer ones have the backend p
 MODEL_NAME_PARAMETER = "tensorrt_llm_model_name"
 GIB = 1 << 30
 BLOCK_SIZE = 64
+_UINT32 = model_config_pb2.DataType.Value("TYPE_UINT32")
 
 
 class Kept(NamedTuple):
@@ -151,16 +155,28 @@ def from_trtllm(parts: Parts, model: str) -> Migration:
         lost += located(part, "settings", _keep(part, settings))
     lost += located(parts.engine, "native-queue", _keep_queue(parts.engine, settings))
     decoupled = bool(parts.engine.config.model_transaction_policy.decoupled)
-    first, *others = [face.name for face in parts.faces] or [parts.engine.name]
-    texts = {first: entry_text(settings, decoupled=decoupled)}
-    for name in others:
-        texts[name] = entry_text({"engine_of": first, "io_dialect": "trtllm"}, decoupled=decoupled)
-    if not parts.faces:
-        message = (
-            f"no entry but {first} was found: clients that send it input_lengths and request_output_len do not work"
-        )
-        lost += located(parts.engine, "tensors", [Problem("warning", "input", message)])
+    first, *others = parts.faces or [parts.engine]
+    twin = {"engine_of": first.name, "io_dialect": "trtllm"}
+    texts = {first.name: entry_text(settings, decoupled=decoupled) + _declarations(first)}
+    texts |= {face.name: entry_text(twin, decoupled=decoupled) + _declarations(face) for face in others}
+    for face in (first, *others):
+        lost += located(face, "tensors", _lost_inputs(face))
     return Migration([NewEntry(name, {CONFIG_NAME: text}) for name, text in texts.items()], lost)
+
+
+def _declarations(face: Entry) -> str:
+    """Declare the inputs that clients of older releases send as UINT32."""
+    ours = {spec.name for spec in INPUTS if (spec.data_type, spec.dims) == ("TYPE_INT32", (1,))}
+    old = [tensor.name for tensor in face.config.input if tensor.data_type == _UINT32 and tensor.name in ours]
+    lines = [f'  {{ name: "{name}" data_type: TYPE_UINT32 dims: [ 1 ] optional: true }}' for name in old]
+    return "max_batch_size: 1\ninput [\n{}\n]\n".format(",\n".join(lines)) if lines else ""
+
+
+def _lost_inputs(face: Entry) -> Iterator[Problem]:
+    ours = {spec.name for spec in INPUTS}
+    for tensor in face.config.input:
+        if tensor.name not in ours:
+            yield warning(f"input.{tensor.name}", f"input {tensor.name!r} is not offered: clients must not send it")
 
 
 def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
@@ -171,7 +187,7 @@ def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
             continue
         if name not in _KEPT:
             reason = _REASONS.get(name, "no parameter that is known here")
-            yield Problem("warning", f"parameters.{name}", f"{name} is {value!r}: {reason}")
+            yield warning(f"parameters.{name}", f"{name} is {value!r}: {reason}")
             continue
         try:
             kept = _KEPT[name](value)
@@ -179,7 +195,7 @@ def _keep(part: Entry, settings: dict[str, str]) -> Iterator[Problem]:
             raise ConfigError(f"{part.path}: {name} is {value!r}: it must be a number") from None
         settings.update(kept.settings)
         if kept.word:
-            yield Problem("warning", f"parameters.{name}", f"{name} is {value!r}: {kept.word}")
+            yield warning(f"parameters.{name}", f"{name} is {value!r}: {kept.word}")
 
 
 def _keep_queue(engine: Entry, settings: dict[str, str]) -> Iterator[Problem]:
@@ -190,9 +206,7 @@ def _keep_queue(engine: Entry, settings: dict[str, str]) -> Iterator[Problem]:
         settings["max_waiting_requests"] = str(config.dynamic_batching.default_queue_policy.max_queue_size)
     if config.dynamic_batching.max_queue_delay_microseconds > 0:
         path = "dynamic_batching.max_queue_delay_microseconds"
-        yield Problem("warning", path, "requests start at once: the engine never waits for a batch to fill")
+        yield warning(path, "requests start at once: the engine never waits for a batch to fill")
     if config.dynamic_batching.priority_levels > 0:
         path = "dynamic_batching.priority_levels"
-        yield Problem(
-            "warning", path, "a request's parameter priority says its class; for Triton's levels, add the block"
-        )
+        yield warning(path, "a request's parameter priority says its class; for Triton's levels, add the block")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,13 +41,14 @@ def from_vllm(original: Entry, model: str = "") -> Migration:
         )
     backend = original.fields["backend"]
     old = original.text[backend.value_start : backend.end]
-    entry = _with_text(original, Edit(backend.value_start, old, f'"{OURS}"'))
+    entry = _with_edits(original, [Edit(backend.value_start, old, f'"{OURS}"')])
     if model:
         entry = replace(entry, model_json={**entry.model_json, "model": resolve_model(model)})
     lost = list(_lost_adapters(original))
     while (refused := next(_refused(entry), None)) is not None:
-        lost += located(original, *refused)
-        entry = _without(entry, refused[1][0])
+        rule, problem = refused
+        lost += located(original, rule, [problem])
+        entry = _without(entry, problem)
     settings = f"{json.dumps(entry.model_json, indent=4)}\n"
     files = {CONFIG_NAME: entry.text, str(entry.json_path.relative_to(entry.folder)): settings}
     return Migration([NewEntry(entry.name, files, entry.folder, (LORA_NAME,))], lost)
@@ -61,39 +62,50 @@ def _lost_adapters(entry: Entry) -> Iterator[Finding]:
         )
 
 
-def _refused(entry: Entry) -> Iterator[tuple[str, list[Problem]]]:
-    """Yield rule and problem of what stands in the way in a file, or has no effect."""
+def _refused(entry: Entry) -> Iterator[tuple[str, Problem]]:
+    """Yield rule and problem of what is refused in a file, or has no effect."""
     for name, rule in ENTRY_RULES.items():
         refused = (problem for problem in rule(entry) if problem.severity == "error")
-        yield from ((name, [problem]) for problem in refused if _stands(entry, problem))
+        yield from ((name, problem) for problem in refused if _is_there(entry, problem))
     for problem in judge_settings(entry).problems:
-        if _stands(entry, problem):
-            yield "settings", [problem]
+        if _is_there(entry, problem):
+            yield "settings", problem
 
 
-def _stands(entry: Entry, problem: Problem) -> bool:
+def _is_there(entry: Entry, problem: Problem) -> bool:
     return problem.field in (entry.model_json if problem.file == entry.json_path else entry.fields)
 
 
 def _without(entry: Entry, problem: Problem) -> Entry:
     if problem.file == entry.json_path:
         return replace(entry, model_json={k: v for k, v in entry.model_json.items() if k != problem.field})
-    return _with_text(entry, _removal(entry.text, entry.fields[problem.field]))
+    return _with_edits(entry, _removal(entry, entry.fields[problem.field]))
 
 
-def _with_text(entry: Entry, edit: Edit) -> Entry:
-    text = edited(entry.text, [edit])
+def _with_edits(entry: Entry, edits: Sequence[Edit]) -> Entry:
+    text = edited(entry.text, edits)
     return replace(entry, text=text, config=parse_config(text))
 
 
-def _removal(text: str, field: Field) -> Edit:
-    """Cut a field, or one element of a list of messages, with its line if nothing else stands there."""
-    is_element = bool(field.list_end and field.fields)
+def _removal(entry: Entry, field: Field) -> list[Edit]:
+    """Cut a field, or one element of a list of messages, with its line if nothing else is on it."""
+    text, is_element = entry.text, bool(field.list_end and field.fields)
     start = field.start if is_element else field.name_start
     end = field.end if is_element else field.list_end or field.end
     rest = _REST_OF_LINE.match(text, end)
     end = rest.end() if rest else end
+    is_last = is_element and text[end:].lstrip().startswith("]")
+    commas = list(_comma_before(entry, field)) if is_last else []
     line = text.rfind("\n", 0, start) + 1
     if not text[line:start].strip() and text[end : end + 1] in ("\n", ""):
         start, end = line, end + 1
-    return Edit(start, text[start:end], "")
+    return [Edit(start, text[start:end], ""), *commas]
+
+
+def _comma_before(entry: Entry, field: Field) -> Iterator[Edit]:
+    """Yield the edit that removes the comma before a list's last element, if there is one."""
+    ends = [other.end for other in entry.fields.values() if other.list_end == field.list_end]
+    before = max((end for end in ends if end <= field.start), default=field.start)
+    comma = entry.text.find(",", before, field.start)
+    if comma >= 0:
+        yield Edit(comma, ",", "")

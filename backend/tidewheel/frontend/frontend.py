@@ -52,9 +52,9 @@ class Frontend:
         on_finished: Callable[[], None] = lambda: None,
         poll_interval_s: float = 0.02,
     ) -> None:
-        """`close` closes the reader, too.
+        """Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
 
-        Call `on_finished` before the last response of a request that no error ended, when `stats` has it.
+        `close` closes the reader, too.
         """
         self._reader = reader
         self._tenants = info.tenants

@@ -138,10 +138,11 @@ class RequestReader:
             return _close_session(key, request, options)
         name, text, prompt_ids = self._read_prompt(request)
         sampling = self._fit(sampling, len(prompt_ids))
-        _check_answer(sampling, options.n)
         echo = request.echo and not request.stream
         given = Generation(prompt_ids, sampling, options, name, text, echo)
-        return self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
+        prepared = self._preparer.prepare(key, given, arrival_ns, request.timeout_us)
+        _check_answer(sampling, options.n)  # last: its limit concerns values that are right alone
+        return prepared
 
     def _read_prompt(self, request: GenerateRequest) -> tuple[str, str | None, Int32Array]:
         """Return field, any text, and token ids."""

@@ -68,7 +68,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         with Supervisor(
             plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
         ) as supervisor:
-            if warning := _control_warning(options):
+            if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 _announce(console, plan, log.version, with_endpoints=session is None)
@@ -105,7 +105,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     )
 
 
-def _control_warning(options: ServeOptions) -> str:
+def control_warning(options: ServeOptions) -> str:
     if options.model_control != "explicit" or is_loopback(options.endpoints.host):
         return ""
     return (

@@ -20,7 +20,8 @@ from support.triton.fake_triton import (
     TritonModelException,
 )
 from tidewheel import model
-from tidewheel.adapter import triton_model
+from tidewheel.adapter import follower
+from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
@@ -42,8 +43,8 @@ class FakeClient:
     is_owner = True
     failure: Exception | None = None
 
-    def __init__(self, engine_dir: Path, config: Any, listener: Any, *, name: str) -> None:
-        self.config, self.listener, self.name = config, listener, name
+    def __init__(self, place: Place, listener: Any, *, name: str) -> None:
+        self.place, self.listener, self.name = place, listener, name
         self.events: list[str] = []
 
     def start(self, timeout_s: float) -> EngineInfo:
@@ -113,11 +114,12 @@ class FakeTokenizer:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
-    monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
-    monkeypatch.setattr(triton_model, "PromptWorkers", FakeWorkers)
-    monkeypatch.setattr(triton_model, "Tokenizer", FakeTokenizer)
-    monkeypatch.setattr(triton_model, "RequestReader", FakeReader)
+    monkeypatch.setattr(follower, "EngineClient", FakeClient)
+    monkeypatch.setattr(follower, "Frontend", FakeFrontend)
+    monkeypatch.setattr(follower, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(follower, "PromptWorkers", FakeWorkers)
+    monkeypatch.setattr(follower, "Tokenizer", FakeTokenizer)
+    monkeypatch.setattr(follower, "RequestReader", FakeReader)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate
@@ -142,7 +144,7 @@ def make_args(
 def start(args: dict[str, str]) -> tuple[model.TritonPythonModel, FakeFrontend]:
     started = model.TritonPythonModel()
     started.initialize(args)
-    return started, started._frontend  # type: ignore[return-value]
+    return started, started._follower.serving.frontend  # type: ignore[return-value]
 
 
 def ask(text: str, **tensors: Any) -> InferenceRequest:
@@ -267,7 +269,7 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
 def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[FakeClient] = []
     monkeypatch.setattr(
-        triton_model,
+        follower,
         "EngineClient",
         lambda *args, **kwargs: clients.append(FakeClient(*args, **kwargs)) or clients[-1],
     )

@@ -9,8 +9,10 @@ from typing import NamedTuple, Protocol
 from tidewheel.batch import RowError, SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.engine.recovery import Failure, attempt, no_tokens, recover
 from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.stats import EngineStats, WaitingRoom
 
 log = logging.getLogger(__name__)
@@ -74,6 +76,10 @@ class EngineCore:
     def add_group(self, requests: Sequence[Request]) -> None:
         """Add all requests of one prompt, or none."""
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
+
+    def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
+        """Take other settings. Steps in flight and requests go on."""
+        self._scheduler.reconfigure(config, session_limits)
 
     def close_session(self, tenant: str, session_id: str) -> None:
         """Raise `NotFound` if there is no such session."""

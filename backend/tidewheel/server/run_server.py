@@ -79,7 +79,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 guard=lifeline.pid,
             ) as supervisor,
         ):
-            if warning := _control_warning(options):
+            if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 health.server = READY
@@ -118,7 +118,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     )
 
 
-def _control_warning(options: ServeOptions) -> str:
+def control_warning(options: ServeOptions) -> str:
     if options.model_control != "explicit" or is_loopback(options.endpoints.host):
         return ""
     return (

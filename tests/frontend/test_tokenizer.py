@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
+from support.models.odd_files import ODD_FILES, put_odd_file
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.preparation import phrase_ids
@@ -51,6 +52,16 @@ def test_truncation_and_padding_left_in_the_file_are_off(tmp_path: Path) -> None
     ids = tokenizer.encode(text).tolist()
     assert tokenizer.decode(ids) == text
     assert 4 < len(ids) < 64
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_file_is_refused_instead_of_read(tmp_path: Path, name: str, kind: str) -> None:
+    write_model_folder(tmp_path)
+    (tmp_path / name).touch()
+    put_odd_file(tmp_path / name, kind)
+    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+        Tokenizer.load(tmp_path, vocab_size=1000)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tidewheel.errors import ConfigError
+from tidewheel.regular_files import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,11 @@ UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
 
 def read_json(path: Path) -> dict[str, object]:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        with open_regular(path) as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes: it is no configuration of a model")
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: give the folder of a Hugging Face model") from None
     except (OSError, ValueError, RecursionError) as error:

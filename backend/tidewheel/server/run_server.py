@@ -74,7 +74,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 _announce(console, plan, log.version, with_endpoints=session is None)
                 _stay(supervisor, plan.endpoints, session)
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(engine_dirs(), options.drain_s)
+                supervisor.drain(engine_dirs(), options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 

@@ -29,6 +29,7 @@ from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start or join the engine. Raise `TritonModelException` if the model cannot be served."""
         route_logging()
+        close_shared_memory()
         name = args["model_instance_name"]
         log.info("%s: engine package %s", name, tidewheel.__file__)
         try:

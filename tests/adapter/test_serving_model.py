@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from support.triton.fake_triton import (
     TritonError,
     TritonModelException,
 )
+from support.triton.serving import wait_for
 from tidewheel import model
-from tidewheel.adapter import triton_model
+from tidewheel.adapter import follower
+from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
@@ -42,8 +45,8 @@ class FakeClient:
     is_owner = True
     failure: Exception | None = None
 
-    def __init__(self, engine_dir: Path, config: Any, listener: Any, *, name: str) -> None:
-        self.config, self.listener, self.name = config, listener, name
+    def __init__(self, place: Place, listener: Any, *, name: str) -> None:
+        self.place, self.listener, self.name = place, listener, name
         self.events: list[str] = []
 
     def start(self, timeout_s: float) -> EngineInfo:
@@ -74,6 +77,10 @@ class FakeFrontend:
                 self.held.append(sink)
             case _:
                 sink.send([Chunk(text="done", finish_reason="stop")])
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.held
 
     def wait_for_room(self) -> None:
         self.num_waits += 1
@@ -113,11 +120,12 @@ class FakeTokenizer:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
-    monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
-    monkeypatch.setattr(triton_model, "PromptWorkers", FakeWorkers)
-    monkeypatch.setattr(triton_model, "Tokenizer", FakeTokenizer)
-    monkeypatch.setattr(triton_model, "RequestReader", FakeReader)
+    monkeypatch.setattr(follower, "EngineClient", FakeClient)
+    monkeypatch.setattr(follower, "Frontend", FakeFrontend)
+    monkeypatch.setattr(follower, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(follower, "PromptWorkers", FakeWorkers)
+    monkeypatch.setattr(follower, "Tokenizer", FakeTokenizer)
+    monkeypatch.setattr(follower, "RequestReader", FakeReader)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate
@@ -142,7 +150,7 @@ def make_args(
 def start(args: dict[str, str]) -> tuple[model.TritonPythonModel, FakeFrontend]:
     started = model.TritonPythonModel()
     started.initialize(args)
-    return started, started._frontend  # type: ignore[return-value]
+    return started, started._follower.serving.frontend  # type: ignore[return-value]
 
 
 def ask(text: str, **tensors: Any) -> InferenceRequest:
@@ -259,6 +267,26 @@ def test_an_engine_that_does_not_start_is_one_line(
     assert str(error.value) == str(failure)
 
 
+def test_other_settings_are_followed_and_requests_end_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, first = start(make_args(tmp_path))
+    held = ask("hold")
+    started.execute([held])
+    place = started._follower.serving.place
+    config = dataclasses.replace(place.config, max_prompt_bytes=9)
+    monkeypatch.setattr(follower, "find_place", lambda _: place._replace(config=config))
+    wait_for(lambda: started._follower.serving.frontend is not first, 30, "the other front end")
+    request = ask("0123456789")
+    started.execute([request])
+    assert "at most 9 are allowed" in error_of(request).message()
+    assert first.engine.events == []
+    first.held.pop().send([Chunk(text="done", finish_reason="stop")])
+    wait_for(lambda: first.engine.events == ["front end closed", "client closed"], 30, "the end of the first")
+    assert held.sender.sent[0][0].output_tensors()[0].as_numpy().tolist() == [b"done"]
+    started.finalize()
+
+
 def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(TritonModelException, match=r"^unknown setting 'max_num_seq'; did you mean 'max_num_seqs'\?$"):
         start(make_args(tmp_path, max_num_seq="3"))
@@ -267,7 +295,7 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
 def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[FakeClient] = []
     monkeypatch.setattr(
-        triton_model,
+        follower,
         "EngineClient",
         lambda *args, **kwargs: clients.append(FakeClient(*args, **kwargs)) or clients[-1],
     )

@@ -11,59 +11,14 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 
+from support.triton.burst import GREEDY, PROMPTS, Burst
 from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
 
 pytestmark = pytest.mark.e2e
 
 Reference = Callable[[str, int], tuple[list[int], list[int], str]]
 
-PROMPTS = ["The Python interpreter", "A database transaction", "To open a file", "Indexes are", "The server"]
 NUM_STREAMS = 200
-GREEDY: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-
-
-class Burst:
-    """Many requests over a few gRPC streams; answers sorted by request id."""
-
-    def __init__(self, server: Server, num_clients: int = 4) -> None:
-        self.answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
-        self.clients = [grpcclient.InferenceServerClient(server.grpc) for _ in range(num_clients)]
-        for client in self.clients:
-            client.start_stream(callback=lambda result, error: self.answers.put((result, error)))
-        self.tokens: dict[str, list[int]] = {}
-        self.errors: list[str] = []
-        self.num_sent = 0
-        self.num_final = 0
-
-    def send(self, prompt: str, max_tokens: int) -> str:
-        request_id = f"{self.num_sent}"
-        client = self.clients[self.num_sent % len(self.clients)]
-        inputs = grpc_inputs(prompt, stream=True, return_token_ids=True, max_tokens=max_tokens, **GREEDY)
-        client.async_stream_infer("demo", inputs, request_id=request_id, enable_empty_final_response=True)
-        self.tokens[request_id] = []
-        self.num_sent += 1
-        return request_id
-
-    def receive(self) -> None:
-        """One answer."""
-        result, error = self.answers.get(timeout=120)
-        if error is not None:
-            self.errors.append(error.message())
-            self.num_final += 1
-            return
-        response = result.get_response()
-        if response.outputs:
-            self.tokens[response.id] += token_ids([result])
-        self.num_final += response.parameters["triton_final_response"].bool_param
-
-    def finish(self) -> None:
-        while self.num_final < self.num_sent:
-            self.receive()
-
-    def close(self) -> None:
-        for client in self.clients:
-            client.stop_stream()
-            client.close()
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ WITHOUT_TORCH = [
     "tidewheel.frontend.frontend",
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
+    "tidewheel.entries.checking",
     "tidewheel.bench.suites",
     "tidewheel.bench.pictures",
     "tidewheel.workload.trace_files",

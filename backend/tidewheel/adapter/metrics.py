@@ -8,6 +8,7 @@ front ends that write to it (2.51 then hangs).
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +43,7 @@ MAX_OBSERVATIONS = 256  # per histogram and flush: 640 a second
 
 class Gauge:
     def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = family.Metric(labels=dict(labels))
-        self._family = family
+        self._metric = _for_good(family.Metric(labels=dict(labels)))
         self._value: float | None = None
 
     def set(self, value: float) -> None:
@@ -60,8 +60,7 @@ class Counter:
     """Growing total. A smaller one comes from a restarted process."""
 
     def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = family.Metric(labels=dict(labels))
-        self._family = family
+        self._metric = _for_good(family.Metric(labels=dict(labels)))
         self._total = 0.0
 
     def advance(self, total: float) -> None:
@@ -108,8 +107,8 @@ class HistogramSeries:
     """
 
     def __init__(self, name: str, description: str, bounds: Sequence[float], labels: Labels) -> None:
-        self._family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM)
-        self._metric = self._family.Metric(labels=dict(labels), buckets=list(bounds))
+        family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM)
+        self._metric = _for_good(_for_good(family).Metric(labels=dict(labels), buckets=list(bounds)))
         self._seen = Histogram(tuple(bounds))
         self._shares = [0.0] * len(self._seen.counts)  # of a value, not sent yet, by bucket
 
@@ -143,12 +142,18 @@ class HistogramSeries:
             self._metric.observe(mean)
 
 
+def _for_good(thing: Any) -> Any:
+    """Keep the object while the interpreter ends, too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return thing
+
+
 def counter_family(name: str, description: str) -> Any:
-    return pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER)
+    return _for_good(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER))
 
 
 def gauge_family(name: str, description: str) -> Any:
-    return pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE)
+    return _for_good(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE))
 
 
 class EngineMetrics:

@@ -6,14 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import zmq
 
-from tidewheel.config import EngineConfig
 from tidewheel.engine.connection import Connection, Outbox
-from tidewheel.engine.folder import read_status, settings_digest
+from tidewheel.engine.folder import Place, read_status
 from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -76,18 +74,17 @@ class EngineClient:
 
     def __init__(
         self,
-        engine_dir: Path,
-        config: EngineConfig,
+        place: Place,
         listener: EngineListener,
         *,
         name: str,
         options: ClientOptions | None = None,
     ) -> None:
-        self._engine_dir = engine_dir
+        self._engine_dir = place.folder
         self._listener = listener
-        self._hello = Hello(PROTOCOL, name, settings_digest(config.to_settings()))
+        self._hello = Hello(PROTOCOL, name, place.identity, place.config.to_settings(), place.read_ns)
         self._options = options = options or ClientOptions()
-        self._launcher = EngineLauncher(engine_dir, config, command=options.command, policy=options.restart)
+        self._launcher = EngineLauncher(place, command=options.command, policy=options.restart)
         self._outbox = Outbox(hold_s=options.hold_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._connection: Connection | None = None

@@ -18,7 +18,7 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 3
+PROTOCOL = 4
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
@@ -35,9 +35,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Hello(Message, frozen=True):
+    """First message. The engine takes the settings of the newest reading, between two steps."""
+
     protocol: int
     client: str  # unique name
-    settings_digest: str  # empty: any
+    identity: str  # of the engine; empty: any
+    settings: dict[str, object] = {}
+    read_ns: int = 0  # monotonic clock; 0: leaves the settings as they are
 
 
 class AddRequest(Message, frozen=True):

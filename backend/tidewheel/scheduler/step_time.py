@@ -65,7 +65,7 @@ class ServiceEstimate:
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
-        self._budget = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._last: float | None = None  # end of the last step, if requests still waited
         self._seen_at = 0.0
         self._tokens = 0.0  # started under backlog, faded
@@ -97,8 +97,8 @@ class ServiceEstimate:
         """Return the prefill time with the whole budget."""
         if not self._step_time.is_fresh(now):
             return 0.0
-        whole, rest = divmod(num_tokens, self._budget)
-        seconds = whole * self._step_time.seconds(self._budget)
+        whole, rest = divmod(num_tokens, self.max_num_batched_tokens)
+        seconds = whole * self._step_time.seconds(self.max_num_batched_tokens)
         return seconds + self._step_time.seconds(rest) if rest else seconds
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.folder import engine_dir, engine_dirs, read_status
+from tidewheel.engine.folder import CURRENT, engine_dir, engine_dirs, read_status
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
@@ -47,7 +47,7 @@ class _Plan:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     endpoints: Endpoints
-    engines: Mapping[str, Path]  # model name → folder
+    engines: Mapping[str, Path]  # model name → folder of the engine that serves
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
@@ -68,7 +68,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         with Supervisor(
             plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
         ) as supervisor:
-            if warning := _control_warning(options):
+            if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 _announce(console, plan, log.version, with_endpoints=session is None)
@@ -101,11 +101,11 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         environment=environment,
         endpoints=endpoints,
         # Front ends identify their repository by an entry's real path.
-        engines={name: engine_dir((models / name).resolve().parent, name) for name in names},
+        engines={name: engine_dir((models / name).resolve().parent, name) / CURRENT for name in names},
     )
 
 
-def _control_warning(options: ServeOptions) -> str:
+def control_warning(options: ServeOptions) -> str:
     if options.model_control != "explicit" or is_loopback(options.endpoints.host):
         return ""
     return (

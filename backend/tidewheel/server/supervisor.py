@@ -18,6 +18,7 @@ from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import LogLine, ServerLog
 
 POLL_S = 0.1
+LOOK_S = 0.5  # between two looks at all processes
 REAP_GRACE_S = 2.5  # Triton reaps a stub it ends at once, and one that died while it loaded within 2 s
 DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
@@ -95,11 +96,15 @@ class Supervisor:
 
     def watch(self, is_over: Callable[[], bool]) -> None:
         """Return when asked to stop or `is_over()`. Raise `ServeError` if tritonserver or a stub dies."""
+        next_look = 0.0
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
             if self._watch.has_ended():
                 self._read_output()
                 raise ServeError(f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}")
+            if time.monotonic() < next_look:
+                continue
+            next_look = time.monotonic() + LOOK_S
             if (stub := self._find_dead_stub()) is not None:
                 end = "ending the server, its supervisor may start it again"
                 raise ServeError(f"a front end died (stub process {stub.pid}): {end}")

@@ -143,6 +143,7 @@ def wait_ready(server: Server) -> Server:
 
 
 def stop_server(server: Server) -> int:
+    server.session.close()  # tritonserver waits some 7 s for a connection that is kept open
     server.process.send_signal(signal.SIGINT)
     try:
         return server.process.wait(60)

@@ -146,6 +146,7 @@ def test_a_running_request_ends_and_new_ones_are_refused(server: Server) -> None
         stream = client.stream("A tuple is", **LONG)
         num_tokens = next(stream).num_output_tokens or 0
         server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.readiness() == (503, "draining"), 10, "the notice to balancers")
         wait_for(lambda: _is_refused(client), 10, "end of admission")
         for chunk in itertools.islice(stream, 10):
             num_tokens += chunk.num_output_tokens or 0

@@ -144,9 +144,9 @@ def check_cores(machine: Machine) -> Judgement:
 
 def check_ports(machine: Machine) -> Judgement:
     if not machine.used_ports:
-        return Judgement("ports", "ok", "8000, 8001 and 8002 are free")
+        return Judgement("ports", "ok", "8000, 8001, 8002 and 8003 are free")
     seen = f"in use: {', '.join(map(str, machine.used_ports))}"
-    advice = "choose others with --http-port, --grpc-port and --metrics-port (0 takes a free one)"
+    advice = "choose others with --http-port, --grpc-port, --metrics-port and --health-port (0 takes a free one)"
     return Judgement("ports", "warning", seen, advice)
 
 

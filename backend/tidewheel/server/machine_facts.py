@@ -25,7 +25,7 @@ from tidewheel.server.locate import locate
 from tidewheel.server.workdir import SHARED_MEMORY, WorkDir
 from tidewheel_kernels.native.library import NativeUnavailable, find_compiler
 
-DEFAULT_PORTS = (8000, 8001, 8002)
+DEFAULT_PORTS = (8000, 8001, 8002, 8003)
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _DISTRIBUTION = "tidewheel"

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidewheel.engine.folder import CURRENT, engine_dir, engine_dirs, read_status
+from tidewheel.health_endpoint import READY
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.health import DRAINING, Health
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
@@ -65,14 +67,25 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     ):
         plan = _prepare(options, install, work)
         console.note(f"starting tritonserver ({install.origin})")
-        with Supervisor(
-            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
-        ) as supervisor:
+        triton = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
+        with (
+            Health(plan.endpoints, triton.is_live) as health,
+            Supervisor(
+                plan.command,
+                plan.environment,
+                signals=signals,
+                log=log,
+                on_line=console.server_line,
+                guard=lifeline.pid,
+            ) as supervisor,
+        ):
             if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
+                health.server = READY
                 _announce(console, plan, log.version, with_endpoints=session is None)
-                _stay(supervisor, plan.endpoints, session)
+                _stay(supervisor, plan.endpoints, health, session)
+                health.server = DRAINING
                 console.note(_farewell(supervisor, options.drain_s))
                 supervisor.drain(engine_dirs(), options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
@@ -169,13 +182,19 @@ def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
         return []
 
 
-def _stay(supervisor: Supervisor, endpoints: Endpoints, session: Callable[[Endpoints], None] | None) -> None:
-    if session is None:
-        supervisor.watch(lambda: False)
-        return
-    guest = threading.Thread(target=session, args=(endpoints,), daemon=True)
-    guest.start()
-    supervisor.watch(lambda: not guest.is_alive())
+def _stay(
+    supervisor: Supervisor, endpoints: Endpoints, health: Health, session: Callable[[Endpoints], None] | None
+) -> None:
+    """Return when asked to stop, or when `session` is over."""
+    guest = None if session is None else threading.Thread(target=session, args=(endpoints,), daemon=True)
+    if guest is not None:
+        guest.start()
+
+    def is_over() -> bool:
+        health.raise_if_given_up()
+        return guest is not None and not guest.is_alive()
+
+    supervisor.watch(is_over)
 
 
 def _farewell(supervisor: Supervisor, drain_s: float) -> str:

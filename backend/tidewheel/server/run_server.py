@@ -87,7 +87,7 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 _stay(supervisor, plan.endpoints, health, session)
                 health.server = DRAINING
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(engine_dirs(), options.drain_s)
+                supervisor.drain(engine_dirs(), options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 

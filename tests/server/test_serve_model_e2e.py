@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 
 DEATH_LIMIT_S = 20.0  # less than a drain may take: a death waits for no request
 STOP_LIMIT_S = 20.0
+RESTART_LIMIT_S = 60.0
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -169,13 +170,32 @@ def test_what_runs_past_the_limit_is_told(folder: Path) -> None:
     assert left(processes) == []
 
 
-def test_a_killed_front_end_ends_the_engine_too(server: Server) -> None:
-    processes = server.descendants()
-    stub = next(p for p in processes if p.name().startswith("triton_python_b"))
-    stub.kill()
-    assert server.process.wait(DEATH_LIMIT_S) == 1
-    assert left(processes) == []
-    assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
+def front_end(server: Server, name: str = "mine") -> psutil.Process:
+    stubs = [p for p in server.descendants() if p.name().startswith("triton_python_b")]
+    return next(p for p in stubs if f"/{name}/" in " ".join(p.cmdline()))
+
+
+def test_a_killed_front_end_is_told_at_once_and_started_again_on_the_same_engine(server: Server) -> None:
+    greedy = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    engine = server.engine_process()
+    with connect(server) as client, connect(server) as other:
+        text = client.generate("A tuple is", **greedy).text
+        streams = [client.stream("A tuple is", **LONG) for _ in range(4)]
+        for stream in streams:
+            next(stream)
+        stub = front_end(server)
+        stub.kill()
+        for stream in streams:
+            with pytest.raises(tc.ServerUnavailable):
+                stream.read()
+        wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
+        assert other.generate("A tuple is", **greedy).text == text
+    assert server.engine_process() == engine
+    assert f"a front end of model 'mine' died (stub process {stub.pid})" in server.log.read_text()
+    wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 10, "end of the old requests")
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(STOP_LIMIT_S) == 0
+    assert left([engine]) == []
 
 
 def test_the_engine_does_not_survive_a_killed_serve(server: Server) -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.folder import CURRENT, engine_dir, engine_dirs, read_status
+from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
@@ -32,6 +33,7 @@ class ServeOptions:
     settings: Mapping[str, str]
     endpoints: Endpoints
     drain_s: float = 30.0
+    restart: bool = True  # after a death, without a session
     model_control: launch.ModelControl = "none"
     open_apis: tuple[launch.ClosedApi, ...] = ()
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
@@ -53,7 +55,8 @@ class _Plan:
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
     """Run until asked to stop, or until `session`, run beside the ready server, ends; return the exit code.
 
-    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. No process is left.
+    Raise `ServeError` or `ConfigError` if the server cannot start, or dies and is not to start again. No process is
+    left.
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
@@ -66,15 +69,21 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         plan = _prepare(options, install, work)
         console.note(f"starting tritonserver ({install.origin})")
         with Supervisor(
-            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
+            plan.command,
+            plan.environment,
+            signals=signals,
+            log=log,
+            guard=lifeline.pid,
+            work=work,
+            on_line=console.server_line,
         ) as supervisor:
             if warning := _control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 _announce(console, plan, log.version, with_endpoints=session is None)
-                _stay(supervisor, plan.endpoints, session)
+                _stay(supervisor, plan, console, session, restart=options.restart)
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(engine_dirs(), options.drain_s)
+                supervisor.drain(options.drain_s)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
@@ -169,13 +178,32 @@ def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
         return []
 
 
-def _stay(supervisor: Supervisor, endpoints: Endpoints, session: Callable[[Endpoints], None] | None) -> None:
-    if session is None:
-        supervisor.watch(lambda: False)
+def _stay(
+    supervisor: Supervisor,
+    plan: _Plan,
+    console: Console,
+    session: Callable[[Endpoints], None] | None,
+    *,
+    restart: bool,
+) -> None:
+    """Return when asked to stop, or when `session` is over."""
+    if session is not None:
+        guest = threading.Thread(target=session, args=(plan.endpoints,), daemon=True)
+        guest.start()
+        supervisor.watch(lambda: not guest.is_alive())
         return
-    guest = threading.Thread(target=session, args=(endpoints,), daemon=True)
-    guest.start()
-    supervisor.watch(lambda: not guest.is_alive())
+    died_at = 0.0
+    while not supervisor.stop_requested:
+        try:
+            if supervisor.condition.state == "restarting" and _wait_ready(supervisor, plan):
+                console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
+            supervisor.watch(lambda: False)
+        except ServeError as error:
+            if not restart:
+                raise
+            console.note(f"{error}\ntidewheel: starting the server again")
+            died_at = time.monotonic()
+            supervisor.restart(error)
 
 
 def _farewell(supervisor: Supervisor, drain_s: float) -> str:

@@ -2,20 +2,22 @@ from __future__ import annotations
 
 import os
 import selectors
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM, strsignal
+from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
+from tidewheel.adapter.presence import Mark, read_mark
 from tidewheel.engine.connection import drain
-from tidewheel.engine.launcher import stop_engine
-from tidewheel.server import ServeError, processes
-from tidewheel.server.console import Phase
+from tidewheel.engine.folder import engine_dirs, read_status
+from tidewheel.engine.launcher import RestartPolicy, stop_engine
+from tidewheel.server import Condition, ServeError, State, processes
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import LogLine, ServerLog
+from tidewheel.server.server_process import ServerProcess
+from tidewheel.server.workdir import WorkDir, remove_shared_memory
 
 POLL_S = 0.1
 REAP_GRACE_S = 2.5  # Triton reaps a stub it ends at once, and one that died while it loaded within 2 s
@@ -24,11 +26,33 @@ DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 SETTLE_S = 5.0  # for Triton to unload idle models
 ENGINE_GRACE_S = 5.0
-_READ_BYTES = 1 << 16
+
+
+class Restarts:
+    """Count of deaths, in time that the server served."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._deaths: list[float] = []
+        self._served_s = 0.0
+
+    def next_delay_s(self, served_s: float, reason: str) -> float:
+        """Return the delay after a death that followed `served_s` of service. Raise `ServeError` in a crash loop."""
+        self._served_s += served_s
+        self._deaths = [at for at in self._deaths if self._served_s - at <= self._policy.window_s] + [self._served_s]
+        if len(self._deaths) >= self._policy.max_deaths:
+            raise ServeError(
+                f"{len(self._deaths)} deaths within {self._policy.window_s:g} s of service, so the server is not "
+                f"started again; the last: {reason}"
+            )
+        return self._policy.delay_s(len(self._deaths))
 
 
 class Supervisor:
-    """Owner of tritonserver and every process below this one, which end with the `with` block."""
+    """Owner of tritonserver and every process below this one, which end with the `with` block.
+
+    Any thread may read `condition`.
+    """
 
     def __init__(
         self,
@@ -38,35 +62,23 @@ class Supervisor:
         signals: StopSignals,
         log: ServerLog,
         guard: int,  # process that is not ended with the others
-        on_line: Callable[[LogLine, Phase], None],
+        work: WorkDir,
+        on_line: Callable[[LogLine, State], None],
     ) -> None:
+        self.condition = Condition("starting", "the server is starting")
+        self._command, self._environment = command, environment
         self._signals = signals
         self._guard = guard
+        self._work = work
         self._log = log
         self._on_line = on_line
-        self._phase: Phase = "loading"
+        self._restarts = Restarts(RestartPolicy())
+        self._ready_at = 0.0
         self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
         processes.adopt_orphans()
-        # In its own session: Ctrl-C reaches only this process, which ends the others in order.
-        self._server = subprocess.Popen(  # noqa: S603 - the located program
-            list(command),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert self._server.stdout is not None
-        self._output = self._server.stdout.fileno()
-        os.set_blocking(self._output, False)
-        self._selector.register(self._output, selectors.EVENT_READ, self._read_output)
-        started = processes.read(self._server.pid)
-        assert started is not None  # not reaped before `poll`
-        self._watch = processes.Watch(started)
-        if self._watch.fileno is not None:
-            self._selector.register(self._watch.fileno, selectors.EVENT_READ, lambda: None)
+        self._server = self._start()
 
     @property
     def stop_requested(self) -> bool:
@@ -83,44 +95,63 @@ class Supervisor:
             on_tick()
             if self.stop_requested:
                 return False
-            has_ended = self._server.poll() is not None
+            has_ended = self._server.has_ended()
             if has_ended:
-                self._read_output()
+                self._server.read_output()
             if self._log.failure is not None:
                 raise ServeError(f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}")
             if has_ended:
-                raise ServeError(f"tritonserver ended at its start ({self._exit()}): {self._log.last_words()}")
-        self._phase = "ready"
+                raise ServeError(f"tritonserver ended at its start ({self._server.exit()}): {self._log.last_words()}")
+        self._ready_at = time.monotonic()
+        self.condition = Condition("ready")
         return True
 
     def watch(self, is_over: Callable[[], bool]) -> None:
         """Return when asked to stop or `is_over()`. Raise `ServeError` if tritonserver or a stub dies."""
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
-            if self._watch.has_ended():
-                self._read_output()
-                raise ServeError(f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}")
-            if (stub := self._find_dead_stub()) is not None:
-                end = "ending the server, its supervisor may start it again"
-                raise ServeError(f"a front end died (stub process {stub.pid}): {end}")
+            if self._server.has_ended():
+                self._server.read_output()
+                raise ServeError(f"tritonserver died ({self._server.exit()}); it printed last:\n{self._log.quote()}")
+            if (dead := self._find_dead_stub()) is not None:
+                stub, mark = dead
+                whose = f" of model {mark.model!r}" if mark is not None else ""
+                raise ServeError(f"a front end{whose} died (stub process {stub.pid})")
             processes.reap(keep=self._server.pid)
 
-    def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
+    def restart(self, error: ServeError) -> None:
+        """End and start all but the engines, unless asked to stop. Raise `ServeError` in a crash loop."""
+        reason = str(error).splitlines()[0]
+        served_s = time.monotonic() - self._ready_at if self.condition.state == "ready" else 0.0
+        self.condition = Condition("restarting", reason)
+        self._kill_all_but_engines()
+        self._server.close()
+        remove_shared_memory(self._work.shm_prefix)
+        start = time.monotonic() + self._restarts.next_delay_s(served_s, reason)
+        while time.monotonic() < start and not self.stop_requested:
+            self._pump(POLL_S)
+        if not self.stop_requested:
+            self._log.failure = None
+            self._unreaped = {}
+            self._server = self._start()
+
+    def drain(self, limit_s: float) -> None:
         """Refuse new requests; let the others end, after the limit with an error.
 
         Triton would then wait for every idle HTTP connection, so it has `SETTLE_S` left.
         """
         self._begin_stop()
+        folders = engine_dirs()
         end = time.monotonic() + limit_s
-        idle = _drain_engines(engine_dirs)
-        self._server.send_signal(SIGTERM)
+        idle = _drain_engines(folders)
+        self._server.ask_to_end()
         while idle is False and time.monotonic() < end and not self.was_forced:
             if self._wait_server(POLL_S):
                 return
-            idle = _drain_engines(engine_dirs)
+            idle = _drain_engines(folders)
         if idle is False and not self.was_forced:
-            for engine_dir in engine_dirs:
-                stop_engine(engine_dir, FINAL_ANSWERS_S)
+            for folder in folders:
+                stop_engine(folder, FINAL_ANSWERS_S)
         self._wait_server(limit_s if idle is None else SETTLE_S)
 
     def end_all(self, grace_s: float) -> None:
@@ -131,14 +162,8 @@ class Supervisor:
         while self._descendants() and time.monotonic() < end and not self.was_forced:
             self._pump(POLL_S)
             processes.reap(keep=self._server.pid)
-        while left := self._descendants():
-            processes.signal_all(left, SIGKILL)
-            time.sleep(POLL_S / 10)
-            processes.reap(keep=self._server.pid)
+        self._kill(self._descendants)
         self._server.wait()
-
-    def _descendants(self) -> list[processes.Process]:
-        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
 
     def __enter__(self) -> Supervisor:
         return self
@@ -146,56 +171,73 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.condition = Condition("failed", str(error))
         self.end_all(0.0 if self.was_forced else DEATH_GRACE_S if error else ENGINE_GRACE_S)
+        self._server.close()
         self._selector.close()
-        if self._server.stdout is not None:
-            self._server.stdout.close()
 
-    def _find_dead_stub(self) -> processes.Process | None:
-        """Return a stub that Triton did not end. Triton never reaps it, and its model answers no more."""
+    def _start(self) -> ServerProcess:
+        return ServerProcess(self._command, self._environment, self._selector, self._note_output)
+
+    def _note_output(self, data: bytes) -> None:
+        for line in self._log.feed(data):
+            self._on_line(line, self.condition.state)
+
+    def _descendants(self) -> list[processes.Process]:
+        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
+
+    def _all_but_engines(self) -> list[processes.Process]:
+        """Return the processes that end with a front end. New front ends join an engine that lives."""
+        statuses = [read_status(folder) for folder in engine_dirs()]
+        engines = [status.pid for status in statuses if status is not None and status.is_alive]
+        kept = {*engines, *(process.pid for pid in engines for process in processes.descendants(pid))}
+        return [process for process in self._descendants() if process.pid not in kept]
+
+    def _kill_all_but_engines(self) -> None:
+        """End them at once: clients notice by their connections."""
+        self._server.stop_watching()
+        self._kill(self._all_but_engines)
+        self._server.wait()
+
+    def _kill(self, find: Callable[[], list[processes.Process]]) -> None:
+        while left := find():
+            processes.signal_all(left, SIGKILL)
+            time.sleep(POLL_S / 10)
+            processes.reap(keep=self._server.pid)
+
+    def _find_dead_stub(self) -> tuple[processes.Process, Mark | None] | None:
+        """Return a stub that Triton did not end. Triton never reaps it, and its model answers no more.
+
+        One with a mark died while it served. Without one, it loaded, was unloaded or is of a foreign backend.
+        """
         now = time.monotonic()
         children = processes.children(self._server.pid)
         ended = [child for child in children if child.state == "Z" and STUB_NAME.startswith(child.name)]
         self._unreaped = {stub: self._unreaped.get(stub, now) for stub in ended}
-        return next((stub for stub, since in self._unreaped.items() if now - since >= REAP_GRACE_S), None)
+        for stub, since in self._unreaped.items():
+            mark = read_mark(stub.pid, stub.started)
+            if mark is not None or now - since >= REAP_GRACE_S:
+                return stub, mark
+        return None
 
     def _begin_stop(self) -> None:
         """Stop watching, because an ended process would keep the selector from waiting."""
-        self._phase = "stopping"
-        if self._watch.fileno is not None:
-            self._selector.unregister(self._watch.fileno)
-        self._watch.close()
+        if self.condition.state != "failed":
+            self.condition = Condition("draining", "the server is shutting down")
+        self._server.stop_watching()
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
-    def _read_output(self) -> None:
-        while True:
-            try:
-                data = os.read(self._output, _READ_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                if self._output in self._selector.get_map():
-                    self._selector.unregister(self._output)
-                return
-            for line in self._log.feed(data):
-                self._on_line(line, self._phase)
-
     def _wait_server(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s
-        while self._server.poll() is None:
+        while not self._server.has_ended():
             if time.monotonic() >= end or self.was_forced:
                 return False
             self._pump(POLL_S)
         return True
-
-    def _exit(self) -> str:
-        returncode = self._server.poll()
-        if returncode is None:
-            return "no exit status"
-        return f"signal {-returncode}, {strsignal(-returncode)}" if returncode < 0 else f"exit code {returncode}"
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:

@@ -259,12 +259,13 @@ def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path)
     assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
 
 
-def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path, number: signal.Signals) -> None:
     traces = Traces(server, folder)
     answer = stream(server, folder / "never")
     assert "first" in next(answer)
-    server.process.kill()
-    server.process.wait()
+    server.process.send_signal(number)
+    assert server.process.wait(DEATH_LIMIT_S) == -number
     wait_for(lambda: not traces.processes_left(), STOP_LIMIT_S, "end of the orphans")
     traces.assert_nothing_left()
 

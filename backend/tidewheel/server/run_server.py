@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
-from tidewheel.server import ServeError, launch, repository
+from tidewheel.server import CrashLoop, ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.lifeline import Lifeline
@@ -75,13 +75,14 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             log=log,
             guard=lifeline.pid,
             work=work,
+            note=console.note,
             on_line=console.server_line,
         ) as supervisor:
             if warning := _control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 _announce(console, plan, log.version, with_endpoints=session is None)
-                _stay(supervisor, plan, console, session, restart=options.restart)
+                _stay(supervisor, plan, console, session, options)
                 console.note(_farewell(supervisor, options.drain_s))
                 supervisor.drain(options.drain_s)
         return FORCED_EXIT if supervisor.was_forced else 0
@@ -183,8 +184,7 @@ def _stay(
     plan: _Plan,
     console: Console,
     session: Callable[[Endpoints], None] | None,
-    *,
-    restart: bool,
+    options: ServeOptions,
 ) -> None:
     """Return when asked to stop, or when `session` is over."""
     if session is not None:
@@ -192,14 +192,18 @@ def _stay(
         guest.start()
         supervisor.watch(lambda: not guest.is_alive())
         return
+    can_reload = options.restart and options.model_control == "explicit"
+    reload = TritonHttp(plan.endpoints.authority(plan.endpoints.http)).reload if can_reload else None
     died_at = 0.0
     while not supervisor.stop_requested:
         try:
             if supervisor.condition.state == "restarting" and _wait_ready(supervisor, plan):
                 console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
-            supervisor.watch(lambda: False)
+            supervisor.watch(lambda: False, reload)
+        except CrashLoop:
+            raise
         except ServeError as error:
-            if not restart:
+            if not options.restart:
                 raise
             console.note(f"{error}\ntidewheel: starting the server again")
             died_at = time.monotonic()

@@ -15,6 +15,7 @@ from tidewheel.engine.launcher import RestartPolicy, stop_engine
 from tidewheel.server import Condition, ServeError, State, processes
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
+from tidewheel.server.revival import Restarts, Revival
 from tidewheel.server.server_log import LogLine, ServerLog
 from tidewheel.server.server_process import ServerProcess
 from tidewheel.server.workdir import WorkDir, remove_shared_memory
@@ -26,26 +27,6 @@ DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 SETTLE_S = 5.0  # for Triton to unload idle models
 ENGINE_GRACE_S = 5.0
-
-
-class Restarts:
-    """Count of deaths, in time that the server served."""
-
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
-        self._deaths: list[float] = []
-        self._served_s = 0.0
-
-    def next_delay_s(self, served_s: float, reason: str) -> float:
-        """Return the delay after a death that followed `served_s` of service. Raise `ServeError` in a crash loop."""
-        self._served_s += served_s
-        self._deaths = [at for at in self._deaths if self._served_s - at <= self._policy.window_s] + [self._served_s]
-        if len(self._deaths) >= self._policy.max_deaths:
-            raise ServeError(
-                f"{len(self._deaths)} deaths within {self._policy.window_s:g} s of service, so the server is not "
-                f"started again; the last: {reason}"
-            )
-        return self._policy.delay_s(len(self._deaths))
 
 
 class Supervisor:
@@ -63,6 +44,7 @@ class Supervisor:
         log: ServerLog,
         guard: int,  # process that is not ended with the others
         work: WorkDir,
+        note: Callable[[str], None],
         on_line: Callable[[LogLine, State], None],
     ) -> None:
         self.condition = Condition("starting", "the server is starting")
@@ -71,10 +53,13 @@ class Supervisor:
         self._guard = guard
         self._work = work
         self._log = log
+        self._note = note
         self._on_line = on_line
         self._restarts = Restarts(RestartPolicy())
-        self._ready_at = 0.0
+        self._served_since = 0.0
+        self._revivals: list[Revival] = []
         self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
+        self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
         processes.adopt_orphans()
@@ -102,37 +87,40 @@ class Supervisor:
                 raise ServeError(f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}")
             if has_ended:
                 raise ServeError(f"tritonserver ended at its start ({self._server.exit()}): {self._log.last_words()}")
-        self._ready_at = time.monotonic()
+        self._served_since = time.monotonic()
         self.condition = Condition("ready")
         return True
 
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        """Return when asked to stop or `is_over()`. Raise `ServeError` if tritonserver or a stub dies."""
+    def watch(self, is_over: Callable[[], bool], reload: Callable[[str], None] | None = None) -> None:
+        """Return when asked to stop or `is_over()`. Raise `ServeError` if a death ended more than one model.
+
+        `reload` loads one model again, or raises OSError.
+        """
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
             if self._server.has_ended():
                 self._server.read_output()
                 raise ServeError(f"tritonserver died ({self._server.exit()}); it printed last:\n{self._log.quote()}")
             if (dead := self._find_dead_stub()) is not None:
-                stub, mark = dead
-                whose = f" of model {mark.model!r}" if mark is not None else ""
-                raise ServeError(f"a front end{whose} died (stub process {stub.pid})")
+                self._replace_stub(*dead, reload)
+            for revival in [revival for revival in self._revivals if revival.is_over]:
+                self._end_revival(revival)
             processes.reap(keep=self._server.pid)
 
     def restart(self, error: ServeError) -> None:
-        """End and start all but the engines, unless asked to stop. Raise `ServeError` in a crash loop."""
+        """End and start all but the engines, unless asked to stop. Raise `CrashLoop` after too many."""
         reason = str(error).splitlines()[0]
-        served_s = time.monotonic() - self._ready_at if self.condition.state == "ready" else 0.0
+        was_serving = self.condition.state == "ready"
         self.condition = Condition("restarting", reason)
         self._kill_all_but_engines()
         self._server.close()
         remove_shared_memory(self._work.shm_prefix)
-        start = time.monotonic() + self._restarts.next_delay_s(served_s, reason)
+        start = time.monotonic() + self._count_death(reason, was_serving=was_serving)
         while time.monotonic() < start and not self.stop_requested:
             self._pump(POLL_S)
         if not self.stop_requested:
             self._log.failure = None
-            self._unreaped = {}
+            self._unreaped, self._replaced = {}, set()
             self._server = self._start()
 
     def drain(self, limit_s: float) -> None:
@@ -196,6 +184,7 @@ class Supervisor:
 
     def _kill_all_but_engines(self) -> None:
         """End them at once: clients notice by their connections."""
+        self._forget_revivals()
         self._server.stop_watching()
         self._kill(self._all_but_engines)
         self._server.wait()
@@ -207,7 +196,7 @@ class Supervisor:
             processes.reap(keep=self._server.pid)
 
     def _find_dead_stub(self) -> tuple[processes.Process, Mark | None] | None:
-        """Return a stub that Triton did not end. Triton never reaps it, and its model answers no more.
+        """Return a stub that Triton did not end. Triton never starts it again, and its model answers no more.
 
         One with a mark died while it served. Without one, it loaded, was unloaded or is of a foreign backend.
         """
@@ -217,15 +206,47 @@ class Supervisor:
         self._unreaped = {stub: self._unreaped.get(stub, now) for stub in ended}
         for stub, since in self._unreaped.items():
             mark = read_mark(stub.pid, stub.started)
-            if mark is not None or now - since >= REAP_GRACE_S:
+            if stub not in self._replaced and (mark is not None or now - since >= REAP_GRACE_S):
                 return stub, mark
         return None
+
+    def _replace_stub(self, stub: processes.Process, mark: Mark | None, reload: Callable[[str], None] | None) -> None:
+        """Load the model again if none of its clients waits. Otherwise raise `ServeError`.
+
+        Triton lets clients of a dead stub wait until their connections break.
+        """
+        whose = f" of model {mark.model!r}" if mark is not None else ""
+        reason = f"a front end{whose} died (stub process {stub.pid})"
+        if reload is None or mark is None or mark.num_open:
+            raise ServeError(reason)
+        self._replaced.add(stub)
+        self._note(f"{reason}; loading the model again")
+        self._revivals.append(Revival(mark.model, reload, self._count_death(reason, was_serving=True)))
+
+    def _end_revival(self, revival: Revival) -> None:
+        self._revivals.remove(revival)
+        if revival.failure:
+            raise ServeError(revival.failure)
+        self._note(f"model {revival.model!r} is loaded again")
+
+    def _count_death(self, reason: str, *, was_serving: bool) -> float:
+        """Return the delay of the next start."""
+        now = time.monotonic()
+        served_s = now - self._served_since if was_serving else 0.0
+        self._served_since = now
+        return self._restarts.next_delay_s(served_s, reason)
 
     def _begin_stop(self) -> None:
         """Stop watching, because an ended process would keep the selector from waiting."""
         if self.condition.state != "failed":
             self.condition = Condition("draining", "the server is shutting down")
+        self._forget_revivals()
         self._server.stop_watching()
+
+    def _forget_revivals(self) -> None:
+        for revival in self._revivals:
+            revival.cancel()
+        self._revivals.clear()
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):

@@ -209,7 +209,7 @@ def test_a_death_ends_the_group_without_restarts(folder: Path, victim: str) -> N
     traces.assert_nothing_left()
     assert "died" in server.log.read_text()
     if victim == "tritonserver":  # its own words, with their times, and no guess at a cause
-        assert "tritonserver died (signal 9, Killed); it printed last:\n" in server.log.read_text()
+        assert "tritonserver died (signal 9, Killed)\nIt printed last:\n" in server.log.read_text()
         assert re.search(r"\n  I\d{4} [\d:.]+ \d+ \S+\] .*Started Metrics Service", server.log.read_text())
 
 
@@ -228,7 +228,7 @@ def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: P
     traces.assert_nothing_left()
     (end,) = error_lines(server)
     assert end.startswith("tidewheel: error: 5 deaths within 60 s of service, so the server is not started again; ")
-    assert end.endswith("the last: tritonserver died (signal 9, Killed); it printed last:")
+    assert end.endswith("the last: tritonserver died (signal 9, Killed)")
 
 
 def stubs(server: Server) -> list[psutil.Process]:

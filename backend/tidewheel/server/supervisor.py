@@ -100,7 +100,7 @@ class Supervisor:
             self._pump(POLL_S)
             if self._server.has_ended():
                 self._server.read_output()
-                raise ServeError(f"tritonserver died ({self._server.exit()}); it printed last:\n{self._log.quote()}")
+                raise ServeError(f"tritonserver died ({self._server.exit()})\nIt printed last:\n{self._log.quote()}")
             if (dead := self._find_dead_stub()) is not None:
                 self._replace_stub(*dead, reload)
             for revival in [revival for revival in self._revivals if revival.is_over]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from support.triton.fake_triton import (
     TritonError,
     TritonModelException,
 )
+from support.triton.serving import wait_for
 from tidewheel import model
 from tidewheel.adapter import follower
 from tidewheel.engine.folder import Place
@@ -75,6 +77,10 @@ class FakeFrontend:
                 self.held.append(sink)
             case _:
                 sink.send([Chunk(text="done", finish_reason="stop")])
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.held
 
     def wait_for_room(self) -> None:
         self.num_waits += 1
@@ -259,6 +265,26 @@ def test_an_engine_that_does_not_start_is_one_line(
     with pytest.raises(TritonModelException) as error:
         start(make_args(tmp_path))
     assert str(error.value) == str(failure)
+
+
+def test_other_settings_are_followed_and_requests_end_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, first = start(make_args(tmp_path))
+    held = ask("hold")
+    started.execute([held])
+    place = started._follower.serving.place
+    config = dataclasses.replace(place.config, max_prompt_bytes=9)
+    monkeypatch.setattr(follower, "find_place", lambda _: place._replace(config=config))
+    wait_for(lambda: started._follower.serving.frontend is not first, 30, "the other front end")
+    request = ask("0123456789")
+    started.execute([request])
+    assert "at most 9 are allowed" in error_of(request).message()
+    assert first.engine.events == []
+    first.held.pop().send([Chunk(text="done", finish_reason="stop")])
+    wait_for(lambda: first.engine.events == ["front end closed", "client closed"], 30, "the end of the first")
+    assert held.sender.sent[0][0].output_tensors()[0].as_numpy().tolist() == [b"done"]
+    started.finalize()
 
 
 def test_wrong_settings_are_one_line(tmp_path: Path) -> None:

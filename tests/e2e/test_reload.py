@@ -60,6 +60,7 @@ def serve(repository: Path, *arguments: str) -> Iterator[Server]:
     log = repository.parent / f"{repository.name}.log"
     running = wait_ready(start_server("--model-repository", str(repository), *arguments, log=log))
     yield running
+    running.session.close()  # Triton would wait for it
     assert stop_server(running) == 0, log.read_text()
 
 

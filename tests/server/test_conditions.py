@@ -11,6 +11,7 @@ import os, signal, sys
 from pathlib import Path
 
 from tidewheel.server import ServeError, processes
+from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import ServerLog
 from tidewheel.server.supervisor import Supervisor
@@ -48,7 +49,7 @@ with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work:
         supervisor.wait_ready(lambda: True, lambda: None)
         os.kill(os.getpid(), signal.SIGTERM)
         supervisor.watch(lambda: False)
-        supervisor.drain(0.1)
+        supervisor.drain(0.1, Endpoints(http=9))
         show(supervisor)
 """
 

@@ -15,7 +15,6 @@ from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.placement import find_place
-from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -141,8 +140,8 @@ class Follower:
         while not self._stopped.wait(FOLLOW_S):
             try:
                 self._follow()
-            except (ConfigError, TidewheelError, OSError) as error:
-                log.warning("%s cannot follow to other settings: %s", self._name, error)
+            except Exception as error:  # the next turn tries again
+                log.warning("%s cannot follow to other settings: %s: %s", self._name, type(error).__name__, error)
 
     def _follow(self) -> None:
         for serving in [serving for serving in self._leaving if serving.frontend.is_idle]:

@@ -117,7 +117,7 @@ def resolve_settings(
                 f"{', '.join(sorted(settings))}: engine settings belong to {str(engine_of)!r}, "
                 f"whose engine {entry.name!r} shares by engine_of"
             )
-        owner, settings = _read_sibling(entry, str(engine_of))
+        owner, settings = _read_sibling(entry, str(coerce_setting("engine_of", engine_of, str)))
     engine = _engine_config(settings, owner.version_folder)
     return ModelSettings(
         engine=engine,
@@ -177,7 +177,7 @@ def _same(text: object, value: object) -> bool:
     left, right = str(text).strip(), str(value).strip()
     try:
         return bool(json.loads(left) == value) if isinstance(value, dict) else float(left) == float(right)
-    except ValueError:
+    except (ValueError, RecursionError):
         return left.lower() == right.lower() if isinstance(value, bool) else left == right
 
 

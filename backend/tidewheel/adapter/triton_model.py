@@ -18,6 +18,7 @@ from tidewheel.adapter.tensors import complete
 from tidewheel.engine.folder import engine_dir
 from tidewheel.engine.placement import choose_place, make_current
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
+from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start or join the engine. Raise `TritonModelException` if the model cannot be served."""
         route_logging()
+        close_shared_memory()
         name = args["model_instance_name"]
         log.info("%s: engine package %s", name, tidewheel.__file__)
         try:

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.engine.recovery import OutOfMemory, attempt, no_tokens, recover
+from tidewheel.batch import RowError, SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.engine.recovery import Failure, attempt, no_tokens, recover
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
 from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.stats import EngineStats, WaitingRoom
+
+log = logging.getLogger(__name__)
 
 
 class PendingTokens(Protocol):
@@ -114,7 +117,7 @@ class EngineCore:
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
         """Return the steps to wait for: after a failed launch all, because a later one would read its tokens."""
-        if isinstance(self._in_flight[-1].pending, OutOfMemory):
+        if isinstance(self._in_flight[-1].pending, Failure):
             return len(self._in_flight)
         return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
 
@@ -122,7 +125,7 @@ class EngineCore:
         batch, pending, scheduled_at = self._in_flight.popleft()
         result = attempt(pending.wait)
         del pending  # a retry needs its room
-        tokens = self._survive(batch, result) if isinstance(result, OutOfMemory) else result
+        tokens = self._survive(batch, result) if isinstance(result, Failure) else result
         self._receive()
         self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
         end = self._clock()
@@ -130,7 +133,7 @@ class EngineCore:
         self._step_seconds += end - max(scheduled_at, self._last_end)
         self._last_end = end
 
-    def _survive(self, batch: ScheduledBatch, failure: OutOfMemory) -> SampledTokens:
+    def _survive(self, batch: ScheduledBatch, failure: Failure) -> SampledTokens:
         """Run the step again with fewer rows. If a later one has read its missing tokens, end its requests instead.
 
         Requests that have left their rows since are computed again.
@@ -140,15 +143,18 @@ class EngineCore:
         left = set(self._in_flight[0].batch.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:
-                self._give_up(row)
+                self._give_up(row, failure.error)
         return no_tokens(batch)
 
-    def _give_up(self, row: int) -> None:
+    def _give_up(self, row: int, error: Exception) -> None:
+        log.error("a request is given up: %s", error, exc_info=error)
         request = self._scheduler.cancel(self._request_ids[row], FinishReason.ERROR)
         if request is not None:
             request.error = InternalError(
-                f"the device ran out of memory at {request.num_tokens} tokens of this request: send a shorter one, "
-                "or lower max_num_batched_tokens or gpu_memory_utilization"
+                "the sampling of this request failed; the server's log says why"
+                if isinstance(error, RowError)
+                else f"the device ran out of memory at {request.num_tokens} tokens of this request: send a shorter "
+                "one, or lower max_num_batched_tokens or gpu_memory_utilization"
             )
             self._deliver_ended([request])
 

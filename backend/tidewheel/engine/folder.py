@@ -24,6 +24,7 @@ STATUS = "status.json"
 CURRENT = "current"  # link to the folder of the engine that serves
 DEATHS = "backoff.json"
 
+IDENTITY_CHARS = 10
 MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
 
 State = Literal["starting", "loading", "ready", "failed", "stopped", "crashed"]
@@ -36,7 +37,7 @@ def engine_dir(repository: Path, model_name: str) -> Path:
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
     path = run_dir() / f"{label}-{digest}"
-    check_socket_path(path)
+    check_socket_path(path / ("x" * IDENTITY_CHARS))
     return private_dir(path)
 
 
@@ -118,7 +119,7 @@ def write_status(engine_dir: Path, status: Status) -> None:
 
 
 def settings_digest(settings: Mapping[str, object]) -> str:
-    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:10]
+    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:IDENTITY_CHARS]
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -274,7 +274,7 @@ class EngineServer:
 def _readable_key(payload: bytes) -> int | None:
     try:
         match msgspec.msgpack.decode(payload):
-            case ["AddRequest" | "CloseSession", int(key), *_]:
+            case ["AddRequest" | "CloseSession", int(key), *_] if not isinstance(key, bool):
                 return key
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass

@@ -31,6 +31,18 @@ class Endpoints:
         address = _ANY.get(self.host, self.host)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
+    def connect(self) -> socket.socket:
+        """Return a connection to the HTTP endpoint, unconnected if it does not answer.
+
+        After SIGTERM, Triton unloads no model while one is open.
+        """
+        address = _ANY.get(self.host, self.host)
+        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        connection.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            connection.connect((address, self.http))
+        return connection
+
     def _hold(self, held: contextlib.ExitStack, port: int, name: str) -> int:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         one = held.enter_context(socket.socket(family, socket.SOCK_STREAM))

@@ -78,13 +78,13 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             note=console.note,
             on_line=console.server_line,
         ) as supervisor:
-            if warning := _control_warning(options):
+            if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 _announce(console, plan, log.version, with_endpoints=session is None)
                 _stay(supervisor, plan, console, session, options)
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(options.drain_s)
+                supervisor.drain(options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
@@ -115,7 +115,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     )
 
 
-def _control_warning(options: ServeOptions) -> str:
+def control_warning(options: ServeOptions) -> str:
     if options.model_control != "explicit" or is_loopback(options.endpoints.host):
         return ""
     return (

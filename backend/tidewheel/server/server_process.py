@@ -52,6 +52,9 @@ class ServerProcess:
     def ask_to_end(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def exit(self) -> str:
         returncode = self._process.poll()
         if returncode is None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import time
@@ -13,19 +14,23 @@ from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import RestartPolicy, stop_engine
 from tidewheel.server import Condition, ServeError, State, processes
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.launch import BACKEND
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.revival import Restarts, Revival
 from tidewheel.server.server_log import LogLine, ServerLog
 from tidewheel.server.server_process import ServerProcess
+from tidewheel.server.triton_http import TritonHttp
 from tidewheel.server.workdir import WorkDir, remove_shared_memory
 
 POLL_S = 0.1
+LOOK_S = 0.5  # between two looks at all processes
 REAP_GRACE_S = 2.5  # Triton reaps a stub it ends at once, and one that died while it loaded within 2 s
 DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
-SETTLE_S = 5.0  # for Triton to unload idle models
+SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
 ENGINE_GRACE_S = 5.0
 
 
@@ -58,6 +63,8 @@ class Supervisor:
         self._restarts = Restarts(RestartPolicy())
         self._served_since = 0.0
         self._revivals: list[Revival] = []
+        self._next_look = 0.0
+        self._watched: set[tuple[int, int]] = set()  # stubs, by process id and start
         self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
         self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
         self._selector = selectors.DefaultSelector()
@@ -101,6 +108,9 @@ class Supervisor:
             if self._server.has_ended():
                 self._server.read_output()
                 raise ServeError(f"tritonserver died ({self._server.exit()})\nIt printed last:\n{self._log.quote()}")
+            if time.monotonic() < self._next_look:
+                continue
+            self._next_look = time.monotonic() + LOOK_S
             if (dead := self._find_dead_stub()) is not None:
                 self._replace_stub(*dead, reload)
             for revival in [revival for revival in self._revivals if revival.is_over]:
@@ -123,24 +133,31 @@ class Supervisor:
             self._unreaped, self._replaced = {}, set()
             self._server = self._start()
 
-    def drain(self, limit_s: float) -> None:
+    def drain(self, limit_s: float, endpoints: Endpoints) -> None:
         """Refuse new requests; let the others end, after the limit with an error.
 
-        Triton would then wait for every idle HTTP connection, so it has `SETTLE_S` left.
+        A connection keeps Triton from unloading models, which clients would read as an unknown model. Afterwards
+        Triton would wait for every idle one, so it is ended.
         """
         self._begin_stop()
         folders = engine_dirs()
         end = time.monotonic() + limit_s
         idle = _drain_engines(folders)
-        self._server.ask_to_end()
-        while idle is False and time.monotonic() < end and not self.was_forced:
-            if self._wait_server(POLL_S):
-                return
-            idle = _drain_engines(folders)
+        has_others = idle is None or _has_other_backends(endpoints)
+        with endpoints.connect() if idle is not None else contextlib.nullcontext():
+            self._server.ask_to_end()
+            while idle is False and time.monotonic() < end and not self.was_forced:
+                if self._wait_server(POLL_S):
+                    return
+                idle = _drain_engines(folders)
         if idle is False and not self.was_forced:
             for folder in folders:
                 stop_engine(folder, FINAL_ANSWERS_S)
-        self._wait_server(limit_s if idle is None else SETTLE_S)
+        if not self._wait_server(max(end - time.monotonic(), SETTLE_S) if has_others else SETTLE_S):
+            # Stubs would wait for a server that is gone.
+            stubs = processes.children(self._server.pid)
+            self._server.kill()
+            processes.signal_all(stubs, SIGKILL)
 
     def end_all(self, grace_s: float) -> None:
         """End every process below this one, after the grace by SIGKILL."""
@@ -201,14 +218,31 @@ class Supervisor:
         One with a mark died while it served. Without one, it loaded, was unloaded or is of a foreign backend.
         """
         now = time.monotonic()
-        children = processes.children(self._server.pid)
-        ended = [child for child in children if child.state == "Z" and STUB_NAME.startswith(child.name)]
-        self._unreaped = {stub: self._unreaped.get(stub, now) for stub in ended}
+        stubs = [child for child in processes.children(self._server.pid) if STUB_NAME.startswith(child.name)]
+        for stub in stubs:
+            self._watch_stub(stub)
+        self._unreaped = {stub: self._unreaped.get(stub, now) for stub in stubs if stub.state == "Z"}
         for stub, since in self._unreaped.items():
             mark = read_mark(stub.pid, stub.started)
             if stub not in self._replaced and (mark is not None or now - since >= REAP_GRACE_S):
                 return stub, mark
         return None
+
+    def _watch_stub(self, stub: processes.Process) -> None:
+        """Look again as soon as it ends."""
+        if (stub.pid, stub.started) in self._watched:
+            return
+        self._watched.add((stub.pid, stub.started))
+        watch = processes.Watch(stub)
+        if (descriptor := watch.fileno) is None:
+            return
+
+        def end() -> None:
+            self._selector.unregister(descriptor)
+            watch.close()
+            self._next_look = 0.0
+
+        self._selector.register(descriptor, selectors.EVENT_READ, end)
 
     def _replace_stub(self, stub: processes.Process, mark: Mark | None, reload: Callable[[str], None] | None) -> None:
         """Load the model again if none of its clients waits. Otherwise raise `ServeError`.
@@ -259,6 +293,15 @@ class Supervisor:
                 return False
             self._pump(POLL_S)
         return True
+
+
+def _has_other_backends(endpoints: Endpoints) -> bool:
+    """Return whether models may have requests that no engine knows."""
+    try:
+        models = TritonHttp(endpoints.authority(endpoints.http)).models()
+    except OSError:
+        return True
+    return any(model.backend != BACKEND for model in models)
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:

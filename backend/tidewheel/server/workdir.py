@@ -96,11 +96,15 @@ def _is_left_over(root: Path) -> bool:
 def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
     """End a server's processes, and remove its folder and shared memory. Return whether the folder is gone."""
     _end_processes(str(WorkDir(root).run))
-    for region in shared_memory.glob(f"{_shm_prefix(root)}*"):
-        with contextlib.suppress(OSError):
-            region.unlink()
+    remove_shared_memory(_shm_prefix(root), shared_memory)
     shutil.rmtree(root, ignore_errors=True)
     return not root.exists()
+
+
+def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY) -> None:
+    for region in shared_memory.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            region.unlink()
 
 
 def _end_processes(run_dir: str) -> None:

@@ -37,7 +37,7 @@ BAD_PARAMETERS: list[tuple[str, list[str]]] = [
     ("[1, 2]", ["sampling_parameters"]),
     ("[" * 5000, ["sampling_parameters"]),
 ]
-UNSUPPORTED = ['{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}']
+UNSUPPORTED = ['{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}', '{"prompt_embeds": "AAAA"}']
 
 
 def short(value: Any) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.health_endpoint import READY, Readiness
-from tidewheel.server import CrashLoop, ServeError, launch, repository
+from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.health import DRAINING, Health
@@ -69,6 +69,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         _server_log(options.log_file) as log,
     ):
         plan = _prepare(options, install, work)
+        if warning := _descriptor_warning():
+            console.note(f"warning: {warning}")
         console.note(f"starting tritonserver ({install.origin})")
         triton = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
         with (
@@ -120,6 +122,16 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         endpoints=endpoints,
         # Front ends identify their repository by an entry's real path.
         engines={name: engine_dir((models / name).resolve().parent, name) / CURRENT for name in names},
+    )
+
+
+def _descriptor_warning() -> str:
+    limit = processes.raise_descriptor_limit()
+    if limit >= processes.GOOD_DESCRIPTORS:
+        return ""
+    return (
+        f"{limit} open files are allowed, one for each connection, and clients beyond wait without an answer: "
+        f"allow {processes.GOOD_DESCRIPTORS} or more (ulimit -Hn)"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engine.core_harness import CoreHarness, arrivals
+from support.engine.core_harness import FIRST_STEP_S, CoreHarness, arrivals
 from support.engine.fake_runner import FakeRunner, PendingTokens
 from support.scheduler.scheduling import make_request
 from tidewheel.batch import RowError, SampledTokens, ScheduledBatch
@@ -28,6 +28,15 @@ def test_a_step_is_one_token_each() -> None:
     assert harness.core.step()
     assert not harness.core.step()
     harness.run()
+
+
+def test_each_step_is_announced_with_its_predicted_time() -> None:
+    harness = CoreHarness()
+    harness.add(make_request("a", 4, max_tokens=4))
+    harness.run()  # a step takes one second of the script
+    assert harness.beats[0] == FIRST_STEP_S
+    assert harness.beats[1] > FIRST_STEP_S  # the one before may be in flight
+    assert harness.beats[2:] == [pytest.approx(2.0)] * 2
 
 
 def test_two_steps_in_flight_answer_one_step_later() -> None:

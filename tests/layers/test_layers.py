@@ -38,6 +38,7 @@ LAYERS = {
     "tidewheel.version": 0,
     "tidewheel.stats": 0,
     "tidewheel.event_heap": 0,
+    "tidewheel.health_endpoint": 0,
     "tidewheel.scheduler": 1,
     "tidewheel.kvcache": 1,
     "tidewheel.record": 1,

@@ -16,9 +16,22 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 import tidewheel_client as tc
-from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
+from support.triton.serving import (
+    REPOSITORY,
+    WEIGHTS,
+    Server,
+    StreamError,
+    grpc_inputs,
+    grpc_stream,
+    start_server,
+    stop_server,
+    wait_for,
+    wait_ready,
+)
 from tidewheel.server.supervisor import ENGINE_GRACE_S, SETTLE_S
 from tidewheel_client import Client
 
@@ -127,6 +140,22 @@ def test_errors_carry_their_tags(shared: Server) -> None:
             client.generate("x")
 
 
+def test_refused_prompts_are_not_kept(shared: Server) -> None:
+    """Triton would keep the memory of the last eight requests of each kind."""
+    tritonserver = next(p for p in shared.descendants() if p.name() == "tritonserver")
+    size, count = 32 << 20, 6
+    before = tritonserver.memory_info()
+    with grpcclient.InferenceServerClient(shared.grpc) as client:
+        for _ in range(count):
+            with pytest.raises(InferenceServerException, match="TW-TOO-LARGE"):
+                client.infer("mine_infer", grpc_inputs("x" * size))
+    for _ in range(count):
+        with pytest.raises(StreamError, match="TW-TOO-LARGE"):
+            grpc_stream(shared, grpc_inputs("x" * size), model="mine")
+    after = tritonserver.memory_info()
+    assert (after.rss - after.shared) - (before.rss - before.shared) < count * size
+
+
 def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder: Path) -> None:
     processes = server.descendants()
     assert server.engine_process() is not None
@@ -147,6 +176,7 @@ def test_a_running_request_ends_and_new_ones_are_refused(server: Server) -> None
         stream = client.stream("A tuple is", **LONG)
         num_tokens = next(stream).num_output_tokens or 0
         server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.readiness() == (503, "draining"), 10, "the notice to balancers")
         wait_for(lambda: _is_refused(client), 10, "end of admission")
         for chunk in itertools.islice(stream, 10):
             num_tokens += chunk.num_output_tokens or 0

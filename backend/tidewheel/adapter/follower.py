@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from tidewheel.adapter.health_port import HealthPort
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.adapter.repository_entry import ModelSettings
 from tidewheel.config import EngineConfig
@@ -22,6 +23,7 @@ from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.health_endpoint import Readiness
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class Serving:
         """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve."""
         self.place = place
         self.refused: Counter[str] = Counter()  # by tag, before the front end
+        self.is_leaving = False  # another serves new requests
         door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
         self._relay = relay = EngineRelay(door)
         self._client = EngineClient(place, relay, name=f"{name}.{os.getpid()}")
@@ -57,6 +60,10 @@ class Serving:
                 log.info("%s", line)
         self._metrics = self._publish_metrics(settings, info) if settings.has_metrics else None
 
+    @property
+    def readiness(self) -> Readiness:
+        return self._client.readiness
+
     def close(self) -> None:
         self.frontend.close()
         if self._metrics is not None:
@@ -71,6 +78,7 @@ class Serving:
             stats = self.frontend.stats()
             is_due = is_due or not stats.num_live
             requests.publish(stats, self.refused, with_tokens=is_due)
+            engine.publish_ready(self.readiness.is_ready if self._client.is_owner and not self.is_leaving else None)
             if self._relay.stats is None or not is_due:
                 return
             if self._client.is_owner:
@@ -121,7 +129,13 @@ class Follower:
 
     def __init__(self, model_dir: Path, settings: ModelSettings, place: Place, name: str) -> None:
         self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
-        self.serving = Serving(settings, place, name)
+        self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
+        self._health.try_open()
+        try:
+            self.serving = Serving(settings, place, name)
+        except BaseException:
+            self._health.close()
+            raise
         self._model_dir = model_dir
         self._settings = settings
         self._name = name
@@ -133,11 +147,17 @@ class Follower:
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
+        self._health.close()
         for serving in (*self._leaving, self.serving):
             serving.close()
 
+    def _readiness(self) -> Readiness:
+        loads = not hasattr(self, "serving")
+        return Readiness("starting", "the engine loads") if loads else self.serving.readiness
+
     def _run(self) -> None:
         while not self._stopped.wait(FOLLOW_S):
+            self._health.try_open()
             try:
                 self._follow()
             except Exception as error:  # the next turn tries again
@@ -151,6 +171,7 @@ class Follower:
         if place is None or (place.folder, place.config) == (now.folder, now.config):
             return
         serving = Serving(self._settings, place, self._name)
+        self.serving.is_leaving = True
         with self.lock:
             self._leaving.append(self.serving)
             self.serving = serving

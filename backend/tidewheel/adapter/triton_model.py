@@ -49,6 +49,10 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._presence = Presence(args["model_name"])
 
+    def is_ready(self) -> bool:
+        """Return whether requests are taken. Servers since python_backend's pull request 430 ask; it never blocks."""
+        return self._follower.serving.readiness.is_ready
+
     def execute(self, requests: Sequence[Any]) -> None:
         """Submit requests, and return when one more may come. Until then they wait in Triton's queue."""
         for request in requests:

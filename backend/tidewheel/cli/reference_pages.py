@@ -178,7 +178,7 @@ def _errors() -> str:
 
 def _metrics() -> str:
     families: Mapping[str, tuple[Any, ...]] = {
-        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS),
+        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS, metric_families.ENGINE_READY),
         "counter": (
             metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
             metric_families.PROMPT_TOKENS, metric_families.GENERATION_TOKENS, *metric_families.ENGINE_COUNTERS,

@@ -52,12 +52,18 @@ class EngineCore:
         deliver: Deliver,
         *,
         receive: Callable[[], None] = lambda: None,
+        beat: Callable[[float], None] = lambda _: None,
+        first_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Call `beat` before each step with its predicted time; `first_step_s` is that of the first."""
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
         self._receive = receive
+        self._beat = beat
+        self._first_step_s = first_step_s
+        self._expected_s = 0.0  # of the newest step
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row of the newest batch
@@ -103,12 +109,19 @@ class EngineCore:
         self._deliver_ended(self._scheduler.expire(now))
         batch = self._scheduler.schedule(now)
         if batch is not None:
+            self._announce(batch)
             self._in_flight.append(_InFlight(batch, self._launch(batch), now))
         if not self._in_flight:
             return False
         for _ in range(self._num_to_complete(batch)):
             self._complete()
         return True
+
+    def _announce(self, batch: ScheduledBatch) -> None:
+        """Beat for the step and the one before it, which may be in flight."""
+        before, predicted = self._expected_s, self._scheduler.predict_seconds(batch)
+        self._expected_s = self._first_step_s if predicted is None else predicted
+        self._beat(before + self._expected_s)
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         for new in batch.new_rows:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -23,6 +24,7 @@ LOG = "engine.log"
 STATUS = "status.json"
 CURRENT = "current"  # link to the folder of the engine that serves
 DEATHS = "backoff.json"
+HEARTBEAT = "heartbeat"  # of the step loop
 
 IDENTITY_CHARS = 10
 MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
@@ -45,6 +47,26 @@ def engine_dirs() -> list[Path]:
     """Return the folders in which an engine was started."""
     folders = (path.parent for path in run_dir().glob(f"*/*/{STATUS}"))
     return sorted(folder for folder in folders if not folder.is_symlink())
+
+
+def current_engines() -> list[Path]:
+    """Return, for each model, the link to the folder of the engine that serves it."""
+    return sorted(run_dir().glob(f"*/{CURRENT}"))
+
+
+def is_owned(engine_dir: Path) -> bool:
+    """Return whether a front end holds the folder's lock."""
+    try:
+        descriptor = os.open(engine_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class Place(NamedTuple):
@@ -89,6 +111,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     fraction: float = 0.0  # of the stage
     message: str = ""
     is_draining: bool = False  # with its server
+    is_given_up: bool = False  # by the front end that would start it again
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
 

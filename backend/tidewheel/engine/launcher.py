@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -106,6 +107,14 @@ class EngineLauncher:
             return None
         return status
 
+    def give_up(self, message: str) -> None:
+        """Tell others that the owner does not start the engine again."""
+        status = read_status(self._engine_dir)
+        if self.is_owner and status is not None:
+            final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
+            with contextlib.suppress(OSError):
+                write_status(self._engine_dir, final)
+
     def release(self, *, end_engine_that_loads: bool) -> None:
         """Release the lock. The engine lives as long as a front end."""
         status = read_status(self._engine_dir)
@@ -154,17 +163,11 @@ class EngineLauncher:
             return 0.0
         deaths = record_death(self._engine_dir, status.pid, status.start_ticks, self._policy.window_s)
         if len(deaths) >= self._policy.max_deaths:
-            self._declare_crash_loop(status, len(deaths))
+            raise ConfigError(
+                f"the engine died {len(deaths)} times within {self._policy.window_s:g} s and is not started again; "
+                f"its log ends with: {last_log_line(self._engine_dir)}"
+            )
         return deaths[-1].at + self._policy.delay_s(len(deaths))
-
-    def _declare_crash_loop(self, status: Status, num_deaths: int) -> None:
-        message = (
-            f"the engine died {num_deaths} times within {self._policy.window_s:g} s and is not started again; "
-            f"its log ends with: {last_log_line(self._engine_dir)}"
-        )
-        failed = msgspec.structs.replace(status, state="failed", message=message)
-        write_status(self._engine_dir, failed)
-        raise ConfigError(message)
 
     def _exit(self) -> str:
         assert self._process is not None

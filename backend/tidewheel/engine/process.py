@@ -31,6 +31,7 @@ from tidewheel.engine.folder import (
     socket_address,
     write_status,
 )
+from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead
@@ -64,7 +65,8 @@ class StatusFile:
 
     def progress(self, stage: str, fraction: float) -> None:
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
-            self.update(stage=stage, fraction=fraction)
+            with contextlib.suppress(OSError):  # the disk may be full, also in a step that compiles
+                self.update(stage=stage, fraction=fraction)
 
 
 class StopSignal:
@@ -115,6 +117,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
             linger_s=linger_s,
             identity=status.identity,
             note=status.update,
+            beat=Heartbeat(status.engine_dir).beat,
         )
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made

@@ -18,6 +18,7 @@ class Endpoints:
     http: int = 0  # 0: a free port
     grpc: int = 0
     metrics: int = 0
+    health: int = 0
 
     def chosen(self) -> Endpoints:
         """Replace every port 0 with a free one; all differ. Raise `ServeError` for a port in use."""
@@ -25,7 +26,8 @@ class Endpoints:
             http = self._hold(held, self.http, "http")
             grpc = self._hold(held, self.grpc, "grpc")
             metrics = self._hold(held, self.metrics, "metrics")
-            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics)
+            health = self._hold(held, self.health, "health")
+            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics, health=health)
 
     def authority(self, port: int) -> str:
         address = _ANY.get(self.host, self.host)

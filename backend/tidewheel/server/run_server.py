@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
-from tidewheel.server import CrashLoop, ServeError, launch, repository
+from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.health import DRAINING, Health
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
@@ -67,22 +69,30 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         _server_log(options.log_file) as log,
     ):
         plan = _prepare(options, install, work)
+        if warning := _descriptor_warning():
+            console.note(f"warning: {warning}")
         console.note(f"starting tritonserver ({install.origin})")
-        with Supervisor(
-            plan.command,
-            plan.environment,
-            signals=signals,
-            log=log,
-            guard=lifeline.pid,
-            work=work,
-            note=console.note,
-            on_line=console.server_line,
-        ) as supervisor:
+        triton = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
+        with (
+            Health(plan.endpoints, triton.is_live) as health,
+            Supervisor(
+                plan.command,
+                plan.environment,
+                signals=signals,
+                log=log,
+                guard=lifeline.pid,
+                work=work,
+                note=console.note,
+                on_line=console.server_line,
+            ) as supervisor,
+        ):
             if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
+                health.server = READY
                 _announce(console, plan, log.version, with_endpoints=session is None)
-                _stay(supervisor, plan, console, session, options)
+                _stay(supervisor, plan, console, health, session, options)
+                health.server = DRAINING
                 console.note(_farewell(supervisor, options.drain_s))
                 supervisor.drain(options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
@@ -112,6 +122,16 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         endpoints=endpoints,
         # Front ends identify their repository by an entry's real path.
         engines={name: engine_dir((models / name).resolve().parent, name) / CURRENT for name in names},
+    )
+
+
+def _descriptor_warning() -> str:
+    limit = processes.raise_descriptor_limit()
+    if limit >= processes.GOOD_DESCRIPTORS:
+        return ""
+    return (
+        f"{limit} open files are allowed, one for each connection, and clients beyond wait without an answer: "
+        f"allow {processes.GOOD_DESCRIPTORS} or more (ulimit -Hn)"
     )
 
 
@@ -183,14 +203,21 @@ def _stay(
     supervisor: Supervisor,
     plan: _Plan,
     console: Console,
+    health: Health,
     session: Callable[[Endpoints], None] | None,
     options: ServeOptions,
 ) -> None:
     """Return when asked to stop, or when `session` is over."""
-    if session is not None:
-        guest = threading.Thread(target=session, args=(plan.endpoints,), daemon=True)
+    guest = None if session is None else threading.Thread(target=session, args=(plan.endpoints,), daemon=True)
+    if guest is not None:
         guest.start()
-        supervisor.watch(lambda: not guest.is_alive())
+
+    def is_over() -> bool:
+        health.raise_if_given_up()
+        return guest is not None and not guest.is_alive()
+
+    if guest is not None:
+        supervisor.watch(is_over)
         return
     can_reload = options.restart and options.model_control == "explicit"
     reload = TritonHttp(plan.endpoints.authority(plan.endpoints.http)).reload if can_reload else None
@@ -198,8 +225,9 @@ def _stay(
     while not supervisor.stop_requested:
         try:
             if supervisor.condition.state == "restarting" and _wait_ready(supervisor, plan):
+                health.server = READY
                 console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
-            supervisor.watch(lambda: False, reload)
+            supervisor.watch(is_over, reload)
         except CrashLoop:
             raise
         except ServeError as error:
@@ -207,6 +235,7 @@ def _stay(
                 raise
             console.note(f"{error}\ntidewheel: starting the server again")
             died_at = time.monotonic()
+            health.server = Readiness("starting", str(error).splitlines()[0])
             supervisor.restart(error)
 
 

@@ -64,7 +64,12 @@ class Tokenizer:
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        try:
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        except BaseException as error:
+            if isinstance(error, Exception | KeyboardInterrupt):
+                raise
+            raise RuntimeError(f"the model's tokenizer panics: {error}") from None
 
     def token_text(self, token_id: int) -> str:
         """Return its text, with the space that decoders drop from a first token."""

@@ -149,7 +149,7 @@ def test_ready_and_asked_to_stop(server: Server, folder: Path, number: signal.Si
 def test_listens_on_loopback_alone(server: Server, folder: Path) -> None:
     listening = [
         connection.laddr
-        for process in Traces(server, folder).processes
+        for process in (psutil.Process(server.process.pid), *Traces(server, folder).processes)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]

@@ -223,7 +223,7 @@ class EngineClient:
     def _is_beyond_hope(self, connection: Connection) -> bool:
         """Watch the heartbeat. Return whether this front end has to end the engine."""
         hang = self._hang
-        if hang is None or not self._is_ready:
+        if hang is None:
             return False
         was_hung = hang.is_hung
         hang.look()

@@ -22,6 +22,7 @@ PolicyName = Literal["fifo", "priority", "sjf", "deadline", "fair", "density"]
 StrategyName = Literal["continuous", "static", "dynamic", "predictive", "hybrid"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
+MODEL_NOT_SET = "model is not set: give a folder or a Hugging Face id"
 BLOCK_SIZES = (16, 32, 64, 128)
 _RANGES = {
     "gpu_memory_utilization": (0.05, 1.0),
@@ -141,7 +142,7 @@ class EngineConfig(SchedulingSettings):
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise ConfigError("model is not set: give a folder or a Hugging Face id")
+            raise ConfigError(MODEL_NOT_SET)
         SchedulingSettings.__post_init__(self)  # `super()` knows no class with slots
         at_least(
             self, 1, "max_model_len", "num_threads", "max_prompt_bytes", "num_blocks", "kv_cache_memory_mb",
@@ -195,7 +196,7 @@ class EngineConfig(SchedulingSettings):
                 raise ConfigError(unknown_setting(key, ARGUMENTS.union(hints) - ENTRY_ARGUMENTS))
             values[key] = coerce_setting(key, raw, hints[key])
         if "model" not in values:
-            raise ConfigError("model is not set: give a folder or a Hugging Face id")
+            raise ConfigError(MODEL_NOT_SET)
         if values.get("tokenizer") == values["model"]:
             del values["tokenizer"]
         for key in ("model", "tokenizer", "generation_config"):

@@ -9,7 +9,7 @@ import pytest
 
 from support.triton.fake_triton import Logger, MetricFamily
 from tidewheel.adapter.metric_families import BREAKER_STATES
-from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
+from tidewheel.adapter.metrics import RENEWAL, EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.engine.messages import EngineInfo, RequestStats
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder, TokenTiming
@@ -276,3 +276,20 @@ def test_a_flush_that_fails_is_said_once_and_tried_again() -> None:
     assert third.wait(10)
     publisher.close()
     assert len([line for _, line in Logger.lines if "server is gone" in line]) == 1
+
+
+def test_gauges_of_an_engine_are_cleared_and_renewed() -> None:
+    """A front end that closes late may clear what its successor has sent."""
+    leaving, successor = (EngineMetrics(make_info(), LABELS) for _ in range(2))
+    stats = EngineStats(num_running=4, num_blocks=10)
+    for publisher in (leaving, successor):
+        publisher.publish(stats)
+        publisher.publish_ready(True)
+    leaving.clear()
+    assert value("vllm:num_requests_running", **LABELS) == 0
+    assert value("tidewheel_engine_ready", **LABELS) == 0
+    for _ in range(RENEWAL):
+        successor.publish(stats)
+        successor.publish_ready(True)
+    assert value("vllm:num_requests_running", **LABELS) == 4
+    assert value("tidewheel_engine_ready", **LABELS) == 1

@@ -307,6 +307,12 @@ def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: 
     assert clients[0].events == ["client closed"]
 
 
+def publish(started: model.TritonPythonModel) -> None:
+    metrics = started._follower.serving._metrics
+    assert metrics is not None
+    metrics.flush(is_due=True)
+
+
 def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeClient, "is_owner", False)
     started, _ = start(make_args(tmp_path))
@@ -317,10 +323,13 @@ def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert MetricFamily.value("tidewheel_requests_rejected_total", tag="TW-BUSY", model_name="demo") == 1
     monkeypatch.setattr(FakeClient, "is_owner", True)
     started, _ = start(make_args(tmp_path))
-    started.finalize()
+    publish(started)
     assert MetricFamily.value("tidewheel_engine_ready", model_name="demo") == 1
     assert MetricFamily.value("vllm:num_requests_running", model_name="demo") == 3
     assert MetricFamily.value("vllm:kv_cache_usage_perc") == 0.8
+    started.finalize()
+    assert MetricFamily.value("tidewheel_engine_ready", model_name="demo") == 0
+    assert MetricFamily.value("vllm:num_requests_running", model_name="demo") == 0
 
 
 def test_a_server_that_asks_is_told_whether_the_engine_is_ready(
@@ -379,11 +388,12 @@ def test_metrics_can_be_switched_off(tmp_path: Path, off: dict[str, str]) -> Non
 def test_metrics_of_a_served_name(tmp_path: Path) -> None:
     started, _ = start(make_args(tmp_path, served_model_name="llama"))
     started.execute([ask("busy")])
-    started.finalize()
+    publish(started)
     assert (
         MetricFamily.value("tidewheel_requests_rejected_total", tag="TW-BUSY", model_name="llama", model="demo") == 1
     )
     assert MetricFamily.value("vllm:num_requests_running", model_name="llama", model="demo") == 3
+    started.finalize()
 
 
 def test_auto_complete_refuses_in_one_line() -> None:

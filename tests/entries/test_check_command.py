@@ -66,10 +66,10 @@ def test_every_rule_is_in_the_documentation() -> None:
 
 
 def test_exit_codes(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
-    entry = write("demo", CONFIG)
-    assert run(capsys, str(entry))[0] == 0  # a warning: no twin
+    entry = write("demo", CONFIG + "optimization { }\n")
+    assert run(capsys, str(entry))[0] == 0  # a warning: it is not read
     assert run(capsys, str(entry), "--strict")[0] == 1
-    (entry / "config.pbtxt").write_text(CONFIG + setting("sed", "1"))
+    (entry / "config.pbtxt").write_text(CONFIG + setting("sed", "1") + "optimization { }\n")
     code, printed = run(capsys, str(entry))
     assert code == 1
     path = entry / "config.pbtxt"

@@ -54,7 +54,7 @@ MISTAKES = {
         "syntax", "config.pbtxt:4:17", "", "parse integer … mend it",
         'max_batch_size: "many"\n',
     ),
-    "an open brace": Mistake("syntax", "config.pbtxt:4:", "", "mend it", "dynamic_batching {\n"),
+    "an open brace": Mistake("syntax", "config.pbtxt:4:", "", "Expected \"}\": mend it", "dynamic_batching {\n"),
     "a template": Mistake("syntax", "config.pbtxt:4:", "", "template … fill in", "max_batch_size: ${size}\n"),
     "an unknown field": Mistake(
         "schema", "config.pbtxt:4:1", "dynamic_batchin", "dynamic_batchin … did you mean 'dynamic_batching'",
@@ -337,6 +337,10 @@ def test_damaged_model(write: WriteEntry, weights: Path, damage: Damage, file: s
     ("config", "rule", "where", "words"),
     [
         (CONFIG.replace('"tidewheel"', '"tidewhel"'), "backend", "config.pbtxt:1:1", "'tidewhel' … 'tidewheel'"),
+        (CONFIG.replace("backend:", "platform:"), "backend", "config.pbtxt:1:1", 'write backend: "tidewheel", not'),
+        ('backend: "vllm"\n', "backend", "config.pbtxt:1:1", "passed over … tidewheel migrate"),
+        (CONFIG.replace('"model"', '"modell"'), "settings", "config.pbtxt:3:14", "did you mean 'model'"),
+        (CONFIG.replace("parameters", "parameter"), "schema", "config.pbtxt:3:1", "did you mean 'parameters'"),
         (CONFIG.partition("\n")[2], "backend", "config.pbtxt", 'add backend: "tidewheel"'),
         (CONFIG.replace(str(WEIGHTS), "nowhere"), "model", "config.pbtxt:3:14", "'nowhere': no such folder"),
         (CONFIG.replace(setting("model", str(WEIGHTS)), ""), "settings", "config.pbtxt", "model is not set … give"),
@@ -372,11 +376,35 @@ def test_a_stream_without_a_twin(repository: Path) -> None:
     (found,) = check(repository).findings
     assert (found.rule, found.severity, found.line, found.field) == (
         "transactions",
-        "warning",
+        "note",
         2,
         "model_transaction_policy",
     )
     assert matches("/infer … demo_infer … engine_of demo", found.message)
+
+
+def test_a_mistake_alone_is_told_of(repository: Path) -> None:
+    shutil.rmtree(repository / "demo_infer")
+    (repository / "demo" / "config.pbtxt").write_text('backend: "tidewheel"\n')
+    (repository / "demo" / "1" / "model.json").write_text('{"model": }')
+    (found,) = check(repository).findings
+    assert found.rule == "model-json"
+
+
+def test_a_folder_without_an_entry(repository: Path) -> None:
+    for name in (".git", "empty", "another/1"):
+        (repository / name).mkdir(parents=True)
+    (found,) = check(repository).findings
+    assert (found.rule, found.severity, found.file) == ("folder", "error", str(repository / "empty"))
+    assert matches("remove the folder or write config.pbtxt", found.message)
+    assert check(repository / "demo").findings == []
+
+
+def test_nothing_checked(write: WriteEntry, tmp_path: Path) -> None:
+    write("ensemble", 'platform: "ensemble"\n')
+    report = check(tmp_path / "models")
+    assert (report.checked, [found.severity for found in report.findings]) == ([], ["note", "warning"])
+    assert matches("nothing was checked … tidewheel", report.findings[-1].message)
 
 
 def test_engines_that_do_not_fit_together(

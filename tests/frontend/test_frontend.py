@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -431,6 +432,40 @@ def test_output_that_cannot_be_made_into_text(harness: FrontendHarness, monkeypa
     sink.wait_end()
     harness.engine.wait_cancelled(key)
     assert str(sink.error) == "[TW-INTERNAL] the output could not be made into text"
+
+
+class Panic(BaseException):
+    """As the tokenizers library raises them."""
+
+
+def test_a_tokenizer_that_panics_at_outputs_ends_each_request_alone(
+    harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: object, **__: object) -> str:
+        raise Panic("index out of bounds")
+
+    broken = [harness.submit(stream=True) for _ in range(8)]  # more than there are senders
+    backend = harness.frontend._reader._tokenizer
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_backend", mock.Mock(decode=panic))
+        for key, sink in broken:
+            harness.deliver(key, [5])
+            sink.wait_end()
+            assert str(sink.error) == "[TW-INTERNAL] the output could not be made into text"
+    key, sink = harness.submit(stream=True)
+    harness.deliver(key, harness.encode("the fox"), "length")
+    sink.wait_end()
+    assert sink.finish_reason == "length"
+
+
+def test_figures_that_cannot_be_published_do_not_keep_an_answer(
+    harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.frontend._turns, "_on_finished", None)
+    key, sink = harness.submit()
+    harness.deliver(key, harness.encode("x"), "length")
+    sink.wait_end()
+    assert sink.finish_reason == "length"
 
 
 def test_close(harness: FrontendHarness) -> None:

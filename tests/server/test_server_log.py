@@ -110,3 +110,11 @@ def test_every_byte_goes_to_the_copy() -> None:
     log.feed(b"a\nb")
     log.feed(b"\xff\n")
     assert copy.getvalue() == b"a\nb\xff\n"
+
+
+def test_an_entry_of_another_backend() -> None:
+    reason = "Invalid argument: unable to find backend library for backend 'vllm', try specifying runtime"
+    log = ServerLog()
+    log.feed(f"E1121 08:34:23.8 9 model_lifecycle.cc:654] \"failed to load 'm' version 1: {reason}\"\n".encode())
+    assert log.failure is not None
+    assert log.failure.reason.endswith("tidewheel migrate makes such an entry ours")

@@ -68,11 +68,17 @@ class Serving:
         self.frontend.close()
         if self._metrics is not None:
             self._metrics.close()
+            if self._client.is_owner and not self._has_successor():
+                self._engine_metrics.clear()
         self._client.close()
+
+    def _has_successor(self) -> bool:
+        current = find_place(self.place.folder.parent)
+        return current is not None and current.folder != self.place.folder
 
     def _publish_metrics(self, settings: ModelSettings, info: EngineInfo) -> MetricsPublisher:
         requests = RequestMetrics(settings.entry.labels, self.frontend.stats())
-        engine = EngineMetrics(info, settings.owner.labels)
+        self._engine_metrics = engine = EngineMetrics(info, settings.owner.labels)
 
         def publish(is_due: bool) -> None:
             stats = self.frontend.stats()

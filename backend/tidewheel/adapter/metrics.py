@@ -39,6 +39,7 @@ from tidewheel.request import FinishReason
 from tidewheel.stats import STEP_BOUNDS, EngineStats, Histogram
 
 FLUSH_INTERVAL_S = 0.4
+RENEWAL = 25  # flushes after which gauges are sent again
 MAX_OBSERVATIONS = 256  # per histogram and flush: 640 a second
 
 
@@ -176,6 +177,7 @@ class EngineMetrics:
         )
         self._ready = Gauge(gauge_family(*ENGINE_READY), labels)
         self._step_tokens = HistogramSeries(*STEP_TOKENS, STEP_BOUNDS, labels)
+        self._num_published = 0
 
     def publish_ready(self, is_ready: bool | None) -> None:
         """Publish readiness; None: another front end does."""
@@ -185,6 +187,9 @@ class EngineMetrics:
             self._ready.set(float(is_ready))
 
     def publish(self, stats: EngineStats) -> None:
+        self._num_published += 1
+        if self._num_published % RENEWAL == 0:  # another front end may have cleared them
+            self._forget()
         for of, gauge in self._gauges:
             gauge.set(of(stats))
         for of, counter in self._counters:
@@ -203,7 +208,18 @@ class EngineMetrics:
         for of_tenant, by_tenant in self._by_tenant:
             by_tenant.follow({label: of_tenant(figures) for label, figures in stats.tenants.items()})
         self._step_tokens.follow(stats.step_tokens)
-        for gauge in (*(gauge for _, gauge in self._gauges), self._max, self._used, self._tokens_per):
+        self._forget()
+
+    def clear(self) -> None:
+        """Show no engine: the last values would stand for ever."""
+        idle = EngineStats()
+        for of, gauge in self._gauges:
+            gauge.set(of(idle))
+        for gauge in (self._max, self._used, self._tokens_per, self._ready):
+            gauge.set(0.0)
+
+    def _forget(self) -> None:
+        for gauge in (*(gauge for _, gauge in self._gauges), self._max, self._used, self._tokens_per, self._ready):
             gauge.forget()
 
 

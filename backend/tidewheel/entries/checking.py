@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine, UnreadableConfig, make_entry, read_config
+from tidewheel.adapter.repository_entry import BACKEND
+from tidewheel.config import MODEL_NOT_SET
+from tidewheel.entries.entry import CONFIG_NAME, Entry, Machine, UnreadableConfig, make_entry, read_config, versions
 from tidewheel.entries.entry_rules import ENTRY_RULES, backend
 from tidewheel.entries.finding import Edit, Finding, Problem, Severity
 from tidewheel.entries.setting_rules import at_setting, judge_settings
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from tidewheel.entries.model_rules import Needs
 
 # Beside those of `ENTRY_RULES`.
-RULES = ("syntax", "backend", "settings", "model", "together")
+RULES = ("syntax", "folder", "backend", "settings", "model", "together")
+_UNREAD = (("schema", "error"), ("model-json", "error"))  # a model that is set may not be seen
+_MAPS = ("parameters", "priority_queue_policy")  # fields of `ModelConfig`
 
 
 class Report(NamedTuple):
@@ -59,6 +63,8 @@ def check(path: Path, *, is_this_machine: bool = True) -> Report:
     configs = {found.parent.name: read_config(found) for found in sorted(target.repository.glob(f"*/{CONFIG_NAME}"))}
     others = {name: read[1] for name, read in configs.items() if not isinstance(read, UnreadableConfig)}
     report = Report([], [], [])
+    if not (path / CONFIG_NAME).is_file() and path.name != CONFIG_NAME:
+        report.findings.extend(_without_config(target.repository))
     needs: dict[str, tuple[EngineConfig, Needs]] = {}
     for name in target.names:
         read, folder = configs[name], target.repository / name
@@ -68,11 +74,32 @@ def check(path: Path, *, is_this_machine: bool = True) -> Report:
             continue
         entry = make_entry(folder, *read, others, Machine.here() if is_this_machine else None)
         found = list(_judge(entry, needs))
-        is_passed_over = not entry.is_ours and all(finding.severity == "note" for finding in found)
+        has_errors = any(finding.severity == "error" for finding in found)
+        if has_errors:
+            found = [finding for finding in found if (finding.rule, finding.severity) != ("transactions", "note")]
+        is_passed_over = not entry.is_ours and not has_errors
         (report.passed_over if is_passed_over else report.checked).append(name)
         report.findings.extend(sorted(found, key=lambda found: (found.file, found.line or 0, found.column or 0)))
     report.findings.extend(_together(target.repository, needs))
+    if not report.checked and not report.count("warning"):
+        message = f"nothing was checked: no entry has backend: {BACKEND!r}"
+        report.findings.append(_of_folder("backend", "warning", path, message))
     return report
+
+
+def _without_config(repository: Path) -> Iterator[Finding]:
+    """Find folders with which Triton does not start. One with a version may be of a backend that needs no file."""
+    for folder in sorted(repository.iterdir()):
+        is_entry = not folder.is_dir() or (folder / CONFIG_NAME).is_file() or versions(folder)
+        if not is_entry and not folder.name.startswith("."):
+            message = (
+                f"there is no {CONFIG_NAME}, and Triton does not start: remove the folder or write {CONFIG_NAME}"
+            )
+            yield _of_folder("folder", "error", folder, message)
+
+
+def _of_folder(rule: str, severity: Severity, folder: Path, message: str) -> Finding:
+    return Finding(rule, severity, str(folder), None, None, "", message)
 
 
 def _unreadable(path: Path, read: UnreadableConfig) -> Finding:
@@ -83,10 +110,13 @@ def _judge(entry: Entry, needs: dict[str, tuple[EngineConfig, Needs]]) -> Iterat
     if not entry.is_ours:
         yield from located(entry, "backend", backend(entry))
         return
-    for name, rule in ENTRY_RULES.items():
-        yield from located(entry, name, rule(entry))
+    of_files = [found for name, rule in ENTRY_RULES.items() for found in located(entry, name, rule(entry))]
+    yield from of_files
     judged = judge_settings(entry)
-    yield from located(entry, "settings", judged.problems)
+    is_unread = any((found.rule, found.severity) in _UNREAD for found in of_files)
+    is_misspelt = any(problem.right_name == "model" for problem in judged.problems)
+    problems = (one for one in judged.problems if not (is_unread or is_misspelt) or one.message != MODEL_NOT_SET)
+    yield from located(entry, "settings", problems)
     if judged.settings is None or judged.settings.owner.name != entry.name:
         return
     # It imports torch, which takes seconds.
@@ -117,7 +147,8 @@ def _nearest_field(fields: Mapping[str, Field], path: str) -> Field | None:
     """Return the field at the path, or the innermost one around it; of a parameter, its key."""
     while path:
         if path in fields:
-            return fields[path].child("key") or fields[path]
+            key = fields[path].child("key") if fields[path].name in _MAPS else None
+            return key or fields[path]
         path = path.rpartition(".")[0]
     return None
 
@@ -137,4 +168,4 @@ def _together(repository: Path, needs: Mapping[str, Any]) -> Iterator[Finding]:
     from tidewheel.entries.model_rules import together
 
     for message in together(needs):
-        yield Finding("together", "error", str(repository), None, None, "", message)
+        yield _of_folder("together", "error", repository, message)

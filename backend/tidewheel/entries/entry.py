@@ -137,4 +137,4 @@ def _explained(error: text_format.ParseError, text: str) -> str:
     what = str(error).partition(" : ")[2].replace("\n", " ") or str(error)
     if "${" in text:
         return f"{what}: the file is a template; fill in its ${{…}} first"
-    return f"{what}: mend it, or Triton cannot read the file"
+    return f"{what.rstrip('.')}: mend it, or Triton cannot read the file"

@@ -148,7 +148,7 @@ def transactions(entry: Entry) -> Iterator[Problem]:
     if entry.engine_of:
         yield warning(field, f"engine_of is {owner!r}, and the entry streams too: set decoupled: false for /infer")
         return
-    yield warning(
+    yield note(
         field,
         f"the model streams, so HTTP /infer and unary gRPC are refused: if a client wants them, add an entry "
         f"{entry.name}_infer with decoupled: false and the parameter engine_of {entry.name}",
@@ -186,9 +186,11 @@ def backend(entry: Entry) -> Iterator[Problem]:
     config, field = entry.config, "backend"
     if config.backend in MIGRATABLE:
         whose = MIGRATABLE[config.backend]
-        yield note(field, f"passed over: an entry of Triton's {whose} backend; tidewheel migrate makes it ours")
+        yield warning(field, f"passed over: an entry of Triton's {whose} backend; tidewheel migrate makes it ours")
     elif nearest(config.backend.lower(), [BACKEND]):
         yield error(field, f"backend is {config.backend!r}: did you mean {BACKEND!r}?")
+    elif not config.backend and nearest(config.platform.lower(), [BACKEND]):
+        yield error("platform", f'platform is {config.platform!r}: write backend: "{BACKEND}", not platform')
     elif config.platform == "ensemble":
         yield note("platform", "passed over: an ensemble")
     elif not config.backend and not config.platform and {"model", "engine_of"} & set(config.parameters):

@@ -299,14 +299,20 @@ class Turns:
         is_over = is_last(response)
         if is_over:
             self._close(request)
-            self._recorder.finished(_summary(request, response))
-            self._on_finished()
+            self._count_finished(request, response)
         try:
             request.sink.send(response)
         except Exception:
             logger.exception("a response could not be sent")
             if not is_over:
                 self.fail(request, Cancelled("the response could not be sent"))
+
+    def _count_finished(self, request: LiveRequest, response: Response) -> None:
+        try:
+            self._recorder.finished(_summary(request, response))
+            self._on_finished()
+        except Exception:
+            logger.exception("the figures of a request could not be published")
 
     def _close(self, request: LiveRequest) -> None:
         if request.mark_answered():

@@ -49,7 +49,7 @@ class Workers(Generic[T]):
         while (item := self._take()) is not None:
             try:
                 self._work(item)
-            except Exception:
+            except BaseException:  # a panic of a library, too, must not end the thread
                 logger.exception("a front-end thread failed at one request")
 
 

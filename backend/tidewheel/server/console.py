@@ -16,7 +16,7 @@ from tidewheel.engine.messages import EngineInfo
 from tidewheel.server import State
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.launch import BACKEND
-from tidewheel.server.server_log import LogLine
+from tidewheel.server.server_log import LogLine, without_places
 from tidewheel.server.triton_http import DeployedModel
 from tidewheel.version import __version__
 
@@ -49,7 +49,7 @@ class Console:
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
         elif line.is_problem and line.level in _SHOWN.get(state, ""):
-            self.note(f"{_LEVELS[line.level]}: {line.message.strip()}")
+            self.note(f"{_LEVELS[line.level]}: {without_places(line.message)}")
 
     def _write(self, text: str, stream: object) -> None:
         with contextlib.suppress(OSError, ValueError):

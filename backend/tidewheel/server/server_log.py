@@ -17,6 +17,8 @@ _LOAD_FAILED = re.compile(r"failed to load '?(?P<model>[^']+?)'? version \d+: (?
 _POLL_FAILED = re.compile(r"Poll failed for model directory '(?P<model>[^']+)': (?P<reason>.*)", re.DOTALL)
 # Protobuf explains a wrong config.pbtxt before Triton reports it.
 _SYNTAX_ERROR = re.compile(r"Error parsing text-format [\w.]+: (?P<detail>.*)")
+_OTHER_BACKEND = re.compile(r"unable to find backend library for backend '(?P<backend>vllm|tensorrtllm)'")
+_PLACES = "\n\nAt:"  # of an exception, before the lines of its code
 _EXCEPTION_NAME = re.compile(r"^(?:[\w.]*(?:Exception|Error)): ")
 # Harmless: about a missing GPU, and clients that left at the very end.
 _NOISE = re.compile(
@@ -49,11 +51,15 @@ def parse(text: str) -> LogLine:
 
 def load_failure(message: str, syntax_error: str = "") -> LoadFailure | None:
     if match := _LOAD_FAILED.match(message):
-        return LoadFailure(match["model"], _one_line(match["reason"]))
+        return LoadFailure(match["model"], _advised(_one_line(match["reason"])))
     if match := _POLL_FAILED.match(message):
         detail = f": {syntax_error}" if syntax_error else ""
         return LoadFailure(match["model"], _one_line(match["reason"]) + detail)
     return None
+
+
+def without_places(message: str) -> str:
+    return message.split(_PLACES, 1)[0].strip()
 
 
 class ServerLog:
@@ -107,8 +113,16 @@ class ServerLog:
         return line
 
 
+def _advised(reason: str) -> str:
+    if not (other := _OTHER_BACKEND.search(reason)):
+        return reason
+    return (
+        f"its backend is {other['backend']!r}, and this server has none: tidewheel migrate makes such an entry ours"
+    )
+
+
 def _one_line(reason: str) -> str:
-    text = reason.split("\n\nAt:", 1)[0].strip()
+    text = without_places(reason)
     text = _EXCEPTION_NAME.sub("", text)
     return " ".join(text.split())
 

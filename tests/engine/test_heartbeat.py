@@ -166,6 +166,8 @@ def test_an_unloaded_model_is_not_missed(world: World) -> None:
     assert watch.look() is None
     world.write(state="loading")
     assert watch.look() is None
+    world.write(state="failed", message="no weights", is_given_up=True)
+    assert watch.look() is None  # the client that loads it is told, and others are served
 
 
 def test_an_engine_without_a_front_end_serves_nobody(world: World) -> None:

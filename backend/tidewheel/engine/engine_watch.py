@@ -31,7 +31,7 @@ class EngineWatch:
         status = read_status(self._current)
         if status is None:
             return None
-        if status.is_given_up:
+        if status.is_given_up and self._was_ready:
             return Readiness("given up", status.message)
         is_wanted = is_owned(self._current)
         if status.state == "ready" and status.is_alive:

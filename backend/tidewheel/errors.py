@@ -16,6 +16,7 @@ The docstring of a class with a tag has two paragraphs: the cause, and what to d
     ├── NumericError        TW-NUMERIC
     └── InternalError       TW-INTERNAL
     ConfigError             never on the wire
+    └── PermanentError
 
 Every message to a client starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``
 """
@@ -169,6 +170,10 @@ def require(condition: bool, message: str) -> None:
 
 class ConfigError(Exception):
     """A wrong setting. The message says in one line what to change."""
+
+
+class PermanentError(ConfigError):
+    """A cause that no later start of the engine can remove; other files, room or memory may remove any other."""
 
 
 BY_TAG: dict[str, type[TidewheelError]] = {

@@ -178,10 +178,17 @@ class Outbox:
 class Connection:
     """DEALER socket and process handle of one engine."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        engine_dir: Path,
+        status: Status,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._socket = context.socket(zmq.DEALER)  # first: it may fail
         self.process = ProcessHandle(status.pid, status.start_ticks)
-        self.last_heard = time.monotonic()
-        self._socket = context.socket(zmq.DEALER)
+        self._clock = clock
+        self.last_heard = clock()
         self._socket.set(zmq.SNDHWM, QUEUE_LIMIT)
         self._socket.set(zmq.RCVHWM, QUEUE_LIMIT)
         self._socket.set(zmq.LINGER, 200)
@@ -213,7 +220,7 @@ class Connection:
             except msgspec.MsgspecError:
                 log.exception("ignored a malformed message of the engine")
         if messages:
-            self.last_heard = time.monotonic()
+            self.last_heard = self._clock()
         return messages
 
     def last_words(self) -> list[FromEngine]:

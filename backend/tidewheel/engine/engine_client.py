@@ -13,6 +13,7 @@ import zmq
 from tidewheel.engine.connection import Connection, Outbox
 from tidewheel.engine.folder import Place, read_status
 from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
+from tidewheel.engine.listening_clock import ListeningClock
 from tidewheel.engine.messages import (
     PROTOCOL,
     RETRY_AFTER_MS,
@@ -32,7 +33,7 @@ from tidewheel.engine.messages import (
     Stats,
     encoder,
 )
-from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -94,7 +95,9 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._is_ready = False
         self._seeking_since_ns = time.monotonic_ns()
+        self._clock = ListeningClock()  # for the silence of the engine
         self._next_ping = 0.0
+        self._problem = ""  # of the last start of an engine
         self._failure = ""
         self._settled = threading.Event()  # ready, or failed to load
         self._is_closing = False
@@ -118,6 +121,11 @@ class EngineClient:
     def is_owner(self) -> bool:
         """Return whether this client keeps the engine alive."""
         return self._launcher.is_owner
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether this client has given up, or was closed."""
+        return bool(self._failure)
 
     def add(self, message: AddRequest | CloseSession) -> None:
         """Raise `Busy`, `EngineDead`, `Draining` or `InternalError` if the request is not accepted."""
@@ -153,10 +161,12 @@ class EngineClient:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
-        except Exception as error:
-            log.exception("the engine client failed")
-            self._fail(InternalError(f"the engine client failed: {type(error).__name__}"))
+                try:
+                    self._turn()
+                except Exception as error:
+                    log.exception("the engine client failed")
+                    self._put_off(InternalError(f"the engine client failed: {type(error).__name__}"))
+                    time.sleep(POLL_MS / 1000)
         finally:
             self._leave()
 
@@ -171,16 +181,20 @@ class EngineClient:
                 self._talk(self._connection)
             elif not self._failure:
                 self._seek()
-        except ConfigError as error:
+        except PermanentError as error:
             self._fail(EngineDead(str(error)))
+        except ConfigError as error:
+            self._put_off(_lost(str(error)))
         except Draining as error:
             self._fail(error)
-        self._lose(self._outbox.lose_expired(), _lost(f"the engine is not back after {self._options.hold_s:g} s"))
+        problem = self._problem and f": {self._problem}"
+        late = _lost(f"the engine is not back after {self._options.hold_s:g} s{problem}")
+        self._lose(self._outbox.lose_expired(), late)
 
     def _seek(self) -> None:
         status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
         if status is not None:
-            self._connection = Connection(self._context, self._engine_dir, status)
+            self._connection = Connection(self._context, self._engine_dir, status, self._clock)
             self._poller = self._make_poller()
             self._connection.send(self._hello)
 
@@ -189,7 +203,7 @@ class EngineClient:
             self._handle(message)
         if self._connection is not connection:
             return
-        now = time.monotonic()
+        now = self._clock()
         if connection.process.has_ended:
             for message in connection.last_words():
                 self._handle(message)
@@ -223,11 +237,12 @@ class EngineClient:
             case Ready():
                 self._info = message.info
                 self._is_ready = True
+                self._problem = ""
                 self._settled.set()
             case Dropped():
                 self._disconnect(message.error.to_error())
             case Failed():
-                raise ConfigError(message.message)
+                raise PermanentError(message.message) if message.is_permanent else ConfigError(message.message)
 
     def _disconnect(self, error: TidewheelError) -> None:
         """End what is in flight. The next turn looks for another engine."""
@@ -241,6 +256,17 @@ class EngineClient:
         self._poller = self._make_poller()
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 
+    def _put_off(self, error: TidewheelError) -> None:
+        """Look for an engine later. Fail if none has served yet."""
+        if self._info is None:
+            self._fail(EngineDead(error.message))
+            return
+        if self._problem != error.message:
+            log.error("%s; tried again", error.message)
+        self._problem = error.message
+        self._disconnect(error)
+        self._launcher.put_off()
+
     def _fail(self, error: TidewheelError) -> None:
         """End all requests and refuse new ones."""
         log.error("%s", error.message)
@@ -248,6 +274,7 @@ class EngineClient:
         self._lose(self._outbox.refuse(error), error)
         self._disconnect(error)
         self._settled.set()
+        self._launcher.release(end_engine_that_loads=self._info is None)
 
     def _lose(self, keys: list[int], error: TidewheelError) -> None:
         if keys:

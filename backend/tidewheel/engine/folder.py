@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -75,7 +76,7 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`status.json`. `failed` is final: settings or model must change. A killed engine writes no last state."""
+    """`status.json`. A failed load is tried again unless it `is_permanent`. A killed engine writes no last state."""
 
     state: State
     pid: int
@@ -87,6 +88,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
+    is_permanent: bool = False  # failed, and no later start can do better
     is_draining: bool = False  # with its server
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
@@ -123,8 +125,13 @@ def settings_digest(settings: Mapping[str, object]) -> str:
 
 def replace_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:

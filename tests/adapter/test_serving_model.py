@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,14 @@ INFO = EngineInfo(
 
 class FakeClient:
     is_owner = True
+    has_failed = False
     failure: Exception | None = None
 
     def __init__(self, place: Place, listener: Any, *, name: str) -> None:
         self.place, self.listener, self.name = place, listener, name
         self.events: list[str] = []
 
-    def start(self, timeout_s: float) -> EngineInfo:
+    def start(self, timeout_s: float, must_stop: Callable[[], bool]) -> EngineInfo:
         if self.failure is not None:
             raise self.failure
         self.listener.on_stats(EngineStats(num_blocks=125, num_free_blocks=25, num_running=3))

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
+CLOSED = "the front end was closed"
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 
@@ -105,10 +106,14 @@ class EngineClient:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float) -> EngineInfo:
-        """Wait until the engine serves. Raise `ConfigError` if it cannot."""
+    def start(self, timeout_s: float, must_stop: Callable[[], bool] = lambda: False) -> EngineInfo:
+        """Wait until the engine serves. Raise `ConfigError` if it cannot, `Draining` if the wait `must_stop`."""
         self._thread.start()
-        if not self._settled.wait(timeout_s):
+        end = time.monotonic() + timeout_s
+        while not self._settled.wait(POLL_MS / 1000) and time.monotonic() < end:
+            if must_stop():
+                raise Draining(CLOSED)
+        if not self._settled.is_set():
             status = read_status(self._engine_dir)
             stage = f" ({status.state} {status.stage})".replace(" )", ")") if status is not None else ""
             raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
@@ -288,7 +293,7 @@ class EngineClient:
 
     def _leave(self) -> None:
         if not self._failure:
-            self._failure = "the front end was closed"
+            self._failure = CLOSED
             closed = Draining(self._failure)
             self._lose(self._outbox.refuse(closed), closed)
         self._settled.set()

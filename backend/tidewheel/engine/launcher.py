@@ -90,16 +90,8 @@ class EngineLauncher:
             self._unlock()
         if self._lock is None:
             private_dir(self._engine_dir)
-            descriptor = os.open(self._engine_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(descriptor)
-                if not isinstance(error, BlockingIOError):
-                    raise
-            else:
-                self._lock = descriptor
-                self._loads_since = time.monotonic()
+            self._lock = take_lock(self._engine_dir / LOCK)
+            self._loads_since = time.monotonic()
         return self.is_owner
 
     def _unlock(self) -> None:
@@ -211,6 +203,22 @@ class EngineLauncher:
         failed = msgspec.structs.replace(status, state="failed", message=message, is_permanent=True)
         write_status(self._engine_dir, failed)
         raise PermanentError(message)
+
+
+def take_lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock, or None if another process has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_file(descriptor, path):
+            return descriptor
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def _is_file(descriptor: int, path: Path) -> bool:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 
+import msgspec
+
 from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.connection import drain
-from tidewheel.engine.folder import CURRENT, Place, Status, new_place, read_status, settings_digest
-from tidewheel.engine.launcher import stop_engine
+from tidewheel.engine.folder import (
+    CURRENT,
+    LOCK,
+    Place,
+    Status,
+    new_place,
+    read_status,
+    settings_digest,
+    write_status,
+)
+from tidewheel.engine.launcher import stop_engine, take_lock
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.errors import ConfigError
 from tidewheel.private_dir import private_dir
 from tidewheel.runner.host_memory import available_host_bytes
 
@@ -35,10 +48,15 @@ def choose_place(model_dir: Path, config: EngineConfig) -> Place:
     if status is None or not status.is_alive or status.is_draining:
         make_current(wanted)
         return wanted
-    started = EngineConfig.from_settings(status.started)
-    if started.can_become(config) and _identity(started) == status.identity:
-        return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
-    log.info("another engine is needed: %s", describe_changes(started, config) or "the files of the model changed")
+    try:
+        started = EngineConfig.from_settings(status.started)
+    except ConfigError as error:
+        log.info("another engine is needed: the present one is of another version (%s)", error)
+    else:
+        if started.can_become(config) and _identity(started) == status.identity:
+            return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
+        changes = describe_changes(started, config) or "the files of the model changed"
+        log.info("another engine is needed: %s", changes)
     if not _fits_beside(status, config):
         log.warning("memory is short: engine %d ends before the next one starts", status.pid)
         _end_orderly(model_dir / status.identity)
@@ -52,6 +70,31 @@ def find_place(model_dir: Path) -> Place | None:
         return None
     started, config = (EngineConfig.from_settings(settings) for settings in (status.started, status.settings))
     return Place(model_dir / status.identity, status.identity, started, config, status.read_ns)
+
+
+def may_start(place: Place) -> bool:
+    """Return whether the engine of a front end that has given it up may be started again."""
+    status = read_status(place.folder)
+    return status is not None and not (status.is_alive or status.is_draining or status.is_permanent)
+
+
+def take_back(model_dir: Path) -> None:
+    """Let the last engine be started again, which ended to make room for one that failed."""
+    status = read_status(model_dir / CURRENT)
+    if status is not None and status.is_draining and not status.is_alive:
+        write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))
+
+
+def remove_ended(place: Place) -> None:
+    """Remove folders of the model's other engines that have ended and belong to no front end."""
+    for folder in place.folder.parent.iterdir():
+        if folder.is_symlink() or not folder.is_dir() or folder == place.folder:
+            continue
+        status = read_status(folder)
+        if (status is not None and status.is_alive) or (lock := take_lock(folder / LOCK)) is None:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def make_current(place: Place) -> None:

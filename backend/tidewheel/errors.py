@@ -137,7 +137,7 @@ class Cancelled(TidewheelError):
 
 
 class EngineDead(TidewheelError):
-    """The engine process ended, hung or is not back in time. The front end starts it again.
+    """The engine process ended, hung or is not back in time. The front end starts it again, until it dies in a loop.
 
     Send the request again after `retry_after_ms`. The engine's log says why it ended.
     """

@@ -44,7 +44,7 @@ class RestartPolicy:
     """Delays of restarts, doubled per death or failed start. `max_deaths` within `window_s` are a crash loop."""
 
     first_delay_s: float = 0.25
-    max_delay_s: float = 30.0
+    max_delay_s: float = 5.0
     window_s: float = 60.0
     max_deaths: int = 5
 

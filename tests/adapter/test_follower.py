@@ -23,6 +23,7 @@ from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.errors import ConfigError, Draining
 
 LIMIT_S = 10.0
+SETTINGS = SimpleNamespace(frontend=SimpleNamespace(health_host="127.0.0.1", health_port=None))
 
 
 class FakeServing:
@@ -79,7 +80,7 @@ def write(place: Place, **fields: Any) -> None:
 def follower(place: Place) -> Iterator[Follower]:
     write(place)
     make_current(place)
-    started = Follower(place.folder.parent, None, place, "test")  # type: ignore[arg-type]
+    started = Follower(place.folder.parent, SETTINGS, place, "test")  # type: ignore[arg-type]
     yield started
     started.close()
     assert [serving.num_closed for serving in FakeServing.made] == [1] * len(FakeServing.made)
@@ -120,7 +121,7 @@ def test_a_front_end_that_has_given_up_joins_the_engine_of_a_later_load(follower
 
 @pytest.mark.parametrize(
     ("fields", "starts"),
-    [({"is_draining": True}, False), ({"is_permanent": True}, False), ({}, True)],
+    [({"is_draining": True}, False), ({"is_given_up": True}, False), ({}, True)],
     ids=["the server shuts down", "crash loop", "room was needed"],
 )
 def test_a_front_end_that_has_given_up_starts_its_engine_where_it_may(
@@ -167,7 +168,7 @@ def test_a_load_that_fails_gives_back_the_engine_that_made_room(tmp_path: Path, 
     FakeServing.failures.append(ConfigError("too large"))
     other = make_place(tmp_path, "two")
     with pytest.raises(ConfigError, match="too large"):
-        triton_model._follow(tmp_path, None, other, "test")  # type: ignore[arg-type]
+        triton_model._follow(tmp_path, SETTINGS, other, "test")  # type: ignore[arg-type]
     status = read_status(tmp_path / CURRENT)
     assert status is not None and not status.is_draining and status.identity == "one"
 
@@ -179,7 +180,7 @@ def test_a_load_removes_the_folders_of_engines_that_have_ended(tmp_path: Path, p
     (tmp_path / "empty").mkdir()
     lock = take_lock(tmp_path / "owned" / LOCK)
     assert lock is not None
-    started = triton_model._follow(tmp_path, None, place, "test")  # type: ignore[arg-type]
+    started = triton_model._follow(tmp_path, SETTINGS, place, "test")  # type: ignore[arg-type]
     started.close()
     os.close(lock)
     assert {path.name for path in tmp_path.iterdir()} == {CURRENT, "one", "owned", "alive"}
@@ -193,7 +194,7 @@ def test_what_cannot_be_written_after_the_start_closes_the_front_end(
 
     monkeypatch.setattr(triton_model, "make_current", fail)
     with pytest.raises(OSError, match="No space"):
-        triton_model._follow(tmp_path, None, place, "test")  # type: ignore[arg-type]
+        triton_model._follow(tmp_path, SETTINGS, place, "test")  # type: ignore[arg-type]
     assert [serving.num_closed for serving in FakeServing.made] == [1]
 
 

@@ -31,13 +31,14 @@ BAD_PARAMETERS: list[tuple[str, list[str]]] = [
     ('{"temprature": 1}', ["temprature", "temperature"]),
     ('{"seed": 18446744073709551616}', ["seed"]),
     ('{"stop_token_ids": [4096]}', ["stop_token_ids", "4096", "4095"]),
+    ('{"stop": [""]}', ["stop", "empty string"]),
     ('{"logit_bias": {"-1": 1}}', ["logit_bias", "-1"]),
     ('{"logprobs": 1000000000}', ["logprobs", "1000000000", "20"]),
     ('{"max_tokens": 4', ["sampling_parameters"]),
     ("[1, 2]", ["sampling_parameters"]),
     ("[" * 5000, ["sampling_parameters"]),
 ]
-UNSUPPORTED = ['{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}']
+UNSUPPORTED = ['{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}', '{"prompt_embeds": "AAAA"}']
 
 
 def short(value: Any) -> str:

@@ -17,9 +17,11 @@ from support.engine.engine_clients import COMMAND, CONFIG, LIMIT_S, Client, endl
 from support.engine.fake_runner import naive_output
 from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
 from support.scheduler.scheduling import make_request
+from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
 from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import LOG, Status, socket_address
+from tidewheel.engine.heartbeat import HangLimits
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -165,14 +167,19 @@ def test_the_step_that_failed_is_named(connect: Connect, folder: Path) -> None:
 
 
 def test_hung_engine_is_killed(connect: Connect, folder: Path) -> None:
-    client = connect(hang_timeout_s=2.0)
+    client = connect(hang=HangLimits(hung_s=0.5, end_s=2.0))
+    client.add(request(0, 1))
+    client.recorder.wait_ended(0)  # from now on the length of a step is known
     client.add(request(1, HANGS))
+    wait_for(lambda: client.readiness.state == "hung", LIMIT_S, "the hang is seen")
+    assert "in a step" in client.readiness.reason
     client.recorder.wait_ended(1)
     assert client.recorder.endings[1] == "TW-ENGINE-DEAD"
     assert "hung" in client.recorder.errors[1]
     client.add(request(2, 1))
     client.recorder.wait_ended(2)
     assert client.recorder.endings[2] == "length"
+    assert client.readiness.is_ready
     assert "Current thread" in (folder / LOG).read_text()  # the stacks
 
 

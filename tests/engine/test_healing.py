@@ -177,7 +177,7 @@ def test_a_crash_loop_ends_with_the_next_load(connect: Connect, folder: Path) ->
     poll(lambda: failed.has_failed, "the end of the crash loop")
     with pytest.raises(EngineDead, match="died 2 times"):
         failed.add(request(3, 1))
-    assert failed.status.is_permanent
+    assert failed.status.is_given_up
     loaded = connect(restart=RestartPolicy(first_delay_s=0.01, max_deaths=2))
     assert loaded.is_owner and not (folder / DEATHS).exists()
     loaded.add(request(1, DIES))
@@ -227,7 +227,7 @@ def test_settings_that_an_engine_does_not_know_are_permanent(folder: Path) -> No
     arguments = ["--engine-dir", str(folder), "--settings", '{"model": "m", "max_num_seq": 3}']
     assert process.main(arguments) == process.EXIT_LOAD_FAILED
     status = read_status(folder)
-    assert status is not None and status.state == "failed" and status.is_permanent
+    assert status is not None and status.state == "failed" and status.is_given_up
     assert "max_num_seqs" in status.message
     with pytest.raises(PermanentError):
         raise launcher._failure(status)
@@ -261,24 +261,3 @@ def test_a_pause_of_the_listener_is_no_silence() -> None:
     assert clock() == 1.5
     now = 101.0
     assert clock() == 2.0
-
-
-def test_a_client_does_not_count_its_own_pause(connect: Connect) -> None:
-    """Both are stopped and go on, the engine later."""
-    client = connect(hang_timeout_s=20.0)
-    client.add(endless(1))
-    client.recorder.wait_started(1)
-    os.kill(client.info.pid, signal.SIGSTOP)
-    offset, num_readings = 1000.0, 0
-
-    def paused() -> float:
-        nonlocal num_readings
-        num_readings += 1
-        return time.monotonic() + offset
-
-    client._clock._clock = paused
-    poll(lambda: num_readings > 3, "turns of the client")
-    os.kill(client.info.pid, signal.SIGCONT)
-    num_tokens = len(client.recorder.tokens[1])
-    client.recorder.wait(lambda: len(client.recorder.tokens[1]) > num_tokens, "another token")
-    assert not client.recorder.endings

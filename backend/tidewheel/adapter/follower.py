@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from tidewheel.adapter.health_port import HealthPort
 from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
 from tidewheel.adapter.repository_entry import ModelSettings
 from tidewheel.config import EngineConfig
@@ -16,7 +17,6 @@ from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.placement import find_place, may_start
-from tidewheel.errors import ConfigError, TidewheelError
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -24,6 +24,7 @@ from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.health_endpoint import Readiness
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Serving:
         """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve or `must_stop`."""
         self.place = place
         self.refused: Counter[str] = Counter()  # by tag, before the front end
+        self.is_leaving = False  # another serves new requests
         door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
         self._relay = relay = EngineRelay(door)
         self._client = EngineClient(place, relay, name=f"{name}.{os.getpid()}")
@@ -63,6 +65,10 @@ class Serving:
     def has_failed(self) -> bool:
         return self._client.has_failed
 
+    @property
+    def readiness(self) -> Readiness:
+        return self._client.readiness
+
     def close(self) -> None:
         self.frontend.close()
         if self._metrics is not None:
@@ -77,6 +83,7 @@ class Serving:
             stats = self.frontend.stats()
             is_due = is_due or not stats.num_live
             requests.publish(stats, self.refused, with_tokens=is_due)
+            engine.publish_ready(self.readiness.is_ready if self._client.is_owner and not self.is_leaving else None)
             if self._relay.stats is None or not is_due:
                 return
             if self._client.is_owner:
@@ -132,24 +139,34 @@ class Follower:
         self._name = name
         self._leaving: list[Serving] = []
         self._stopped = threading.Event()
-        self.serving = self._serve(place)
+        self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
+        self._health.try_open()
+        try:
+            self.serving = self._serve(place)
+        except BaseException:
+            self._health.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._stopped.set()
         self._thread.join()
+        self._health.close()
         for serving in (*self._leaving, self.serving):
             serving.close()
 
+    def _readiness(self) -> Readiness:
+        loads = not hasattr(self, "serving")
+        return Readiness("starting", "the engine loads") if loads else self.serving.readiness
+
     def _run(self) -> None:
         while not self._stopped.wait(FOLLOW_S):
+            self._health.try_open()
             try:
                 self._follow()
-            except (ConfigError, TidewheelError, OSError) as error:
-                log.warning("%s cannot follow to other settings: %s", self._name, error)
-            except Exception:
-                log.exception("%s cannot follow to other settings", self._name)
+            except Exception as error:  # the next turn tries again
+                log.warning("%s cannot follow to other settings: %s: %s", self._name, type(error).__name__, error)
 
     def _follow(self) -> None:
         for serving in [serving for serving in self._leaving if serving.frontend.is_idle]:
@@ -159,6 +176,7 @@ class Follower:
         if place is None:
             return
         serving = self._serve(place)
+        self.serving.is_leaving = True
         with self.lock:
             self._leaving.append(self.serving)
             self.serving = serving

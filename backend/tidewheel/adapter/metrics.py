@@ -20,6 +20,7 @@ from tidewheel.adapter.metric_families import (
     CACHE_BLOCKS,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
+    ENGINE_READY,
     FAILED,
     FINISHED,
     GENERATION_TOKENS,
@@ -116,7 +117,7 @@ class HistogramSeries:
         seen = self._seen
         if now.counts == seen.counts:
             return
-        if sum(now.counts) < sum(seen.counts):  # of a restarted process
+        if sum(now.counts) <= sum(seen.counts):  # of a restarted process
             seen = Histogram(now.bounds)
         self.follow(now)
         num_new = sum(now.counts) - sum(seen.counts)
@@ -173,7 +174,15 @@ class EngineMetrics:
         self._max, self._used, self._tokens_per = (
             Gauge(blocks, {"kv_cache_block_type": kind, **names}) for kind in ("max", "used", "tokens_per")
         )
+        self._ready = Gauge(gauge_family(*ENGINE_READY), labels)
         self._step_tokens = HistogramSeries(*STEP_TOKENS, STEP_BOUNDS, labels)
+
+    def publish_ready(self, is_ready: bool | None) -> None:
+        """Publish readiness; None: another front end does."""
+        if is_ready is None:
+            self._ready.forget()
+        else:
+            self._ready.set(float(is_ready))
 
     def publish(self, stats: EngineStats) -> None:
         for of, gauge in self._gauges:

@@ -13,11 +13,10 @@ import triton_python_backend_utils as pb_utils
 
 from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import RequestStats
-from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.errors import InternalError, TidewheelError, printable
 from tidewheel.frontend.interface import Chunk, Response, is_last
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-_MAX_MESSAGE_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +44,10 @@ class TritonSink:
     2.51). So a lock separates it from sending, and nothing touches the sender after the end.
     """
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
         self.format = ResponseFormat()  # set before sending
         self._sender = sender
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._is_open = True
         self._is_cancelled = False
@@ -85,7 +85,9 @@ class TritonSink:
             self._sender.send(pb_utils.InferenceResponse(tensors), flags=0)
         is_final = is_last(response)
         self._sender.send(pb_utils.InferenceResponse(last), flags=_FINAL if is_final else 0)
-        self._is_open = not is_final
+        if is_final:
+            self._is_open = False
+            self._on_end()
 
     def _fail(self, error: TidewheelError) -> None:
         if not self._is_open:
@@ -95,6 +97,7 @@ class TritonSink:
             self._sender.send(error_response(error), flags=_FINAL)
         except Exception as reason:
             pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
+        self._on_end()
 
     def _texts_of(self, response: Response) -> list[str]:
         new = [chunk.text for chunk in response]
@@ -212,12 +215,4 @@ def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:
 
 def error_response(error: TidewheelError) -> Any:
     code = getattr(pb_utils.TritonError, error.code.value)
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(_printable(str(error)), code))
-
-
-def _printable(message: str) -> str:
-    """Escape lone surrogates and control characters, and cut long messages."""
-    if len(message) > _MAX_MESSAGE_CHARS:
-        message = message[:_MAX_MESSAGE_CHARS] + "…"
-    encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in encodable)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(printable(str(error)), code))

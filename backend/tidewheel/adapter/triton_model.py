@@ -11,13 +11,15 @@ import triton_python_backend_utils as pb_utils
 import tidewheel
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
+from tidewheel.adapter.presence import Presence
 from tidewheel.adapter.repository_entry import ModelSettings, load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.tensors import complete
 from tidewheel.engine.folder import Place, engine_dir
-from tidewheel.engine.placement import choose_place, make_current, remove_ended, take_back
+from tidewheel.engine.placement import choose_place, make_current, take_back
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
+from tidewheel.private_dir import close_shared_memory
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start or join the engine. Raise `TritonModelException` if the model cannot be served."""
         route_logging()
+        close_shared_memory()
         name = args["model_instance_name"]
         log.info("%s: engine package %s", name, tidewheel.__file__)
         try:
@@ -45,6 +48,11 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         except OSError as error:
             raise pb_utils.TritonModelException(f"a file of the model or the run directory: {error}") from None
+        self._presence = Presence(args["model_name"])
+
+    def is_ready(self) -> bool:
+        """Return whether requests are taken. Servers since python_backend's pull request 430 ask; it never blocks."""
+        return self._follower.serving.readiness.is_ready
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Submit requests, and return when one more may come. Until then they wait in Triton's queue."""
@@ -53,12 +61,14 @@ class TritonPythonModel:
             self._follower.serving.frontend.wait_for_room()
 
     def finalize(self) -> None:
+        self._presence.remove()
         self._follower.close()
 
     def _submit(self, request: Any) -> None:
         """Pass a request on, or answer it with an error."""
         arrival_ns = time.monotonic_ns()
-        sink = TritonSink(request.get_response_sender())
+        self._presence.open_request()
+        sink = TritonSink(request.get_response_sender(), self._presence.close_request)
         try:
             generate, sink.format = read_request(
                 request,
@@ -90,7 +100,6 @@ def _follow(model_dir: Path, settings: ModelSettings, place: Place, name: str) -
         raise
     try:
         make_current(place)
-        remove_ended(place)
     except BaseException:
         follower.close()
         raise

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_control(what)
     where = parser.add_argument_group("where", "port 0 takes a free one")
     where.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         where.add_argument(f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s")
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=30.0,
         metavar="S",
         help="seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
+    )
+    how.add_argument(
+        "--no-restart",
+        action="store_true",
+        help="end, with an exit code that is not 0, when tritonserver or a front end dies (default: start again)",
     )
     how.add_argument(
         "--open-api",
@@ -126,8 +131,15 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         model=args.model,
         model_name=args.model_name,
         settings=_settings(args),
-        endpoints=Endpoints(host=args.host, http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
+        endpoints=Endpoints(
+            host=args.host,
+            http=args.http_port,
+            grpc=args.grpc_port,
+            metrics=args.metrics_port,
+            health=args.health_port,
+        ),
         drain_s=args.drain_s,
+        restart=not args.no_restart,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),
         repository_poll_s=args.repository_poll_s,
         open_apis=tuple(args.open_api),

@@ -12,8 +12,8 @@ import zmq
 
 from tidewheel.engine.connection import Connection, Outbox
 from tidewheel.engine.folder import Place, read_status
+from tidewheel.engine.heartbeat import HangLimits, HangWatch
 from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
-from tidewheel.engine.listening_clock import ListeningClock
 from tidewheel.engine.messages import (
     PROTOCOL,
     RETRY_AFTER_MS,
@@ -34,6 +34,7 @@ from tidewheel.engine.messages import (
     encoder,
 )
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
+from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -63,7 +64,7 @@ class ClientOptions:
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     hold_s: float = 10.0  # wait of requests for a restarting engine
-    hang_timeout_s: float = 60.0  # silence, longer than any step, until an engine is killed
+    hang: HangLimits = field(default_factory=HangLimits)
     ping_interval_s: float = 1.0
 
 
@@ -96,10 +97,10 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._is_ready = False
         self._seeking_since_ns = time.monotonic_ns()
-        self._clock = ListeningClock()  # for the silence of the engine
         self._next_ping = 0.0
         self._problem = ""  # of the last start of an engine
-        self._failure = ""
+        self._failure: TidewheelError | None = None
+        self._hang: HangWatch | None = None  # of the connected engine
         self._settled = threading.Event()  # ready, or failed to load
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
@@ -117,8 +118,8 @@ class EngineClient:
             status = read_status(self._engine_dir)
             stage = f" ({status.state} {status.stage})".replace(" )", ")") if status is not None else ""
             raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
-        if self._failure:
-            raise ConfigError(self._failure)
+        if self._failure is not None:
+            raise ConfigError(self._failure.message)
         assert self._info is not None
         return self._info
 
@@ -130,7 +131,18 @@ class EngineClient:
     @property
     def has_failed(self) -> bool:
         """Return whether this client has given up, or was closed."""
-        return bool(self._failure)
+        return self._failure is not None
+
+    @property
+    def readiness(self) -> Readiness:
+        """Return whether the engine takes requests, and why not, as seen last by the io thread."""
+        failure, hang = self._failure, self._hang
+        if failure is not None:
+            return Readiness("draining" if isinstance(failure, Draining) else "given up", failure.message)
+        if not self._is_ready or hang is None:
+            reason = self._problem or "the engine is being started"
+            return Readiness("starting" if self._info is None else "reloading", reason)
+        return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
     def add(self, message: AddRequest | CloseSession) -> None:
         """Raise `Busy`, `EngineDead`, `Draining` or `InternalError` if the request is not accepted."""
@@ -176,7 +188,7 @@ class EngineClient:
             self._leave()
 
     def _turn(self) -> None:
-        timeout_ms = SEEK_POLL_MS if self._connection is None and not self._failure else POLL_MS
+        timeout_ms = SEEK_POLL_MS if self._connection is None and self._failure is None else POLL_MS
         self._poller.poll(timeout_ms)
         cancelled = self._outbox.take()
         if cancelled:
@@ -184,9 +196,11 @@ class EngineClient:
         try:
             if self._connection is not None:
                 self._talk(self._connection)
-            elif not self._failure:
+            elif self._failure is None:
                 self._seek()
         except PermanentError as error:
+            if self._info is not None:
+                self._launcher.give_up(str(error))
             self._fail(EngineDead(str(error)))
         except ConfigError as error:
             self._put_off(_lost(str(error)))
@@ -199,7 +213,8 @@ class EngineClient:
     def _seek(self) -> None:
         status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
         if status is not None:
-            self._connection = Connection(self._context, self._engine_dir, status, self._clock)
+            self._connection = Connection(self._context, self._engine_dir, status)
+            self._hang = HangWatch(self._engine_dir, self._options.hang)
             self._poller = self._make_poller()
             self._connection.send(self._hello)
 
@@ -208,14 +223,12 @@ class EngineClient:
             self._handle(message)
         if self._connection is not connection:
             return
-        now = self._clock()
+        now = time.monotonic()
         if connection.process.has_ended:
             for message in connection.last_words():
                 self._handle(message)
             self._disconnect(_lost("the engine process ended; it is being started again"))
-        elif now - connection.last_heard > self._options.hang_timeout_s and self.is_owner:
-            silence_s = now - connection.last_heard
-            log.error("engine %d has said nothing for %.0f s: killed", connection.process.pid, silence_s)
+        elif self._is_beyond_hope(connection):
             connection.kill_hung_engine()
             self._disconnect(_lost("the engine hung and was killed; it is being started again"))
         elif self._is_ready:
@@ -224,6 +237,23 @@ class EngineClient:
             self._next_ping = now + self._options.ping_interval_s
             connection.send(Ping(self._take_refused()))
             self._launcher.try_lock()
+
+    def _is_beyond_hope(self, connection: Connection) -> bool:
+        """Watch the heartbeat. Return whether this front end has to end the engine."""
+        hang = self._hang
+        if hang is None or not self._is_ready:
+            return False
+        was_hung = hang.is_hung
+        hang.look()
+        if hang.is_hung and not was_hung and self.is_owner:
+            log.error("engine %d hangs: %s; its log shows where", connection.process.pid, hang.describe())
+            connection.dump_stacks()
+        if was_hung and not hang.is_hung and self.is_owner:
+            log.warning("engine %d goes on", connection.process.pid)
+        if not hang.must_end or not self.is_owner:
+            return False
+        log.error("engine %d is killed: %s", connection.process.pid, hang.describe())
+        return True
 
     def _take_refused(self) -> dict[str, int]:
         with self._refused_lock:
@@ -256,6 +286,7 @@ class EngineClient:
         log.warning("connection to the engine lost: %s", error.message)
         self._connection.close()
         self._connection = None
+        self._hang = None
         self._is_ready = False
         self._seeking_since_ns = time.monotonic_ns()
         self._poller = self._make_poller()
@@ -275,7 +306,7 @@ class EngineClient:
     def _fail(self, error: TidewheelError) -> None:
         """End all requests and refuse new ones."""
         log.error("%s", error.message)
-        self._failure = error.message
+        self._failure = error
         self._lose(self._outbox.refuse(error), error)
         self._disconnect(error)
         self._settled.set()
@@ -292,9 +323,8 @@ class EngineClient:
             log.exception("a listener of the engine failed")
 
     def _leave(self) -> None:
-        if not self._failure:
-            self._failure = CLOSED
-            closed = Draining(self._failure)
+        if self._failure is None:
+            self._failure = closed = Draining(CLOSED)
             self._lose(self._outbox.refuse(closed), closed)
         self._settled.set()
         if self._connection is not None:

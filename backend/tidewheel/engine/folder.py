@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -24,7 +25,9 @@ LOG = "engine.log"
 STATUS = "status.json"
 CURRENT = "current"  # link to the folder of the engine that serves
 DEATHS = "backoff.json"
+HEARTBEAT = "heartbeat"  # of the step loop
 
+IDENTITY_CHARS = 10
 MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
 
 State = Literal["starting", "loading", "ready", "failed", "stopped", "crashed"]
@@ -37,7 +40,7 @@ def engine_dir(repository: Path, model_name: str) -> Path:
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
     path = run_dir() / f"{label}-{digest}"
-    check_socket_path(path)
+    check_socket_path(path / ("x" * IDENTITY_CHARS))
     return private_dir(path)
 
 
@@ -45,6 +48,26 @@ def engine_dirs() -> list[Path]:
     """Return the folders in which an engine was started."""
     folders = (path.parent for path in run_dir().glob(f"*/*/{STATUS}"))
     return sorted(folder for folder in folders if not folder.is_symlink())
+
+
+def current_engines() -> list[Path]:
+    """Return, for each model, the link to the folder of the engine that serves it."""
+    return sorted(run_dir().glob(f"*/{CURRENT}"))
+
+
+def is_owned(engine_dir: Path) -> bool:
+    """Return whether a front end holds the folder's lock."""
+    try:
+        descriptor = os.open(engine_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class Place(NamedTuple):
@@ -76,7 +99,7 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`status.json`. A failed load is tried again unless it `is_permanent`. A killed engine writes no last state."""
+    """`status.json`. A failed load is tried again unless it `is_given_up`. A killed engine writes no last state."""
 
     state: State
     pid: int
@@ -88,8 +111,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
-    is_permanent: bool = False  # failed, and no later start can do better
     is_draining: bool = False  # with its server
+    is_given_up: bool = False  # no later start can do better
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
 
@@ -120,7 +143,7 @@ def write_status(engine_dir: Path, status: Status) -> None:
 
 
 def settings_digest(settings: Mapping[str, object]) -> str:
-    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:10]
+    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:IDENTITY_CHARS]
 
 
 def replace_file(path: Path, content: bytes) -> None:

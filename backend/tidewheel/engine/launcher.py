@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -128,6 +129,14 @@ class EngineLauncher:
         self._num_failed_starts = 0
         return status
 
+    def give_up(self, message: str) -> None:
+        """Tell others that the owner does not start the engine again."""
+        status = read_status(self._engine_dir)
+        if self.is_owner and status is not None:
+            final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
+            with contextlib.suppress(OSError):
+                write_status(self._engine_dir, final)
+
     def release(self, *, end_engine_that_loads: bool) -> None:
         """Release the lock. The engine lives as long as a front end."""
         status = read_status(self._engine_dir)
@@ -162,7 +171,7 @@ class EngineLauncher:
 
     def _check_owner(self, status: Status, was_ready: bool, since_ns: int) -> None:
         """Raise `ConfigError` if another owner's engine failed, unless that owner tries again."""
-        if status.state == "failed" and status.written_ns >= since_ns and (status.is_permanent or not was_ready):
+        if status.state == "failed" and status.written_ns >= since_ns and (status.is_given_up or not was_ready):
             raise _failure(status)
 
     def _why_not(self, status: Status, was_ready: bool) -> str | None:
@@ -177,7 +186,7 @@ class EngineLauncher:
     def _check_last_start(self, status: Status | None, was_ready: bool) -> None:
         """Raise `ConfigError` if the last start failed, once unless that is permanent."""
         is_mine, process = self._is_mine(status), self._process
-        if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_permanent)):
+        if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_given_up)):
             self._process = None
             raise _failure(status)
         has_served = was_ready and (status is None or status.state == "stopped" or status.info is not None)
@@ -192,17 +201,11 @@ class EngineLauncher:
             return 0.0
         deaths = record_death(self._engine_dir, status.pid, status.start_ticks, self._policy.window_s)
         if len(deaths) >= self._policy.max_deaths:
-            self._declare_crash_loop(status, len(deaths))
+            raise PermanentError(
+                f"the engine died {len(deaths)} times within {self._policy.window_s:g} s and is not started again; "
+                f"its log ends with: {last_log_line(self._engine_dir)}"
+            )
         return deaths[-1].at + self._policy.delay_s(len(deaths))
-
-    def _declare_crash_loop(self, status: Status, num_deaths: int) -> None:
-        message = (
-            f"the engine died {num_deaths} times within {self._policy.window_s:g} s and is not started again; "
-            f"its log ends with: {last_log_line(self._engine_dir)}"
-        )
-        failed = msgspec.structs.replace(status, state="failed", message=message, is_permanent=True)
-        write_status(self._engine_dir, failed)
-        raise PermanentError(message)
 
 
 def take_lock(path: Path) -> int | None:
@@ -229,7 +232,7 @@ def _is_file(descriptor: int, path: Path) -> bool:
 
 
 def _failure(status: Status) -> ConfigError:
-    return PermanentError(status.message) if status.is_permanent else ConfigError(status.message)
+    return PermanentError(status.message) if status.is_given_up else ConfigError(status.message)
 
 
 def _exit(process: subprocess.Popen[bytes]) -> str:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from tidewheel.batch import TopLogprobs
@@ -22,6 +24,7 @@ RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
 
 _MIB = 1 << 20
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]  # sums stay within 64 bits
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -76,7 +79,7 @@ class CloseSession(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second. After 5 s of silence, requests end."""
 
-    refused: dict[str, int] = {}  # at the door since the last ping, by tenant
+    refused: dict[str, _Count] = {}  # at the door since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):

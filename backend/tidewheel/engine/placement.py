@@ -43,23 +43,26 @@ def choose_place(model_dir: Path, config: EngineConfig) -> Place:
     Settings are those of the last load of any entry that uses the engine. `make_current` makes the others follow.
     """
     status = read_status(model_dir / CURRENT)
-    wanted = new_place(model_dir, config, _identity(config))
-    wanted = wanted._replace(folder=private_dir(model_dir / wanted.identity))
-    if status is None or not status.is_alive or status.is_draining:
+    identity = _identity(config)
+    wanted = new_place(model_dir / identity, config, identity)
+    is_first = status is None or not status.is_alive or status.is_draining
+    if status is not None and not is_first:
+        try:
+            started = EngineConfig.from_settings(status.started)
+        except ConfigError as error:
+            log.info("another engine is needed: the present one is of another version (%s)", error)
+        else:
+            if started.can_become(config) and _identity(started) == status.identity:
+                return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
+            log.info(
+                "another engine is needed: %s", describe_changes(started, config) or "files of the model changed"
+            )
+        if not _fits_beside(status, config):
+            log.warning("memory is short: engine %d ends before the next one starts", status.pid)
+            _end_orderly(model_dir / status.identity)
+    private_dir(wanted.folder)
+    if is_first:
         make_current(wanted)
-        return wanted
-    try:
-        started = EngineConfig.from_settings(status.started)
-    except ConfigError as error:
-        log.info("another engine is needed: the present one is of another version (%s)", error)
-    else:
-        if started.can_become(config) and _identity(started) == status.identity:
-            return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
-        changes = describe_changes(started, config) or "the files of the model changed"
-        log.info("another engine is needed: %s", changes)
-    if not _fits_beside(status, config):
-        log.warning("memory is short: engine %d ends before the next one starts", status.pid)
-        _end_orderly(model_dir / status.identity)
     return wanted
 
 
@@ -75,7 +78,7 @@ def find_place(model_dir: Path) -> Place | None:
 def may_start(place: Place) -> bool:
     """Return whether the engine of a front end that has given it up may be started again."""
     status = read_status(place.folder)
-    return status is not None and not (status.is_alive or status.is_draining or status.is_permanent)
+    return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
 
 
 def take_back(model_dir: Path) -> None:
@@ -85,7 +88,7 @@ def take_back(model_dir: Path) -> None:
         write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))
 
 
-def remove_ended(place: Place) -> None:
+def _remove_ended(place: Place) -> None:
     """Remove folders of the model's other engines that have ended and belong to no front end."""
     for folder in place.folder.parent.iterdir():
         if folder.is_symlink() or not folder.is_dir() or folder == place.folder:
@@ -98,19 +101,28 @@ def remove_ended(place: Place) -> None:
 
 
 def make_current(place: Place) -> None:
-    link = place.folder.parent / CURRENT
-    temporary = link.with_name(f"{CURRENT}.{os.getpid()}")
+    """Make other front ends of the model follow, and remove what ended engines left."""
+    model_dir = place.folder.parent
+    temporary = model_dir / f"{CURRENT}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(place.folder.name)
-    temporary.replace(link)
+    temporary.replace(model_dir / CURRENT)
+    _remove_ended(place)
 
 
 def _identity(config: EngineConfig) -> str:
     """Return a digest of the settings that only another engine can change, and of the model's files."""
-    folders = [Path(name) for name in (config.model, config.tokenizer) if name and Path(name).is_dir()]
-    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return settings_digest({"settings": config.fixed_settings(), "files": stats})
+    files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
+    return settings_digest({"settings": config.fixed_settings(), "files": files})
+
+
+def _describe_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of each file; none if the folder cannot be read, which the engine explains."""
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    except OSError:
+        return []
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 def _end_orderly(folder: Path) -> None:

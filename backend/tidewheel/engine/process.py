@@ -32,6 +32,7 @@ from tidewheel.engine.folder import (
     socket_address,
     write_status,
 )
+from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead, PermanentError
@@ -83,7 +84,8 @@ class StatusFile:
 
     def progress(self, stage: str, fraction: float) -> None:
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
-            self.update(stage=stage, fraction=fraction)
+            with contextlib.suppress(OSError):  # the disk may be full, also in a step that compiles
+                self.update(stage=stage, fraction=fraction)
 
 
 class StopSignal:
@@ -123,7 +125,7 @@ def serve(
             return _serve_loaded(config, runner, status, linger_s)
         except ConfigError as error:
             log.error("the engine cannot start: %s", error)
-            status.update(state="failed", message=str(error), is_permanent=isinstance(error, PermanentError))
+            status.update(state="failed", message=str(error), is_given_up=isinstance(error, PermanentError))
             return EXIT_LOAD_FAILED
 
 
@@ -141,6 +143,7 @@ def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile
             linger_s=linger_s,
             identity=status.identity,
             note=status.update,
+            beat=Heartbeat(status.engine_dir).beat,
         )
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made
@@ -212,7 +215,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
         config = EngineConfig.from_settings(settings := json.loads(arguments.settings))
     except ConfigError as error:
         StatusFile(arguments.engine_dir, settings, identity).update(
-            state="failed", message=f"the engine does not know these settings: {error}", is_permanent=True
+            state="failed", message=f"the engine does not know these settings: {error}", is_given_up=True
         )
         return EXIT_LOAD_FAILED
     try:

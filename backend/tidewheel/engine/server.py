@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.5
 IDLE_POLL_MS = 250
 RECEIVE_S = 0.002  # between steps
+FIRST_STEPS = 20  # of unknown length, that a load may take
 
 
 class EngineServer:
@@ -59,6 +60,7 @@ class EngineServer:
         linger_s: float,
         identity: str = "",
         note: Callable[..., None] = lambda **_: None,
+        beat: Callable[[float | None, int], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
@@ -70,10 +72,19 @@ class EngineServer:
         self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
         self._note = note  # into the status
+        self._write_beat = beat
         self._clock = clock
         self._listened = ListeningClock(clock)  # for the silence of front ends
         self._front_ends = FrontEnds(socket)
-        self._core = EngineCore(scheduler, runner, self._front_ends.deliver, receive=self._receive, clock=clock)
+        self._core = EngineCore(
+            scheduler,
+            runner,
+            self._front_ends.deliver,
+            receive=self._receive,
+            beat=self._beat,
+            first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
+            clock=clock,
+        )
         self._is_draining = False
         self._next_stats = 0.0
         self._lonely_since = clock()
@@ -99,7 +110,11 @@ class EngineServer:
         self._front_ends.flush()
         self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
 
+    def _beat(self, expected_s: float | None) -> None:
+        self._write_beat(expected_s, len(self._front_ends))
+
     def _wait(self) -> None:
+        self._beat(None)
         if self._config.debug_invariants:
             self._core.check_invariants()
         self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
@@ -276,7 +291,7 @@ class EngineServer:
 def _readable_key(payload: bytes) -> int | None:
     try:
         match msgspec.msgpack.decode(payload):
-            case ["AddRequest" | "CloseSession", int(key), *_]:
+            case ["AddRequest" | "CloseSession", int(key), *_] if not isinstance(key, bool):
                 return key
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass

@@ -72,7 +72,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     """Raise `ConfigError` with one line."""
     stages = StageClock(progress)
     device = resolve_device(config)
-    compile_log = prepare_kernels(device)
+    compile_log = prepare_kernels(device, progress)
     folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)

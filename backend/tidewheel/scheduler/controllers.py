@@ -158,6 +158,10 @@ class StepControl:
             self._keep_free,
         )
 
+    def predict_seconds(self, batch: ScheduledBatch) -> float | None:
+        """Return the longest time to expect of the step; None before the first one."""
+        return self._step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
+
     def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
         """Learn from an applied batch, which started when the one before it ended."""
         last = step.scheduled_at if self._last_applied is None else self._last_applied

@@ -145,6 +145,10 @@ class Scheduler:
         state.stats.step_tokens.observe(batch.num_tokens)
         return batch
 
+    def predict_seconds(self, batch: ScheduledBatch) -> float | None:
+        """Return the longest time to expect of the step; None before the first one."""
+        return self._control.predict_seconds(batch)
+
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
         """Apply the oldest batch in flight. Raise `InternalError`, without effect, for another batch or answer."""
         if not self._in_flight or self._in_flight[0].step_id != batch.step_id:

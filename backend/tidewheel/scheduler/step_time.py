@@ -59,6 +59,14 @@ class StepTime:
         """Predict the step; 0 before any, the mean without a slope."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
+    def longest_seconds(self, num_chunk_tokens: int) -> float | None:
+        """Predict the step as for `seconds`; without a slope, a token counts as much as a step. None before any."""
+        if not self._num_steps:
+            return None
+        if self.seconds_per_token > 0.0:
+            return self.seconds(num_chunk_tokens)
+        return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
+
 
 class ServiceEstimate:
     """Waiting and prefill times, from step times and the pace of starts while requests wait. 0 without evidence."""

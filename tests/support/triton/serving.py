@@ -66,6 +66,7 @@ class Server:
     grpc_port: int
     metrics_port: int
     log: Path
+    health_port: int = 0
     session: requests.Session = field(default_factory=requests.Session)
 
     @property
@@ -113,6 +114,11 @@ class Server:
                 continue
         return None
 
+    def readiness(self, path: str = "ready") -> tuple[int, str]:
+        """Return status and state of `/ready` or `/live`."""
+        answer = requests.get(f"http://127.0.0.1:{self.health_port}/{path}", timeout=2)
+        return answer.status_code, answer.json()["state"]
+
     def is_ready(self) -> bool:
         """Return whether all ports answer: Triton opens that of the metrics last."""
         metrics = f"http://127.0.0.1:{self.metrics_port}/metrics"
@@ -123,13 +129,14 @@ class Server:
 
 
 def start_server(*arguments: str, log: Path) -> Server:
-    http, grpc, metrics = free_ports(3)
+    http, grpc, metrics, health = free_ports(4)
     command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    command += ["--health-port", str(health)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    return Server(process, http, grpc, metrics, log)
+    return Server(process, http, grpc, metrics, log, health)
 
 
 def wait_ready(server: Server) -> Server:

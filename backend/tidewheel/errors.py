@@ -16,6 +16,7 @@ The docstring of a class with a tag has two paragraphs: the cause, and what to d
     ├── NumericError        TW-NUMERIC
     └── InternalError       TW-INTERNAL
     ConfigError             never on the wire
+    └── PermanentError
 
 Every message to a client starts with the tag: ``[TW-BUSY retry_after_ms=250] waiting set is full: …``
 """
@@ -138,7 +139,7 @@ class Cancelled(TidewheelError):
 
 
 class EngineDead(TidewheelError):
-    """The engine process ended, hung or is not back in time. The front end starts it again.
+    """The engine process ended, hung or is not back in time. The front end starts it again, until it dies in a loop.
 
     Send the request again after `retry_after_ms`. The engine's log says why it ended.
     """
@@ -182,6 +183,10 @@ def printable(message: str) -> str:
         message = message[:MAX_MESSAGE_CHARS] + "…"
     encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in encodable)
+
+
+class PermanentError(ConfigError):
+    """A cause that no later start of the engine can remove; other files, room or memory may remove any other."""
 
 
 BY_TAG: dict[str, type[TidewheelError]] = {

@@ -21,13 +21,21 @@ def run_dir() -> Path:
 
 def private_dir(path: Path) -> Path:
     """Make the folder, mode 0700. Raise `ConfigError` if it belongs to another user or is open to others."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(path, error) from None
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(f"{path} must be a folder that belongs to user {os.getuid()}: set TIDEWHEEL_RUN_DIR")
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(f"{path} is open to other users: run chmod 700 on it, or set TIDEWHEEL_RUN_DIR")
     return path
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or type(error).__name__
+    return ConfigError(f"{path} cannot be written ({reason}): make room, or set TIDEWHEEL_RUN_DIR to another folder")
 
 
 def close_shared_memory() -> None:

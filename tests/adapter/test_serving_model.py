@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ INFO = EngineInfo(
 
 class FakeClient:
     is_owner = True
+    has_failed = False
     readiness = READY
     failure: Exception | None = None
 
@@ -52,7 +53,7 @@ class FakeClient:
         self.place, self.listener, self.name = place, listener, name
         self.events: list[str] = []
 
-    def start(self, timeout_s: float) -> EngineInfo:
+    def start(self, timeout_s: float, must_stop: Callable[[], bool]) -> EngineInfo:
         if self.failure is not None:
             raise self.failure
         self.listener.on_stats(EngineStats(num_blocks=125, num_free_blocks=25, num_running=3))
@@ -366,7 +367,7 @@ def test_the_health_port_says_that_the_engine_loads(tmp_path: Path, monkeypatch:
     (port,) = free_ports(1)
     answers = []
 
-    def load(client: FakeClient, timeout_s: float) -> EngineInfo:
+    def load(client: FakeClient, timeout_s: float, must_stop: object) -> EngineInfo:
         answers.append(requests.get(f"http://127.0.0.1:{port}/ready", timeout=10))
         raise ConfigError("no weights")
 

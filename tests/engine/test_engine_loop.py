@@ -54,6 +54,7 @@ class Loop:
         config = EngineConfig(model="m", scheduling_strategy="static", **options)
         self.scheduler = WatchedScheduler()
         ticks = itertools.count()
+        self.paused_s = 0.0
         self.server = EngineServer(
             self.socket,
             self.scheduler,
@@ -61,7 +62,7 @@ class Loop:
             info,
             config=config,
             linger_s=1e9,
-            clock=lambda: tick * next(ticks),
+            clock=lambda: self.paused_s + tick * next(ticks),
         )
         self.peer.send(encoder.encode(Hello(PROTOCOL, "peer", "")))
 
@@ -115,6 +116,20 @@ def test_a_message_that_takes_long_is_handled_all_the_same(loop: Callable[..., L
     it.peer.send(encoder.encode(request(1, 5, 6)))
     it.turns(2)
     assert len(it.scheduler.added) == 1
+
+
+def test_the_engine_does_not_count_its_own_pause_as_silence(loop: Callable[..., Loop]) -> None:
+    it = loop(0.001)
+    front_ends, keep_house = it.server._front_ends, it.server._keep_house
+    it.turns(2)
+    for _ in range(3):
+        it.paused_s += 5.6
+        assert keep_house(lambda: "") == ""
+        assert len(front_ends) == 1
+    for _ in range(8):
+        it.paused_s += 0.9
+        keep_house(lambda: "")
+    assert len(front_ends) == 0
 
 
 def test_figures_come_before_the_last_answer(loop: Callable[..., Loop]) -> None:

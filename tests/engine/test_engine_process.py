@@ -423,9 +423,12 @@ def test_an_engine_ends_at_once_with_the_last_goodbye(connect: Connect) -> None:
 
 def test_engine_ends_when_its_folder_vanishes(connect: Connect, folder: Path) -> None:
     client = connect()
-    status = client.status
-    shutil.rmtree(folder)
+    status, elsewhere = client.status, folder.with_name(f"{folder.name}-moved")
+    folder.rename(elsewhere)
     wait_gone(status)
+    client.recorder.wait(lambda: client.info.pid != status.pid, "an engine in a new folder")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(elsewhere)
 
 
 def test_requests_are_held_while_the_engine_loads(connect: Connect) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from tidewheel.adapter.health_port import HealthPort
@@ -15,7 +16,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.engine.placement import find_place
+from tidewheel.engine.placement import find_place, may_start
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
 from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -33,8 +34,8 @@ FOLLOW_S = 1.0
 class Serving:
     """A front end of one engine, with its metrics."""
 
-    def __init__(self, settings: ModelSettings, place: Place, name: str) -> None:
-        """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve."""
+    def __init__(self, settings: ModelSettings, place: Place, name: str, must_stop: Callable[[], bool]) -> None:
+        """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve or `must_stop`."""
         self.place = place
         self.refused: Counter[str] = Counter()  # by tag, before the front end
         self.is_leaving = False  # another serves new requests
@@ -42,7 +43,7 @@ class Serving:
         self._relay = relay = EngineRelay(door)
         self._client = EngineClient(place, relay, name=f"{name}.{os.getpid()}")
         try:
-            info = self._client.start(place.config.engine_start_timeout_s)
+            info = self._client.start(place.config.engine_start_timeout_s, must_stop)
             self.frontend = relay.frontend = Frontend(
                 info,
                 _make_reader(settings, place.config, info),
@@ -59,6 +60,10 @@ class Serving:
             for line in info.describe():
                 log.info("%s", line)
         self._metrics = self._publish_metrics(settings, info) if settings.has_metrics else None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._client.has_failed
 
     @property
     def readiness(self) -> Readiness:
@@ -135,18 +140,18 @@ class Follower:
 
     def __init__(self, model_dir: Path, settings: ModelSettings, place: Place, name: str) -> None:
         self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
-        self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
-        self._health.try_open()
-        try:
-            self.serving = Serving(settings, place, name)
-        except BaseException:
-            self._health.close()
-            raise
         self._model_dir = model_dir
         self._settings = settings
         self._name = name
         self._leaving: list[Serving] = []
         self._stopped = threading.Event()
+        self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
+        self._health.try_open()
+        try:
+            self.serving = self._serve(place)
+        except BaseException:
+            self._health.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
 
@@ -173,12 +178,24 @@ class Follower:
         for serving in [serving for serving in self._leaving if serving.frontend.is_idle]:
             self._leaving.remove(serving)
             serving.close()
-        place, now = find_place(self._model_dir), self.serving.place
-        if place is None or (place.folder, place.config) == (now.folder, now.config):
+        place = self._next_place()
+        if place is None:
             return
-        serving = Serving(self._settings, place, self._name)
+        serving = self._serve(place)
         self.serving.is_leaving = True
         with self.lock:
             self._leaving.append(self.serving)
             self.serving = serving
         log.info("%s follows to engine %s", self._name, place.folder.name)
+
+    def _serve(self, place: Place) -> Serving:
+        return Serving(self._settings, place, self._name, self._stopped.is_set)
+
+    def _next_place(self) -> Place | None:
+        place, now = find_place(self._model_dir), self.serving.place
+        if self.serving.has_failed:
+            return place or (now if may_start(now) else None)
+        if place is None or (place.folder, place.config) == (now.folder, now.config):
+            return None
+        is_older = place.folder == now.folder and place.read_ns < now.read_ns  # an engine that has just started again
+        return None if is_older else place

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -11,12 +12,12 @@ import tidewheel
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
 from tidewheel.adapter.presence import Presence
-from tidewheel.adapter.repository_entry import load_settings
+from tidewheel.adapter.repository_entry import ModelSettings, load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
 from tidewheel.adapter.tensors import complete
-from tidewheel.engine.folder import engine_dir
-from tidewheel.engine.placement import choose_place, make_current
+from tidewheel.engine.folder import Place, engine_dir
+from tidewheel.engine.placement import choose_place, make_current, take_back
 from tidewheel.errors import ConfigError, InternalError, TidewheelError
 from tidewheel.private_dir import close_shared_memory
 
@@ -42,11 +43,11 @@ class TritonPythonModel:
         try:
             self._settings = settings = load_settings(args)
             model_dir = engine_dir(settings.owner.repository, settings.owner.name)
-            place = choose_place(model_dir, settings.engine)
-            self._follower = Follower(model_dir, settings, place, name)
-            make_current(place)
+            self._follower = _follow(model_dir, settings, choose_place(model_dir, settings.engine), name)
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        except OSError as error:
+            raise pb_utils.TritonModelException(f"a file of the model or the run directory: {error}") from None
         self._presence = Presence(args["model_name"])
 
     def is_ready(self) -> bool:
@@ -88,3 +89,18 @@ class TritonPythonModel:
     def _refuse(self, sink: TritonSink, error: TidewheelError) -> None:
         self._follower.serving.refused[error.tag] += 1
         sink.fail(error)
+
+
+def _follow(model_dir: Path, settings: ModelSettings, place: Place, name: str) -> Follower:
+    """Serve from this engine, and make the model's other front ends follow."""
+    try:
+        follower = Follower(model_dir, settings, place, name)
+    except BaseException:
+        take_back(model_dir)
+        raise
+    try:
+        make_current(place)
+    except BaseException:
+        follower.close()
+        raise
+    return follower

@@ -179,8 +179,8 @@ class Connection:
     """DEALER socket and process handle of one engine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
+        self._socket = context.socket(zmq.DEALER)  # first: it may fail
         self.process = ProcessHandle(status.pid, status.start_ticks)
-        self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.SNDHWM, QUEUE_LIMIT)
         self._socket.set(zmq.RCVHWM, QUEUE_LIMIT)
         self._socket.set(zmq.LINGER, 200)

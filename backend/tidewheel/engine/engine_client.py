@@ -33,7 +33,7 @@ from tidewheel.engine.messages import (
     Stats,
     encoder,
 )
-from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
 from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 200
 SEEK_POLL_MS = 20
+CLOSED = "the front end was closed"
 MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 
@@ -97,6 +98,7 @@ class EngineClient:
         self._is_ready = False
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
+        self._problem = ""  # of the last start of an engine
         self._failure: TidewheelError | None = None
         self._hang: HangWatch | None = None  # of the connected engine
         self._settled = threading.Event()  # ready, or failed to load
@@ -105,10 +107,14 @@ class EngineClient:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float) -> EngineInfo:
-        """Wait until the engine serves. Raise `ConfigError` if it cannot."""
+    def start(self, timeout_s: float, must_stop: Callable[[], bool] = lambda: False) -> EngineInfo:
+        """Wait until the engine serves. Raise `ConfigError` if it cannot, `Draining` if the wait `must_stop`."""
         self._thread.start()
-        if not self._settled.wait(timeout_s):
+        end = time.monotonic() + timeout_s
+        while not self._settled.wait(POLL_MS / 1000) and time.monotonic() < end:
+            if must_stop():
+                raise Draining(CLOSED)
+        if not self._settled.is_set():
             status = read_status(self._engine_dir)
             stage = f" ({status.state} {status.stage})".replace(" )", ")") if status is not None else ""
             raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
@@ -123,13 +129,19 @@ class EngineClient:
         return self._launcher.is_owner
 
     @property
+    def has_failed(self) -> bool:
+        """Return whether this client has given up, or was closed."""
+        return self._failure is not None
+
+    @property
     def readiness(self) -> Readiness:
         """Return whether the engine takes requests, and why not, as seen last by the io thread."""
         failure, hang = self._failure, self._hang
         if failure is not None:
             return Readiness("draining" if isinstance(failure, Draining) else "given up", failure.message)
         if not self._is_ready or hang is None:
-            return Readiness("starting" if self._info is None else "reloading", "the engine is being started")
+            reason = self._problem or "the engine is being started"
+            return Readiness("starting" if self._info is None else "reloading", reason)
         return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
     def add(self, message: AddRequest | CloseSession) -> None:
@@ -166,10 +178,12 @@ class EngineClient:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
-        except Exception as error:
-            log.exception("the engine client failed")
-            self._fail(InternalError(f"the engine client failed: {type(error).__name__}"))
+                try:
+                    self._turn()
+                except Exception as error:
+                    log.exception("the engine client failed")
+                    self._put_off(InternalError(f"the engine client failed: {type(error).__name__}"))
+                    time.sleep(POLL_MS / 1000)
         finally:
             self._leave()
 
@@ -184,13 +198,17 @@ class EngineClient:
                 self._talk(self._connection)
             elif self._failure is None:
                 self._seek()
-        except ConfigError as error:
+        except PermanentError as error:
             if self._info is not None:
                 self._launcher.give_up(str(error))
             self._fail(EngineDead(str(error)))
+        except ConfigError as error:
+            self._put_off(_lost(str(error)))
         except Draining as error:
             self._fail(error)
-        self._lose(self._outbox.lose_expired(), _lost(f"the engine is not back after {self._options.hold_s:g} s"))
+        problem = self._problem and f": {self._problem}"
+        late = _lost(f"the engine is not back after {self._options.hold_s:g} s{problem}")
+        self._lose(self._outbox.lose_expired(), late)
 
     def _seek(self) -> None:
         status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
@@ -254,11 +272,12 @@ class EngineClient:
             case Ready():
                 self._info = message.info
                 self._is_ready = True
+                self._problem = ""
                 self._settled.set()
             case Dropped():
                 self._disconnect(message.error.to_error())
             case Failed():
-                raise ConfigError(message.message)
+                raise PermanentError(message.message) if message.is_permanent else ConfigError(message.message)
 
     def _disconnect(self, error: TidewheelError) -> None:
         """End what is in flight. The next turn looks for another engine."""
@@ -273,6 +292,17 @@ class EngineClient:
         self._poller = self._make_poller()
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)
 
+    def _put_off(self, error: TidewheelError) -> None:
+        """Look for an engine later. Fail if none has served yet."""
+        if self._info is None:
+            self._fail(EngineDead(error.message))
+            return
+        if self._problem != error.message:
+            log.error("%s; tried again", error.message)
+        self._problem = error.message
+        self._disconnect(error)
+        self._launcher.put_off()
+
     def _fail(self, error: TidewheelError) -> None:
         """End all requests and refuse new ones."""
         log.error("%s", error.message)
@@ -280,6 +310,7 @@ class EngineClient:
         self._lose(self._outbox.refuse(error), error)
         self._disconnect(error)
         self._settled.set()
+        self._launcher.release(end_engine_that_loads=self._info is None)
 
     def _lose(self, keys: list[int], error: TidewheelError) -> None:
         if keys:
@@ -293,7 +324,7 @@ class EngineClient:
 
     def _leave(self) -> None:
         if self._failure is None:
-            self._failure = closed = Draining("the front end was closed")
+            self._failure = closed = Draining(CLOSED)
             self._lose(self._outbox.refuse(closed), closed)
         self._settled.set()
         if self._connection is not None:

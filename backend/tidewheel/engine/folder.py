@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -98,7 +99,7 @@ def socket_address(directory: Path) -> str:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`status.json`. `failed` is final: settings or model must change. A killed engine writes no last state."""
+    """`status.json`. A failed load is tried again unless it `is_given_up`. A killed engine writes no last state."""
 
     state: State
     pid: int
@@ -111,7 +112,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     fraction: float = 0.0  # of the stage
     message: str = ""
     is_draining: bool = False  # with its server
-    is_given_up: bool = False  # by the front end that would start it again
+    is_given_up: bool = False  # no later start can do better
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
 
@@ -147,8 +148,13 @@ def settings_digest(settings: Mapping[str, object]) -> str:
 
 def replace_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def last_log_line(engine_dir: Path, limit: int = 300) -> str:

@@ -25,7 +25,7 @@ MAX_UNSENT_DELTAS = 1 << 18  # per front end, which then counts as gone
 class FrontEnd:
     identity: bytes  # ZeroMQ's name
     name: str
-    last_seen: float
+    last_seen: float  # by the ListeningClock
     request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # unfinished, by key and index
     unsent: list[Delta] = field(default_factory=list)
     received: list[int] = field(default_factory=list)  # keys since `room`

@@ -30,24 +30,28 @@ from tidewheel.engine.folder import (
     write_status,
 )
 from tidewheel.engine.process_handle import ProcessHandle
-from tidewheel.errors import ConfigError, Draining
+from tidewheel.errors import ConfigError, Draining, PermanentError
+from tidewheel.private_dir import private_dir, unwritable
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 3.0
+LATE = "loading for too long"
 MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """Delays of restarts, doubled per death. `max_deaths` within `window_s` are a crash loop."""
+    """Delays of restarts, doubled per death or failed start. `max_deaths` within `window_s` are a crash loop."""
 
     first_delay_s: float = 0.25
+    max_delay_s: float = 5.0
     window_s: float = 60.0
     max_deaths: int = 5
 
     def delay_s(self, num_deaths: int) -> float:
-        return 0.0 if num_deaths == 0 else self.first_delay_s * 2.0 ** (num_deaths - 1)
+        doublings = min(num_deaths - 1, 30)
+        return 0.0 if num_deaths == 0 else min(self.first_delay_s * 2.0**doublings, self.max_delay_s)
 
 
 class Death(msgspec.Struct, frozen=True):
@@ -71,7 +75,9 @@ class EngineLauncher:
         self._policy = policy
         self._lock: int | None = None
         self._process: subprocess.Popen[bytes] | None = None  # last one started here
-        self._spawned_at = 0.0
+        self._loads_since = 0.0  # monotonic seconds, or when this became the owner
+        self._num_failed_starts = 0  # since an engine was ready
+        self._next_start = 0.0  # monotonic seconds
 
     @property
     def is_owner(self) -> bool:
@@ -79,32 +85,48 @@ class EngineLauncher:
 
     def try_lock(self) -> bool:
         """Return whether this is the owner now. The kernel frees a dead owner's lock."""
+        if self._lock is not None and not _is_file(
+            self._lock, self._engine_dir / LOCK
+        ):  # another may lock a new file
+            self._unlock()
         if self._lock is None:
-            descriptor = os.open(self._engine_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-            else:
-                self._lock = descriptor
+            private_dir(self._engine_dir)
+            self._lock = take_lock(self._engine_dir / LOCK)
+            self._loads_since = time.monotonic()
         return self.is_owner
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def put_off(self) -> None:
+        """Start or join no engine for a while, longer each time."""
+        self._num_failed_starts += 1
+        self._next_start = time.monotonic() + self._policy.delay_s(self._num_failed_starts)
 
     def seek(self, *, was_ready: bool, since_ns: int) -> Status | None:
         """Return the status of a ready engine. Call repeatedly from `since_ns` on, so that the owner starts one.
 
-        `was_ready`: an engine served this front end, so its absence is a death. Raise `ConfigError` if another start
-        would not help, and `Draining` if the server shuts down.
+        `was_ready`: an engine served this front end, so its absence is a death. Raise `ConfigError` if a start
+        failed, `PermanentError` if another would not help, and `Draining` if the server shuts down.
         """
         status = read_status(self._engine_dir)
         if was_ready and status is not None and status.is_draining and not status.is_alive:
             raise Draining("the server is shutting down")
-        if self.try_lock():
-            self._tend(status, was_ready)
-        elif status is not None:
-            self._check_owner(status, since_ns)
+        if time.monotonic() < self._next_start:
+            return None
+        try:
+            if self.try_lock():
+                self._tend(status, was_ready)
+            elif status is not None:
+                self._check_owner(status, was_ready, since_ns)
+        except OSError as error:
+            raise unwritable(self._engine_dir, error) from None
         status = read_status(self._engine_dir)
         if status is None or status.state != "ready" or not status.is_alive or status.identity != self._identity:
             return None
+        self._num_failed_starts = 0
         return status
 
     def give_up(self, message: str) -> None:
@@ -118,64 +140,107 @@ class EngineLauncher:
     def release(self, *, end_engine_that_loads: bool) -> None:
         """Release the lock. The engine lives as long as a front end."""
         status = read_status(self._engine_dir)
-        if end_engine_that_loads and self._process is not None and status is not None and status.state != "ready":
+        if end_engine_that_loads and self._is_mine(status) and status is not None and status.state != "ready":
             _end(status, STOP_GRACE_S)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._unlock()
+
+    def _is_mine(self, status: Status | None) -> bool:
+        return self._process is not None and status is not None and status.pid == self._process.pid
 
     def _tend(self, status: Status | None, was_ready: bool) -> None:
         if status is not None and status.is_alive:
-            if self._may_stay(status, was_ready):
+            if (why_not := self._why_not(status, was_ready)) is None:
                 return
-            log.warning("replacing engine %d, which is %s", status.pid, self._why_not(status))
+            log.warning("replacing engine %d, which is %s", status.pid, why_not)
             _end(status, STOP_GRACE_S)
+            if why_not == LATE:
+                self._process = None
+                limit = f"{self._start_timeout_s:g} s: raise engine_start_timeout_s"
+                raise ConfigError(f"the engine was not ready within {limit}")
             status = None
+        self._check_last_start(status, was_ready)
         if time.monotonic() >= self._earliest_start(status, was_ready):
-            self._process = spawn_engine(self._command, self._engine_dir, self._settings, self._identity)
-            self._spawned_at = time.monotonic()
-            log.info("started engine %d", self._process.pid)
+            self._start(was_ready)
 
-    def _check_owner(self, status: Status, since_ns: int) -> None:
-        """Raise `ConfigError` if another owner's engine failed."""
-        if status.state == "failed" and status.written_ns >= since_ns:
-            raise ConfigError(status.message)
+    def _start(self, was_ready: bool) -> None:
+        if not was_ready:
+            (self._engine_dir / DEATHS).unlink(missing_ok=True)  # a load is a new beginning
+        self._process = spawn_engine(self._command, self._engine_dir, self._settings, self._identity)
+        self._loads_since = time.monotonic()
+        log.info("started engine %d", self._process.pid)
 
-    def _may_stay(self, status: Status, was_ready: bool) -> bool:
-        if status.identity != self._identity or (status.is_draining and not was_ready):
-            return False
-        loads_too_long = self._process is not None and time.monotonic() - self._spawned_at > self._start_timeout_s
-        return status.state == "ready" or not loads_too_long
+    def _check_owner(self, status: Status, was_ready: bool, since_ns: int) -> None:
+        """Raise `ConfigError` if another owner's engine failed, unless that owner tries again."""
+        if status.state == "failed" and status.written_ns >= since_ns and (status.is_given_up or not was_ready):
+            raise _failure(status)
 
-    def _why_not(self, status: Status) -> str:
+    def _why_not(self, status: Status, was_ready: bool) -> str | None:
+        """Return why a living engine cannot be used, if so."""
         if status.identity != self._identity:
             return "left over from a server with other settings"
-        return "shutting down" if status.is_draining else "loading for too long"
+        if status.is_draining and not was_ready:
+            return "shutting down"
+        is_late = status.state != "ready" and time.monotonic() - self._loads_since > self._start_timeout_s
+        return LATE if is_late else None
+
+    def _check_last_start(self, status: Status | None, was_ready: bool) -> None:
+        """Raise `ConfigError` if the last start failed, once unless that is permanent."""
+        is_mine, process = self._is_mine(status), self._process
+        if status is not None and status.state == "failed" and (is_mine or (was_ready and status.is_given_up)):
+            self._process = None
+            raise _failure(status)
+        has_served = was_ready and (status is None or status.state == "stopped" or status.info is not None)
+        if process is not None and not has_served and (is_mine or not was_ready):
+            self._process = None
+            last_words = last_log_line(self._engine_dir)
+            raise ConfigError(f"the engine ended while it loaded ({_exit(process)}): {last_words}")
 
     def _earliest_start(self, status: Status | None, was_ready: bool) -> float:
-        """Return monotonic seconds. Raise `ConfigError` after a failed load or in a crash loop."""
-        is_mine = self._process is not None and status is not None and status.pid == self._process.pid
-        if status is not None and status.state == "failed" and (is_mine or was_ready):
-            raise ConfigError(status.message)
-        if not was_ready and self._process is not None:
-            raise ConfigError(f"the engine ended while it loaded ({self._exit()}): {last_log_line(self._engine_dir)}")
-        if not was_ready or status is None or status.state == "stopped":
+        """Return monotonic seconds. Raise `PermanentError` in a crash loop."""
+        if not was_ready or status is None or status.state == "stopped" or status.info is None:
             return 0.0
         deaths = record_death(self._engine_dir, status.pid, status.start_ticks, self._policy.window_s)
         if len(deaths) >= self._policy.max_deaths:
-            raise ConfigError(
+            raise PermanentError(
                 f"the engine died {len(deaths)} times within {self._policy.window_s:g} s and is not started again; "
                 f"its log ends with: {last_log_line(self._engine_dir)}"
             )
         return deaths[-1].at + self._policy.delay_s(len(deaths))
 
-    def _exit(self) -> str:
-        assert self._process is not None
-        try:
-            code = self._process.wait(timeout=STOP_GRACE_S)  # ended, but perhaps not yet reaped
-        except subprocess.TimeoutExpired:
-            return "no exit code"
-        return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
+
+def take_lock(path: Path) -> int | None:
+    """Return a descriptor that holds the lock, or None if another process has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_file(descriptor, path):
+            return descriptor
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
+
+
+def _is_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _failure(status: Status) -> ConfigError:
+    return PermanentError(status.message) if status.is_given_up else ConfigError(status.message)
+
+
+def _exit(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(timeout=STOP_GRACE_S)  # ended, but perhaps not yet reaped
+    except subprocess.TimeoutExpired:
+        return "no exit code"
+    return f"signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"
 
 
 def stop_engine(engine_dir: Path, timeout_s: float = 5.0) -> bool:
@@ -250,14 +315,21 @@ def spawn_engine(
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
     with log_path.open("ab") as output:
-        process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env=python_environment(),
-        )
+        try:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=python_environment(),
+            )
+        except OSError as error:
+            raise ConfigError(f"the engine process cannot be started: {error}") from None
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
-    write_status(engine_dir, first_status(process.pid, "starting", settings, identity))
+    try:
+        write_status(engine_dir, first_status(process.pid, "starting", settings, identity))
+    except OSError:
+        process.kill()
+        raise
     return process

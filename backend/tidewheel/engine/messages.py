@@ -141,6 +141,7 @@ class Ready(Message, frozen=True):
 
 class Failed(Message, frozen=True):
     message: str
+    is_permanent: bool = False
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -8,11 +8,23 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
+
 from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.connection import drain
-from tidewheel.engine.folder import CURRENT, Place, Status, new_place, read_status, settings_digest
-from tidewheel.engine.launcher import stop_engine
+from tidewheel.engine.folder import (
+    CURRENT,
+    LOCK,
+    Place,
+    Status,
+    new_place,
+    read_status,
+    settings_digest,
+    write_status,
+)
+from tidewheel.engine.launcher import stop_engine, take_lock
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.errors import ConfigError
 from tidewheel.private_dir import private_dir
 from tidewheel.runner.host_memory import available_host_bytes
 
@@ -35,10 +47,16 @@ def choose_place(model_dir: Path, config: EngineConfig) -> Place:
     wanted = new_place(model_dir / identity, config, identity)
     is_first = status is None or not status.is_alive or status.is_draining
     if status is not None and not is_first:
-        started = EngineConfig.from_settings(status.started)
-        if started.can_become(config) and _identity(started) == status.identity:
-            return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
-        log.info("another engine is needed: %s", describe_changes(started, config) or "files of the model changed")
+        try:
+            started = EngineConfig.from_settings(status.started)
+        except ConfigError as error:
+            log.info("another engine is needed: the present one is of another version (%s)", error)
+        else:
+            if started.can_become(config) and _identity(started) == status.identity:
+                return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
+            log.info(
+                "another engine is needed: %s", describe_changes(started, config) or "files of the model changed"
+            )
         if not _fits_beside(status, config):
             log.warning("memory is short: engine %d ends before the next one starts", status.pid)
             _end_orderly(model_dir / status.identity)
@@ -57,6 +75,31 @@ def find_place(model_dir: Path) -> Place | None:
     return Place(model_dir / status.identity, status.identity, started, config, status.read_ns)
 
 
+def may_start(place: Place) -> bool:
+    """Return whether the engine of a front end that has given it up may be started again."""
+    status = read_status(place.folder)
+    return status is not None and not (status.is_alive or status.is_draining or status.is_given_up)
+
+
+def take_back(model_dir: Path) -> None:
+    """Let the last engine be started again, which ended to make room for one that failed."""
+    status = read_status(model_dir / CURRENT)
+    if status is not None and status.is_draining and not status.is_alive:
+        write_status(model_dir / CURRENT, msgspec.structs.replace(status, is_draining=False))
+
+
+def _remove_ended(place: Place) -> None:
+    """Remove folders of the model's other engines that have ended and belong to no front end."""
+    for folder in place.folder.parent.iterdir():
+        if folder.is_symlink() or not folder.is_dir() or folder == place.folder:
+            continue
+        status = read_status(folder)
+        if (status is not None and status.is_alive) or (lock := take_lock(folder / LOCK)) is None:
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
 def make_current(place: Place) -> None:
     """Make other front ends of the model follow, and remove what ended engines left."""
     model_dir = place.folder.parent
@@ -64,10 +107,7 @@ def make_current(place: Place) -> None:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(place.folder.name)
     temporary.replace(model_dir / CURRENT)
-    for folder in model_dir.iterdir():
-        status = None if folder.is_symlink() or folder == place.folder else read_status(folder)
-        if status is not None and status.state == "stopped":
-            shutil.rmtree(folder, ignore_errors=True)
+    _remove_ended(place)
 
 
 def _identity(config: EngineConfig) -> str:

@@ -25,6 +25,7 @@ from tidewheel.config import EngineConfig
 from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, engine_info, load_model_runner
 from tidewheel.engine.folder import (
     ENGINE_LOCK,
+    STATUS,
     State,
     check_socket_path,
     first_status,
@@ -34,7 +35,7 @@ from tidewheel.engine.folder import (
 from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
 from tidewheel.engine.server import EngineServer
-from tidewheel.errors import ConfigError, Draining, EngineDead
+from tidewheel.errors import ConfigError, Draining, EngineDead, PermanentError
 
 log = logging.getLogger(__name__)
 
@@ -47,21 +48,39 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    def __init__(self, engine_dir: Path, config: EngineConfig, identity: str) -> None:
+    """Status of this engine. What the disk does not take at once is written by a later `keep`."""
+
+    def __init__(self, engine_dir: Path, settings: dict[str, object], identity: str) -> None:
         self.engine_dir = engine_dir
         self.identity = identity
-        self._status = first_status(os.getpid(), "loading", config.to_settings(), identity)
+        self._status = first_status(os.getpid(), "loading", settings, identity)
         self._written_at = 0.0
+        self._inode = 0  # of the file as written
+        self._problem = ""
 
     def update(self, **changes: object) -> None:
         self._status = msgspec.structs.replace(self._status, **changes)
         self._written_at = time.monotonic()
-        write_status(self.engine_dir, self._status)
+        self._inode = 0
+        self.keep()
+
+    def keep(self) -> None:
+        """Write the status, unless the file has it."""
+        path = self.engine_dir / STATUS
+        try:
+            if not self._inode or path.stat().st_ino != self._inode:
+                write_status(self.engine_dir, self._status)
+                self._inode = path.stat().st_ino
+        except FileNotFoundError:
+            self._inode = 0
+        except OSError as error:
+            if self._problem != str(error):
+                log.warning("the status cannot be written and is tried again: %s", error)
+            self._problem = str(error)
 
     def end(self, state: State, message: str) -> None:
         """Write the last state, before the last answers, so that no client returns."""
-        with contextlib.suppress(OSError):  # the folder may be gone
-            self.update(state=state, message=message)
+        self.update(state=state, message=message)
 
     def progress(self, stage: str, fraction: float) -> None:
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
@@ -72,8 +91,9 @@ class StatusFile:
 class StopSignal:
     """Callable that returns the reason to stop, or an empty string."""
 
-    def __init__(self, engine_dir: Path) -> None:
-        self._engine_dir = engine_dir
+    def __init__(self, status: StatusFile) -> None:
+        self._status = status
+        self._inode = status.engine_dir.stat().st_ino
         self._was_asked = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
@@ -84,7 +104,13 @@ class StopSignal:
     def __call__(self) -> str:
         if self._was_asked:
             return "it was asked to"
-        return "" if self._engine_dir.is_dir() else "its folder is gone"
+        try:
+            is_there = self._status.engine_dir.stat().st_ino == self._inode
+        except FileNotFoundError:
+            is_there = False
+        if is_there:
+            self._status.keep()
+        return "" if is_there else "its folder is gone"
 
 
 def serve(
@@ -92,21 +118,21 @@ def serve(
 ) -> int:
     """Return the exit code, after all requests are answered. Raise BlockingIOError if another engine runs."""
     with _only_engine(engine_dir):
-        status = StatusFile(engine_dir, config, identity)
+        status = StatusFile(engine_dir, config.to_settings(), identity)
         status.update()
         try:
             runner = load(config, status.progress)
             return _serve_loaded(config, runner, status, linger_s)
         except ConfigError as error:
             log.error("the engine cannot start: %s", error)
-            status.update(state="failed", message=str(error))
+            status.update(state="failed", message=str(error), is_given_up=isinstance(error, PermanentError))
             return EXIT_LOAD_FAILED
 
 
 def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile, linger_s: float) -> int:
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info)
-    stop = StopSignal(status.engine_dir)
+    stop = StopSignal(status)
     with _bound_socket(status.engine_dir) as socket:
         server = EngineServer(
             socket,
@@ -184,12 +210,15 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     faulthandler.register(signal.SIGUSR1)  # log all threads' stacks
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("tidewheel-eng\n")
+    identity, linger_s = arguments.identity, arguments.linger_s
     try:
-        config = EngineConfig.from_settings(json.loads(arguments.settings))
-    except (ConfigError, ValueError) as error:
-        parser.error(f"--settings: {error}")
+        config = EngineConfig.from_settings(settings := json.loads(arguments.settings))
+    except ConfigError as error:
+        StatusFile(arguments.engine_dir, settings, identity).update(
+            state="failed", message=f"the engine does not know these settings: {error}", is_given_up=True
+        )
+        return EXIT_LOAD_FAILED
     try:
-        identity, linger_s = arguments.identity, arguments.linger_s
         return serve(config, arguments.engine_dir, load, identity=identity, linger_s=linger_s)
     except BlockingIOError:
         log.error("another engine runs in this folder: stop it first")
@@ -202,8 +231,9 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
 
 def exit_now(code: int) -> None:
     """Skip the interpreter's clean-up, which can hang on a failed device."""
-    logging.shutdown()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # of a full disk
+        logging.shutdown()
+        sys.stderr.flush()
     os._exit(code)
 
 

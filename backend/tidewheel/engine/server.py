@@ -13,6 +13,7 @@ from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
+from tidewheel.engine.listening_clock import ListeningClock
 from tidewheel.engine.messages import (
     PROTOCOL,
     RETRY_AFTER_MS,
@@ -73,6 +74,7 @@ class EngineServer:
         self._note = note  # into the status
         self._write_beat = beat
         self._clock = clock
+        self._listened = ListeningClock(clock)  # for the silence of front ends
         self._front_ends = FrontEnds(socket)
         self._core = EngineCore(
             scheduler,
@@ -119,12 +121,12 @@ class EngineServer:
 
     def _keep_house(self, must_stop: Callable[[], str]) -> str:
         """Send figures and drop dead front ends. Return a reason to stop, if any."""
-        now = self._clock()
+        now, listened = self._clock(), self._listened()
         if now < self._next_stats:
             return ""
         self._next_stats = now + STATS_INTERVAL_S
         self._send_figures()
-        for front_end, reason in self._front_ends.find_gone(now):
+        for front_end, reason in self._front_ends.find_gone(listened):
             self._drop(front_end, f"is gone ({reason})")
             self._tell_dropped(front_end.identity, f"the engine counts this front end as gone: {reason}")
         if self._front_ends:
@@ -165,7 +167,7 @@ class EngineServer:
     def _handle(self, identity: bytes, payload: bytes) -> None:
         front_end = self._front_ends.get(identity)
         if front_end is not None:
-            front_end.last_seen = self._clock()
+            front_end.last_seen = self._listened()
         try:
             message = to_engine_decoder.decode(payload)
         except Exception as error:  # value checks raise errors of their own
@@ -200,14 +202,14 @@ class EngineServer:
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = f"the engine speaks protocol {PROTOCOL}, the front end {hello.protocol}: restart the server"
-            self._front_ends.send(identity, Failed(text))
+            self._front_ends.send(identity, Failed(text, is_permanent=True))
         elif hello.identity not in ("", self._identity):
             text = "the engine of this model was started with other settings or files: load the model again"
             self._front_ends.send(identity, Failed(text))
         elif failure := self._take_settings(hello):
             self._front_ends.send(identity, Failed(failure))
         else:
-            self._front_ends.admit(identity, hello.client, self._clock())
+            self._front_ends.admit(identity, hello.client, self._listened())
             log.info("front end %s joins", hello.client)
             self._front_ends.send(identity, Ready(self._info))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from tidewheel.runner.info import RunnerInfo
 FAILS_TO_LOAD = "fails-to-load"
 CRASHES_AT_LOAD = "crashes-at-load"
 LOADS_FOREVER = "loads-forever"
+READS = "reads:"  # a file, which holds one of the above or anything else
 
 DIES, RAISES, HANGS = 37, 38, 39
 
@@ -76,11 +78,13 @@ class FaultyRunner(FakeRunner):
 
 def load(config: EngineConfig, progress: Progress) -> FaultyRunner:
     progress("weights", 0.5)
-    if config.model == FAILS_TO_LOAD:
+    name, _, file = config.model.partition(READS)
+    how = name or Path(file).read_text()
+    if how == FAILS_TO_LOAD:
         raise ConfigError("model.safetensors is missing: download it")
-    if config.model == CRASHES_AT_LOAD:
+    if how == CRASHES_AT_LOAD:
         raise RuntimeError("the loader fell over")
-    if config.model == LOADS_FOREVER:
+    if how == LOADS_FOREVER:
         signal.pause()
     return FaultyRunner(config)
 

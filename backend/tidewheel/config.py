@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tidewheel.engine_arguments import ARGUMENTS, ENTRY_ARGUMENTS, translate
+from tidewheel.engine_arguments import ENTRY_ARGUMENTS, HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.sampling import MAX_LOGPROBS
 from tidewheel.settings import coerce_setting, unknown_setting
@@ -82,7 +82,7 @@ class EngineConfig(SchedulingSettings):
     revision: str = ""  # branch, tag or commit of a Hugging Face id; empty: the main branch
     download_dir: str = ""  # folder where models of a Hugging Face id are kept; empty: Hugging Face's cache
     tokenizer: str = ""  # a folder; empty: the model's
-    dtype: DType = "auto"  # auto: bfloat16, or float16 like the files; a CPU or files without bfloat16: float32
+    dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless both have bfloat16
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
     seed: int = 0  # start of the random draws of requests that bring none
@@ -97,7 +97,7 @@ class EngineConfig(SchedulingSettings):
     block_size: int | None = None  # tokens of a block: 16, 32, 64 or 128; none: 64 on CUDA, 16 on a CPU
     num_blocks: int | None = None  # blocks of the cache; none: as many as its memory holds
     kv_cache_memory_mb: int | None = None  # MiB for the cache; none: 512 on a CPU, the rest of gpu_memory_utilization
-    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory for weights, activations, graphs and cache
+    gpu_memory_utilization: float = 0.9  # part of the GPU for weights, activations, graphs, cache; no effect on a CPU
     enable_prefix_caching: bool = True  # requests reuse the blocks of prompts that begin alike
 
     # steps
@@ -193,7 +193,7 @@ class EngineConfig(SchedulingSettings):
         hints = typing.get_type_hints(cls)
         for key, raw in translate(settings).settings.items():
             if key not in hints:
-                raise ConfigError(unknown_setting(key, ARGUMENTS.union(hints) - ENTRY_ARGUMENTS))
+                raise ConfigError(unknown_setting(key, (HONOURED.keys() | hints.keys()) - ENTRY_ARGUMENTS))
             values[key] = coerce_setting(key, raw, hints[key])
         if "model" not in values:
             raise ConfigError(MODEL_NOT_SET)

@@ -34,7 +34,7 @@ HONOURED: Mapping[str, str] = {
 
 # Our value by vLLM's. None: as if absent.
 _VALUES: Mapping[str, Mapping[object, object]] = {
-    "dtype": {"half": "float16", "float": "float32"},
+    "dtype": {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
     "scheduling_policy": {"fcfs": "fifo"},
     "load_format": dict.fromkeys(("fastsafetensors", "instanttensor", "runai_streamer"), "safetensors"),
     "max_model_len": {-1: None, "auto": None},

@@ -13,15 +13,25 @@ JSON_SETTINGS = ("tenants", "override_generation_config")  # text in `config.pbt
 _MOST_SHOWN = 16
 _MAX_PATH_BYTES = 1024
 _MAX_NAME_BYTES = 255  # in Linux
+_CLOSE = 0.75  # likeness of a name that is suggested
+_ELSEWHERE = {
+    "decoupled": "set model_transaction_policy { decoupled: … } in config.pbtxt",
+    **dict.fromkeys(
+        ("api_key", "chat_template", "enable_auto_tool_choice", "tool_call_parser"),
+        "it is an argument of vllm serve, not of the engine; remove it",
+    ),
+}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is most like it; empty if none is."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
+    """Return the known name that is most like it; empty if none is close."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=_CLOSE)), "")
 
 
 def unknown_setting(key: str, known: Iterable[str]) -> str:
     known = sorted(known)
+    if key in _ELSEWHERE:
+        return f"unknown setting {key!r}: {_ELSEWHERE[key]}"
     if near := nearest(key, known):
         return f"unknown setting {key!r}; did you mean {near!r}?"
     where = f"known settings: {', '.join(known)}" if len(known) <= _MOST_SHOWN else "docs/settings.md lists them"

@@ -105,6 +105,10 @@ MISTAKES = {
         setting("seed", "1"),
         '{"seed": 2}',
     ),
+    "an argument of vllm serve": Mistake(
+        "settings", "model.json:1:2", "enable_auto_tool_choice", "unknown setting … of vllm serve … remove it", "",
+        '{"enable_auto_tool_choice": true}',
+    ),
     "no effect": Mistake(
         "settings", "model.json:1:2", "max_loras", "no effect here … LoRA", "", '{"max_loras": 2}', "note"
     ),
@@ -415,7 +419,7 @@ def test_engines_that_do_not_fit_together(
     findings = [finding for finding in check(repository).findings if finding.severity == "error"]
     (found,) = findings
     assert (found.rule, found.file, found.line) == ("together", str(repository), None)
-    assert matches("demo, second together need 1.0 GiB … 0.8 GiB … serve fewer", found.message)
+    assert matches("demo, second together need 1.0 GiB … 800 MiB … serve fewer", found.message)
 
 
 def test_a_model_that_runs_through_transformers(write: WriteEntry, tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from tidewheel.errors import InvalidRequest, TidewheelError, Unsupported
 from tidewheel.frontend.coercion import parse_json
 from tidewheel.frontend.interface import ParameterSource
-from tidewheel.frontend.known_parameters import ABSENT, COERCIONS, KNOWN
+from tidewheel.frontend.known_parameters import ABSENT, COERCIONS, SUGGESTED
 from tidewheel.frontend.preparation import ParsedParameters, parse_parameters
 from tidewheel.frontend.request_options import MAX_DEADLINE_MS, RequestOptions
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams
+
+KNOWN = (*SUGGESTED, *ABSENT)
 
 
 def source(origin: str = "sampling_parameters", /, **values: object) -> ParameterSource:
@@ -111,6 +113,8 @@ def test_spellings(given: dict[str, object], expected: dict[str, Any]) -> None:
         ({"cache_salt": 3}, ["cache_salt", "3", "text"]),
         ({"cache_salt": "x" * 300}, ["cache_salt", "300", "256"]),
         ({"temprature": 1}, ["temprature", "temperature"]),
+        ({"gided_json": "x"}, ["gided_json", "known are"]),
+        ({"max_num_seqs": 4}, ["max_num_seqs", "setting of the entry"]),
         ({"qqqqqq": 1}, ["qqqqqq", "max_tokens"]),
         ({"k" * 10**6: 1}, ["unknown"]),
     ],
@@ -139,6 +143,21 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 def test_known_and_absent_is_refused_by_name(given: dict[str, object]) -> None:
     with pytest.raises(Unsupported, match=rf"\[TW-UNSUPPORTED\] {next(iter(given))} is "):
         sampling(**given)
+
+
+def test_a_setting_says_what_a_request_sets() -> None:
+    with pytest.raises(Unsupported, match="a setting of the entry; a request sets deadline_ms"):
+        sampling(max_request_s=5)
+
+
+def test_infinity_of_a_tensor_names_its_type() -> None:
+    with pytest.raises(InvalidRequest, match=r"temperature is inf: it must be finite; .* FP32, .* 3.4e\+38"):
+        parse_parameters([source("input tensor", temperature=float("inf"))])
+
+
+def test_a_long_time_is_a_plain_number() -> None:
+    with pytest.raises(InvalidRequest, match="session_ttl_s is 100000000, and session_id is not set"):
+        sampling(session_ttl_s=1e8)
 
 
 def test_lora_is_refused_in_the_words_of_the_vllm_backend() -> None:

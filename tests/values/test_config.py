@@ -31,6 +31,9 @@ def test_model_folder_is_found_beside_the_entry(tmp_path: Path) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "model is not set"),
     ({"model": "m", "max_num_seq": 1}, "did you mean 'max_num_seqs'"),
+    ({"model": "m", "decoupled": "true"}, "model_transaction_policy"),
+    ({"model": "m", "use_v1": 1}, "unknown setting 'use_v1'; docs/settings.md lists them"),
+    ({"model": "m", "tensor_paralel_size": 1}, "'tensor_paralel_size'; docs/settings.md lists them"),
     ({"model": "m", "zzz": 1}, "unknown setting 'zzz'"),
     ({"model": "m", "max_num_seqs": 0}, "max_num_seqs is 0"),
     ({"model": "m", "max_num_seqs": "many"}, "must be an integer"),

@@ -116,6 +116,8 @@ def test_a_token_is_not_repeated() -> None:
     ("given", "ours"),
     [
         ({"dtype": "half"}, {"dtype": "float16"}),
+        ({"dtype": "fp16"}, {"dtype": "float16"}),
+        ({"dtype": "bf16"}, {"dtype": "bfloat16"}),
         ({"dtype": "float"}, {"dtype": "float32"}),
         ({"scheduling_policy": "fcfs"}, {"scheduling_policy": "fifo"}),
         ({"scheduling_policy": "priority"}, {"scheduling_policy": "priority"}),

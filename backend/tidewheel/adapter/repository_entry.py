@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tidewheel.adapter.tensors import IoDialect
 from tidewheel.config import EngineConfig, setting_names
-from tidewheel.engine_arguments import ARGUMENTS, translate
+from tidewheel.engine_arguments import HONOURED, translate
 from tidewheel.errors import ConfigError
 from tidewheel.frontend.model_files import read_object, read_overrides
 from tidewheel.settings import coerce_setting, unknown_setting
@@ -169,7 +169,7 @@ def _known(settings: Mapping[str, object]) -> dict[str, object]:
     known, translated = known_settings(), translate(settings).settings
     for key in translated:
         if key not in known:
-            raise ConfigError(unknown_setting(key, {*known, *ARGUMENTS}))
+            raise ConfigError(unknown_setting(key, {*known, *HONOURED}))
     return dict(translated)
 
 

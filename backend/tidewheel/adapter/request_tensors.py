@@ -12,7 +12,7 @@ from tidewheel.adapter.tensors import RETURN_FLAGS, SAMPLING_INPUTS, IoDialect
 from tidewheel.batch import Int32Array
 from tidewheel.errors import InvalidRequest
 from tidewheel.frontend.coercion import check_size, parse_json, to_text
-from tidewheel.frontend.interface import GenerateRequest, ParameterSource
+from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, ParameterSource
 
 MAX_PARAMETER_BYTES = 1 << 18  # each; the largest legal one needs some 40 KB
 _LENGTH_BYTES = 4  # before each string of a STRING tensor
@@ -80,7 +80,7 @@ def _parameters(request: Any, inputs: Mapping[str, Any], *, is_trtllm: bool) -> 
     sources = (
         ParameterSource(origin="sampling_parameters", values=_json_parameters(inputs)),
         ParameterSource(origin="request parameter", values=_request_parameters(request)),
-        ParameterSource(origin="input tensor", values=tensors),
+        ParameterSource(origin=INPUT_TENSOR, values=tensors),
     )
     if is_trtllm:
         _adapt(tensors, sources)

@@ -115,7 +115,7 @@ def _session_ttl(message: AddRequest, config: EngineConfig) -> float:
         return config.session_ttl_s
     if not 0.0 < ttl <= limit:
         raise InvalidRequest(
-            f"session_ttl_s is {ttl:g}: it must be above 0 and at most {limit:g} (max_session_ttl_s)"
+            f"session_ttl_s is {ttl:.12g}: it must be above 0 and at most {limit:.12g} (max_session_ttl_s)"
         )
     return ttl
 

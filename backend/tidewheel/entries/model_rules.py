@@ -23,7 +23,7 @@ from tidewheel.models.decoder_config import parse_config
 from tidewheel.models.loader import resolve_max_model_len
 from tidewheel.models.model_folder import MAX_INT, Fields, cached_folder, checkpoint_dtype, read_config
 from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
+from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files, shown_bytes
 from tidewheel.runner.device import resolve_device, resolve_dtype
 from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.runner.host_slots import GIB
@@ -178,9 +178,9 @@ def _check_host_memory(needs: Needs) -> None:
     if available is None or needs.of_host <= available:
         return
     parts = {"weights": needs.weights, "KV cache": needs.cache} if needs.device == "cpu" else {}
-    shown = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in {**parts, "swap_space": needs.host}.items())
+    shown = ", ".join(f"{name} {shown_bytes(size)}" for name, size in {**parts, "swap_space": needs.host}.items())
     raise ConfigError(
-        f"host memory does not suffice: {shown}, and {available / GIB:.1f} GiB are available; lower "
+        f"host memory does not suffice: {shown}, and {shown_bytes(available)} are available; lower "
         "kv_cache_memory_mb or swap_space, or use a smaller model"
     )
 
@@ -191,7 +191,7 @@ def together(engines: Mapping[str, tuple[EngineConfig, Needs]]) -> Iterator[str]
     host, available = sum(needs.of_host for _, needs in engines.values()), available_host_bytes()
     if available is not None and host > available:
         yield (
-            f"{names} together need {host / GIB:.1f} GiB of host memory, and {available / GIB:.1f} GiB are free: "
+            f"{names} together need {shown_bytes(host)} of host memory, and {shown_bytes(available)} are free: "
             "lower kv_cache_memory_mb or swap_space, or serve fewer with --models"
         )
     shares = [

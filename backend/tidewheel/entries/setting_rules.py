@@ -84,7 +84,7 @@ def _problem(entry: Entry, key: str, message: str, parameters: Mapping[str, str]
     if not key:
         return error("parameters", message)
     known = known_settings() | ARGUMENTS
-    right_name = "" if key in known else nearest(key, known - entry.settings.keys())
+    right_name = "" if key in known else nearest(key, (known_settings() | HONOURED.keys()) - entry.settings.keys())
     if key not in parameters:
         return error(key, message, right_name=right_name, file=entry.json_path)
     return error(f"parameters.{key}", message, right_name=right_name)

@@ -10,10 +10,12 @@ from tidewheel.errors import TidewheelError
 from tidewheel.frontend.request_options import RequestOptions
 from tidewheel.sampling import SamplingParams
 
+INPUT_TENSOR = "input tensor"  # origin of parameters
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSource:
-    origin: str  # for errors: "sampling_parameters", "request parameter", "input tensor"
+    origin: str  # for errors: "sampling_parameters", "request parameter", `INPUT_TENSOR`
     values: Mapping[str, object]
 
 

@@ -97,6 +97,8 @@ ABSENT: dict[str, AbsentFeature] = {
     **_each("chat_template chat_template_kwargs continue_final_message documents", "the template is the model's own"),
     **_each("tools tool_choice functions function_call", "tool calls are not offered", (*_OFF, "none")),
     **_each("parallel_tool_calls", "tool calls are not offered", (*_OFF, True)),
+    "max_request_s": AbsentFeature("it is a setting of the entry; a request sets deadline_ms", ()),
+    "default_max_tokens": AbsentFeature("it is a setting of the entry; a request sets max_tokens", ()),
     # Names of OpenAI's API.
     **_each(
         "metadata store service_tier reasoning_effort verbosity modalities audio prediction safety_identifier",
@@ -126,4 +128,4 @@ ABSENT: dict[str, AbsentFeature] = {
     "do_sample": AbsentFeature("set temperature: 0 is greedy, above 0 samples", ()),
 }
 
-KNOWN = (*COERCIONS, *ALIASES, *ABSENT, WORDS, WEIGHTS)
+SUGGESTED = (*COERCIONS, *ALIASES, WORDS, WEIGHTS)

@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from tidewheel.batch import Int32Array
+from tidewheel.config import setting_names
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request
 from tidewheel.errors import InvalidRequest, Unsupported
 from tidewheel.frontend.chat_template import parse_messages
 from tidewheel.frontend.coercion import check_size, show, to_text
-from tidewheel.frontend.interface import GenerateRequest, Generation, ParameterSource
-from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, KNOWN, OPTIONS
+from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, Generation, ParameterSource
+from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, SUGGESTED
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.output import Outputs, OutputStream
 from tidewheel.frontend.prompt_process import PromptEncoder
@@ -23,6 +24,7 @@ from tidewheel.frontend.tokenizer import Tokenizer
 from tidewheel.frontend.word_biases import with_token_biases
 from tidewheel.request import Priority
 from tidewheel.sampling import SamplingParams, pack_biases
+from tidewheel.settings import nearest
 from tidewheel.tenants import TenantLimits, limits_of
 
 MAX_ANSWER_LOGPROBS = 1 << 20  # some 70 bytes each
@@ -247,6 +249,10 @@ def _collect(sources: Iterable[ParameterSource]) -> dict[str, _Given]:
                 continue
             name = ALIASES.get(key, key)
             value = COERCIONS[name](key, raw)
+            if source.origin == INPUT_TENSOR and value in (math.inf, -math.inf):
+                raise InvalidRequest(
+                    f"{key} is {value}: it must be finite; its tensor is FP32, which holds numbers up to 3.4e+38"
+                )
             if value == () or value == {}:
                 continue
             entry = _Given(value, f"{key} in {source.origin}")
@@ -271,8 +277,10 @@ def _is_neutral(key: str, raw: object) -> bool:
 
 
 def _unknown(key: str) -> str:
-    near = difflib.get_close_matches(key, KNOWN, n=1) if len(key) <= _MAX_KEY_CHARS else []
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(COERCIONS))}"
+    if key in setting_names():
+        return f"unknown parameter {key!r}: it is a setting of the entry, not of a request"
+    near = nearest(key, SUGGESTED) if len(key) <= _MAX_KEY_CHARS else ""
+    hint = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(COERCIONS))}"
     return f"unknown parameter {show(key)}: {hint}"
 
 

@@ -66,9 +66,9 @@ class RequestOptions:
     def _check_session(self) -> None:
         ttl = self.session_ttl_s
         if ttl is not None and not 0.0 < ttl < math.inf:
-            raise InvalidRequest(f"session_ttl_s is {ttl:g}: it must be above 0, in seconds")
+            raise InvalidRequest(f"session_ttl_s is {ttl:.12g}: it must be above 0, in seconds")
         if not self.session_id and ttl is not None:
-            raise InvalidRequest(f"session_ttl_s is {ttl:g}, and session_id is not set: set both or none")
+            raise InvalidRequest(f"session_ttl_s is {ttl:.12g}, and session_id is not set: set both or none")
         if not self.session_id and self.close_session:
             raise InvalidRequest("close_session is true, and session_id is not set: name the session")
         if self.session_id and self.n > 1:

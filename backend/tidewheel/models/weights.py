@@ -16,6 +16,7 @@ from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunk
 from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
 
 GIB = 1 << 30
+MIB = 1 << 20
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STAGE = "weights"
@@ -30,22 +31,22 @@ def check_weights_fit(num_bytes: int, dtype: torch.dtype, device: torch.device) 
     free, total = torch.cuda.mem_get_info(device)
     if num_bytes <= free:
         return
-    needed = f"the weights need {_gib(num_bytes)} as {str(dtype).removeprefix('torch.')}"
-    room = f"{torch.cuda.get_device_name(device)} has {_gib(free)} free of {_gib(total)}"
+    needed = f"the weights need {shown_bytes(num_bytes)} as {str(dtype).removeprefix('torch.')}"
+    room = f"{torch.cuda.get_device_name(device)} has {shown_bytes(free)} free of {shown_bytes(total)}"
     raise ConfigError(f"{needed}, and {room}: {_what_would_fit(num_bytes, dtype, free, total)}")
 
 
 def _what_would_fit(num_bytes: int, dtype: torch.dtype, free: int, total: int) -> str:
     halved = num_bytes * torch.bfloat16.itemsize // dtype.itemsize
     if dtype.itemsize > torch.bfloat16.itemsize and halved <= free:
-        return f"set dtype to 'bfloat16', which needs {_gib(halved)}"
+        return f"set dtype to 'bfloat16', which needs {shown_bytes(halved)}"
     if num_bytes <= total:
-        return f"{_gib(total - free)} are in use; stop what else runs on this GPU, or use another"
-    return f"use a GPU with more than {_gib(num_bytes)}"
+        return f"{shown_bytes(total - free)} are in use; stop what else runs on this GPU, or use another"
+    return f"use a GPU with more than {shown_bytes(num_bytes)}"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB"
+def shown_bytes(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:

@@ -133,7 +133,7 @@ def _server_log(path: Path | None) -> Iterator[ServerLog]:
         yield ServerLog()
         return
     try:
-        copy = path.open("wb")
+        copy = path.open("wb", buffering=0)
     except OSError as error:
         raise ServeError(f"--log-file {str(path)!r} cannot be written: {error.strerror}") from None
     with copy:

@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="record scheduling decisions of --model in DIR, for tidewheel simulate; no text, no tokens",
     )
+    how.add_argument(
+        "--allow-faults",
+        action="store_true",
+        help="serve although TIDEWHEEL_FAULTS makes engines fail on purpose: tests",
+    )
     how.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
@@ -134,6 +139,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         tritonserver=args.tritonserver,
         triton_arguments=tuple(args.triton_arg),
         log_file=args.log_file,
+        allow_faults=args.allow_faults,
         verbose=args.verbose,
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidewheel.engine.folder import engine_dir, engine_dirs, read_status
+from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
@@ -38,6 +39,7 @@ class ServeOptions:
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
     log_file: Path | None = None
+    allow_faults: bool = False
     verbose: bool = False
 
 
@@ -83,7 +85,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     names = repository.entries(models)
     endpoints = options.endpoints.chosen()
     launch.assemble(install, work.backends)
-    environment = launch.environment(install, work)
+    environment = launch.environment(install, work) | ({FAULTS_ALLOWED: "1"} if options.allow_faults else {})
     command = launch.command(
         install,
         models,

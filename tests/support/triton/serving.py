@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,17 @@ class Server:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def engine_process(self) -> psutil.Process | None:
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Return the living ones with this word in their command."""
+        found = []
         for process in self.descendants():
-            try:
-                if "tidewheel.engine.process" in " ".join(process.cmdline()):
-                    return process
-            except psutil.Error:
-                continue
-        return None
+            with contextlib.suppress(psutil.Error):
+                if word in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def engine_process(self) -> psutil.Process | None:
+        return next(iter(self.processes("--engine-dir")), None)
 
     def is_ready(self) -> bool:
         """Return whether all ports answer: Triton opens that of the metrics last."""
@@ -122,11 +125,14 @@ class Server:
             return False
 
 
-def start_server(*arguments: str, log: Path) -> Server:
+def start_server(
+    *arguments: str, log: Path, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Server:
+    """Start `tidewheel serve`, behind a `prefix` that executes the command after it."""
     http, grpc, metrics = free_ports(3)
-    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
+    command = [*prefix, sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     return Server(process, http, grpc, metrics, log)
@@ -143,6 +149,7 @@ def wait_ready(server: Server) -> Server:
 
 
 def stop_server(server: Server) -> int:
+    server.session.close()  # tritonserver waits some 7 s for a connection that is kept open
     server.process.send_signal(signal.SIGINT)
     try:
         return server.process.wait(60)

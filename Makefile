@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long test-processors faults lint docs lines aot bench \
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long test-processors faults fuzz lint docs lines aot bench \
 	bench-gpu clean
 
 venv: $(STAMP)
@@ -65,6 +65,12 @@ faults: venv
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
 	TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu' --timeout 7200 tests/kernels
+
+# Looks for inputs that break a reader (tests/support/fuzz), so many seconds for each target, or for TARGET alone.
+SECONDS_EACH ?= 120
+fuzz: venv
+	$(BIN)/pip install --quiet --editable '.[fuzz]'
+	PYTHONPATH=tests $(BIN)/python -m support.fuzz.atheris_run $(SECONDS_EACH) $(TARGET)
 
 # Tests that compute, as on other x86-64 processors: with the plainest code of torch, oneDNN, MKL and our kernels, with that
 # for AVX2, and with the machine's own on two threads (`make test` has it on one).

@@ -33,6 +33,7 @@ def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700)
     command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder)]
     for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port")):
         command += [option, str(ports + offset)]
+    command += ["--health-port", "0"]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
     address = Address(f"127.0.0.1:{ports + 1}", f"127.0.0.1:{ports}", folder.name, f"127.0.0.1:{ports + 2}")

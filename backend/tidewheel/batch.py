@@ -76,6 +76,14 @@ class TopLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...]
 
 
+class RowError(Exception):
+    """Failure of one row's own parameters at a launch, which may be repeated without the row."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} cannot be launched")
+        self.row = row
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """Answer of the runner to a `ScheduledBatch`, aligned with its rows."""

@@ -203,6 +203,22 @@ class EngineConfig(SchedulingSettings):
                 values[key] = str((base_dir / str(values[key])).resolve())
         return cls(**values)  # type: ignore[arg-type]
 
+    def can_become(self, other: EngineConfig) -> bool:
+        """Return whether an engine started with these settings can take the others between two steps."""
+        if self.record or other.record:  # a recording holds for one set of settings
+            return self == other
+        fits = all(getattr(other, name) <= getattr(self, name) for name in SIZED)
+        return fits and all(
+            getattr(self, field.name) == getattr(other, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in LIVE
+        )
+
+    def fixed_settings(self) -> dict[str, object]:
+        """Return what only another engine can change, with the sizes that it starts with."""
+        live = LIVE - SIZED if not self.record else frozenset[str]()
+        return {name: value for name, value in self.to_settings().items() if name not in live}
+
     def to_settings(self) -> dict[str, object]:
         """Return `model` and what differs from the defaults."""
         return {
@@ -210,6 +226,22 @@ class EngineConfig(SchedulingSettings):
             for f in dataclasses.fields(self)
             if (value := getattr(self, f.name)) != f.default or f.name == "model"
         }
+
+
+# Settings that a running engine takes between two steps; those that size its buffers, up to what it started with.
+SIZED = frozenset({"max_num_seqs", "max_num_batched_tokens"})
+LIVE = frozenset(field.name for field in dataclasses.fields(SchedulingSettings)) | {
+    "engine_start_timeout_s", "scheduling_policy", "tenants", "max_prompt_bytes", "scheduling_strategy", "batch_size",
+    "batch_timeout_ms", "batch_target_latency_ms", "hybrid_threshold", "hybrid_backlog", "target_tpot_ms",
+    "governor_target_latency_ms", "session_ttl_s", "max_session_ttl_s", "max_sessions", "session_max_blocks",
+    "generation_config", "override_generation_config", "max_logprobs",
+}  # fmt: skip
+
+
+def describe_changes(before: EngineConfig, after: EngineConfig) -> str:
+    """Return the settings that differ, with both values."""
+    pairs = ((f.name, getattr(before, f.name), getattr(after, f.name)) for f in dataclasses.fields(EngineConfig))
+    return ", ".join(f"{name} {old!r} → {new!r}" for name, old, new in pairs if old != new)
 
 
 def setting_names() -> list[str]:

@@ -305,7 +305,7 @@ def translate(settings: Mapping[str, object]) -> Translation:
 def _translate_value(name: str, value: object) -> object:
     if name == "kv_cache_memory_bytes":
         number = plain(value)
-        if isinstance(number, bool) or not isinstance(number, int | float) or number < 1 << 20:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 1 << 20 <= number < 1 << 63:
             raise ConfigError(f"{name} is {value!r}: it must be a number of bytes, {1 << 20} (1 MiB) or more")
         return int(number) >> 20
     if name == "served_model_name" and isinstance(value, list):

@@ -26,6 +26,8 @@ import enum
 import re
 from typing import ClassVar
 
+MAX_MESSAGE_CHARS = 2000
+
 
 class Code(enum.StrEnum):
     """Status codes in Triton's names (`TRITONSERVER_ERROR_*`)."""
@@ -168,7 +170,18 @@ def require(condition: bool, message: str) -> None:
 
 
 class ConfigError(Exception):
-    """A wrong setting. The message says in one line what to change."""
+    """A wrong setting or file. The message says in one line what to change."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(message: str) -> str:
+    """Escape lone surrogates and control characters, and cut long messages."""
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[:MAX_MESSAGE_CHARS] + "…"
+    encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in encodable)
 
 
 BY_TAG: dict[str, type[TidewheelError]] = {

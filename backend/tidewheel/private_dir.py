@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
 
 from tidewheel.errors import ConfigError
+
+_SHARED_MEMORY = re.compile(r" (/dev/shm/\S+)$", re.MULTILINE)
 
 
 def run_dir() -> Path:
@@ -24,3 +28,10 @@ def private_dir(path: Path) -> Path:
     if stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(f"{path} is open to other users: run chmod 700 on it, or set TIDEWHEEL_RUN_DIR")
     return path
+
+
+def close_shared_memory() -> None:
+    """Give this process's shared memory mode 0600: Triton makes it readable for all, whatever the umask says."""
+    for path in set(_SHARED_MEMORY.findall(Path("/proc/self/maps").read_text())):
+        with contextlib.suppress(OSError):  # removed, or of another user
+            Path(path).chmod(0o600)

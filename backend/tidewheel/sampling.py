@@ -168,7 +168,7 @@ def _check_int(name: str, value: int | None, low: int, high: int) -> None:
 def _check_float(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # unlike `isfinite`, for integers of any size
         raise InvalidRequest(f"{name} is {value!r}: it must be finite")
     if value < low or value > high or (open_low and value == low):
         bound = f"above {low} and at most {high}" if open_low else f"{low} to {high}"

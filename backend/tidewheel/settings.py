@@ -11,6 +11,8 @@ from tidewheel.errors import ConfigError
 
 JSON_SETTINGS = ("tenants", "override_generation_config")  # text in `config.pbtxt`, an object in `model.json`
 _MOST_SHOWN = 16
+_MAX_PATH_BYTES = 1024
+_MAX_NAME_BYTES = 255  # in Linux
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -38,12 +40,24 @@ def coerce_setting(key: str, raw: object, hint: object) -> object:
     if hint is bool:
         return _coerce_bool(key, raw)
     if hint is str:
-        if key in JSON_SETTINGS and isinstance(raw, dict):
-            return json.dumps(raw)
-        if not isinstance(raw, str):
-            raise ConfigError(f"{key} is {raw!r}: it must be text")
-        return raw
+        return _coerce_text(key, raw)
     return _coerce_number(key, raw, int if hint is int else float)
+
+
+def _coerce_text(key: str, raw: object) -> str:
+    """Refuse what no file can be named, for most texts name one."""
+    if key in JSON_SETTINGS and isinstance(raw, dict):
+        return json.dumps(raw)
+    if not isinstance(raw, str):
+        raise ConfigError(f"{key} is {raw!r}: it must be text")
+    encoded = raw.encode("utf-8", "surrogatepass")
+    is_name = len(encoded) <= _MAX_PATH_BYTES and max(map(len, encoded.split(b"/"))) <= _MAX_NAME_BYTES
+    if key not in JSON_SETTINGS and not (is_name and raw.isprintable()):
+        raise ConfigError(
+            f"{key} is {raw[:80]!r}, of {len(encoded)} bytes: use printable text of at most {_MAX_PATH_BYTES} bytes, "
+            f"{_MAX_NAME_BYTES} between slashes"
+        )
+    return raw
 
 
 def _coerce_either(key: str, raw: object, hints: Sequence[object]) -> object:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -13,15 +12,16 @@ EVERYBODY = "*"  # all other tenants
 MAX_NAMED_TENANTS = 4096
 MAX_TENANT_CHARS = 128
 
+_MAX_LIMIT = 1e15
 _INTEGERS = ("max_blocks", "max_sessions", "max_priority")
 _ALWAYS_SET = ("weight", "max_priority")
 
 
 def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ConfigError(f"{name} is {value!r}: it must be a number")
-    if value <= 0:
-        raise ConfigError(f"{name} is {value}: it must be above 0")
+    if not 0 < value <= _MAX_LIMIT:
+        raise ConfigError(f"{name} is {value}: it must be above 0 and at most {_MAX_LIMIT:g}")
     if name in _INTEGERS and not isinstance(value, int):
         raise ConfigError(f"{name} is {value}: it must be an integer")
 
@@ -73,7 +73,7 @@ def parse_tenants(text: str) -> dict[str, TenantLimits]:
         return {}
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"tenants is not JSON: {error}") from None
     if not isinstance(entries, dict):
         raise ConfigError("tenants must be a JSON object: a name, and an object of limits for each tenant")

@@ -134,6 +134,13 @@ def test_a_histogram_survives_a_restart_of_what_it_follows() -> None:
     assert (value("h_count"), value("h_sum")) == (5, 13)
 
 
+def test_a_restart_is_seen_by_other_buckets_too() -> None:
+    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    for total in (observed((1.0,), 1, 1), observed((1.0,), 5, 5)):
+        series.advance(total)
+    assert (value("h_count"), value("h_sum")) == (4, 12)
+
+
 def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
     series = HistogramSeries("h", "d", (1.0,), LABELS)
     series.follow(observed((1.0,), 1, 5))

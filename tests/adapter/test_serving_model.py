@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import requests
 
 from support.triton.fake_triton import (
     InferenceRequest,
@@ -19,8 +21,10 @@ from support.triton.fake_triton import (
     TritonError,
     TritonModelException,
 )
+from support.triton.serving import free_ports, wait_for
 from tidewheel import model
-from tidewheel.adapter import triton_model
+from tidewheel.adapter import follower
+from tidewheel.engine.folder import Place
 from tidewheel.engine.messages import EngineInfo, Room
 from tidewheel.errors import Busy, ConfigError, Draining
 from tidewheel.frontend.door import HoldingDoor, RefusingDoor
@@ -28,6 +32,7 @@ from tidewheel.frontend.frontend import EngineRelay
 from tidewheel.frontend.interface import Chunk, GenerateRequest, Sink
 from tidewheel.frontend.prompt_process import Folder
 from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder
+from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.stats import EngineStats
 
 INFO = EngineInfo(
@@ -40,10 +45,11 @@ INFO = EngineInfo(
 
 class FakeClient:
     is_owner = True
+    readiness = READY
     failure: Exception | None = None
 
-    def __init__(self, engine_dir: Path, config: Any, listener: Any, *, name: str) -> None:
-        self.config, self.listener, self.name = config, listener, name
+    def __init__(self, place: Place, listener: Any, *, name: str) -> None:
+        self.place, self.listener, self.name = place, listener, name
         self.events: list[str] = []
 
     def start(self, timeout_s: float) -> EngineInfo:
@@ -74,6 +80,10 @@ class FakeFrontend:
                 self.held.append(sink)
             case _:
                 sink.send([Chunk(text="done", finish_reason="stop")])
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.held
 
     def wait_for_room(self) -> None:
         self.num_waits += 1
@@ -113,11 +123,12 @@ class FakeTokenizer:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(triton_model, "EngineClient", FakeClient)
-    monkeypatch.setattr(triton_model, "Frontend", FakeFrontend)
-    monkeypatch.setattr(triton_model, "PromptWorkers", FakeWorkers)
-    monkeypatch.setattr(triton_model, "Tokenizer", FakeTokenizer)
-    monkeypatch.setattr(triton_model, "RequestReader", FakeReader)
+    monkeypatch.setattr(follower, "EngineClient", FakeClient)
+    monkeypatch.setattr(follower, "Frontend", FakeFrontend)
+    monkeypatch.setattr(follower, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(follower, "PromptWorkers", FakeWorkers)
+    monkeypatch.setattr(follower, "Tokenizer", FakeTokenizer)
+    monkeypatch.setattr(follower, "RequestReader", FakeReader)
     monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
     logger = logging.getLogger("tidewheel")
     before = logger.handlers, logger.level, logger.propagate
@@ -142,7 +153,7 @@ def make_args(
 def start(args: dict[str, str]) -> tuple[model.TritonPythonModel, FakeFrontend]:
     started = model.TritonPythonModel()
     started.initialize(args)
-    return started, started._frontend  # type: ignore[return-value]
+    return started, started._follower.serving.frontend  # type: ignore[return-value]
 
 
 def ask(text: str, **tensors: Any) -> InferenceRequest:
@@ -259,6 +270,26 @@ def test_an_engine_that_does_not_start_is_one_line(
     assert str(error.value) == str(failure)
 
 
+def test_other_settings_are_followed_and_requests_end_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, first = start(make_args(tmp_path))
+    held = ask("hold")
+    started.execute([held])
+    place = started._follower.serving.place
+    config = dataclasses.replace(place.config, max_prompt_bytes=9)
+    monkeypatch.setattr(follower, "find_place", lambda _: place._replace(config=config))
+    wait_for(lambda: started._follower.serving.frontend is not first, 30, "the other front end")
+    request = ask("0123456789")
+    started.execute([request])
+    assert "at most 9 are allowed" in error_of(request).message()
+    assert first.engine.events == []
+    first.held.pop().send([Chunk(text="done", finish_reason="stop")])
+    wait_for(lambda: first.engine.events == ["front end closed", "client closed"], 30, "the end of the first")
+    assert held.sender.sent[0][0].output_tensors()[0].as_numpy().tolist() == [b"done"]
+    started.finalize()
+
+
 def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(TritonModelException, match=r"^unknown setting 'max_num_seq'; did you mean 'max_num_seqs'\?$"):
         start(make_args(tmp_path, max_num_seq="3"))
@@ -267,7 +298,7 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
 def test_a_wrong_tokenizer_leaves_no_client_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clients: list[FakeClient] = []
     monkeypatch.setattr(
-        triton_model,
+        follower,
         "EngineClient",
         lambda *args, **kwargs: clients.append(FakeClient(*args, **kwargs)) or clients[-1],
     )
@@ -282,12 +313,60 @@ def test_metrics_of_owner_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
     started.execute([ask("busy")])
     started.finalize()
     assert MetricFamily.value("vllm:num_requests_running") == 0
+    assert MetricFamily.value("tidewheel_engine_ready") == 0
     assert MetricFamily.value("tidewheel_requests_rejected_total", tag="TW-BUSY", model_name="demo") == 1
     monkeypatch.setattr(FakeClient, "is_owner", True)
     started, _ = start(make_args(tmp_path))
     started.finalize()
+    assert MetricFamily.value("tidewheel_engine_ready", model_name="demo") == 1
     assert MetricFamily.value("vllm:num_requests_running", model_name="demo") == 3
     assert MetricFamily.value("vllm:kv_cache_usage_perc") == 0.8
+
+
+def test_a_server_that_asks_is_told_whether_the_engine_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, _ = start(make_args(tmp_path))
+    assert started.is_ready()
+    monkeypatch.setattr(FakeClient, "readiness", Readiness("hung", "no step"))
+    assert not started.is_ready()
+    started.finalize()
+    assert MetricFamily.value("tidewheel_engine_ready") == 0
+
+
+def test_one_front_end_of_a_model_has_the_health_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+
+    def get() -> tuple[int, str]:
+        answer = requests.get(f"http://127.0.0.1:{port}/ready", timeout=10)
+        return answer.status_code, answer.json()["state"]
+
+    first, _ = start(make_args(tmp_path, health_port=str(port)))
+    second, _ = start(make_args(tmp_path, health_port=str(port)))
+    assert get() == (200, "ready")
+    first.finalize()
+    wait_for(lambda: second._follower._health._endpoint, 10, "the other one takes it over")
+    monkeypatch.setattr(FakeClient, "readiness", Readiness("given up", "no weights"))
+    assert get() == (503, "given up")
+    second.finalize()
+    with pytest.raises(requests.ConnectionError):
+        get()
+
+
+def test_the_health_port_says_that_the_engine_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    answers = []
+
+    def load(client: FakeClient, timeout_s: float) -> EngineInfo:
+        answers.append(requests.get(f"http://127.0.0.1:{port}/ready", timeout=10))
+        raise ConfigError("no weights")
+
+    monkeypatch.setattr(FakeClient, "start", load)
+    with pytest.raises(TritonModelException, match="no weights"):
+        start(make_args(tmp_path, health_port=str(port)))
+    assert (answers[0].status_code, answers[0].json()["state"]) == (503, "starting")
+    with pytest.raises(requests.ConnectionError):
+        requests.get(f"http://127.0.0.1:{port}/ready", timeout=10)
 
 
 @pytest.mark.parametrize("off", [{"REPORT_CUSTOM_METRICS": "false"}, {"disable_log_stats": "true"}])

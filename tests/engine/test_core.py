@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engine.core_harness import CoreHarness, arrivals
+from support.engine.core_harness import FIRST_STEP_S, CoreHarness, arrivals
 from support.engine.fake_runner import FakeRunner, PendingTokens
 from support.scheduler.scheduling import make_request
-from tidewheel.batch import SampledTokens, ScheduledBatch
+from tidewheel.batch import RowError, SampledTokens, ScheduledBatch
 from tidewheel.errors import Busy, DeadlineExceeded, EngineDead, InvalidRequest, NotFound
 from tidewheel.request import FinishReason, Priority
 
@@ -28,6 +28,15 @@ def test_a_step_is_one_token_each() -> None:
     assert harness.core.step()
     assert not harness.core.step()
     harness.run()
+
+
+def test_each_step_is_announced_with_its_predicted_time() -> None:
+    harness = CoreHarness()
+    harness.add(make_request("a", 4, max_tokens=4))
+    harness.run()  # a step takes one second of the script
+    assert harness.beats[0] == FIRST_STEP_S
+    assert harness.beats[1] > FIRST_STEP_S  # the one before may be in flight
+    assert harness.beats[2:] == [pytest.approx(2.0)] * 2
 
 
 def test_two_steps_in_flight_answer_one_step_later() -> None:
@@ -213,6 +222,33 @@ def test_memory_that_never_suffices_is_an_error_of_the_engine() -> None:
     with pytest.raises(OutOfMemoryError):
         harness.core.step()
     assert list(harness.ended.values()) == [FinishReason.ERROR] * 3
+
+
+class PickyDevice(SmallDevice):
+    """Cannot launch the rows of some requests."""
+
+    room = 1000
+
+    def _check_shape(self, batch: ScheduledBatch) -> None:
+        for new in batch.new_rows:
+            if new.request_id.startswith("bad"):
+                self.num_steps -= 1
+                raise RowError(new.row) from ValueError("its bias")
+
+
+@pytest.mark.parametrize("inflight", [1, 2])
+def test_a_row_that_cannot_be_launched_ends_alone(inflight: int, caplog: pytest.LogCaptureFixture) -> None:
+    harness = CoreHarness(max_num_batched_tokens=64, max_inflight_steps=inflight, runner=PickyDevice)
+    for name in ("a", "bad 1", "b", "bad 2"):
+        harness.add(make_request(name, 9, max_tokens=3))
+    harness.core.step()
+    harness.add(make_request("bad 3", 9))
+    harness.add(make_request("c", 9))
+    harness.run()
+    bad = {f"bad {number}": FinishReason.ERROR for number in (1, 2, 3)}
+    assert harness.ended == {**bad, **dict.fromkeys("abc", FinishReason.LENGTH)}
+    assert "sampling of this request failed" in str(harness.requests["bad 1"].error)
+    assert "its bias" in caplog.text
 
 
 @pytest.mark.parametrize("fails_late", [False, True], ids=["launch", "wait"])

@@ -14,7 +14,7 @@ from support.engine.fake_engine import make_info
 from support.engine.fake_runner import VOCAB_SIZE, FakeRunner
 from support.scheduler.scheduling import make_config
 from tidewheel.config import EngineConfig
-from tidewheel.engine.messages import PROTOCOL, Hello, encoder
+from tidewheel.engine.messages import PROTOCOL, Deltas, Hello, Stats, encoder, from_engine_decoder
 from tidewheel.engine.server import RECEIVE_S, EngineServer
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -115,3 +115,19 @@ def test_a_message_that_takes_long_is_handled_all_the_same(loop: Callable[..., L
     it.peer.send(encoder.encode(request(1, 5, 6)))
     it.turns(2)
     assert len(it.scheduler.added) == 1
+
+
+def test_figures_come_before_the_last_answer(loop: Callable[..., Loop]) -> None:
+    it = loop(1e-6)
+    for key in range(1, 9):  # a whole batch of the static strategy
+        it.peer.send(encoder.encode(request(key, 5, 3)))
+    it.turns(20)
+    received = []
+    while it.peer.poll(0):
+        received.append(from_engine_decoder.decode(it.peer.recv()))
+    *earlier, figures, last = (message for message in received if isinstance(message, Stats | Deltas))
+    assert isinstance(figures, Stats) and isinstance(last, Deltas)
+    assert not any(isinstance(message, Stats) for message in earlier)
+    assert figures.stats.num_running == 0
+    assert sum(figures.stats.step_tokens.sums) == figures.stats.num_scheduled_tokens > 0
+    assert sum(figures.stats.step_tokens.counts) == figures.stats.num_steps

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from support.engine.engine_clients import CONFIG, LIMIT_S, Client, endless, request
+from support.engine.engine_clients import COMMAND, CONFIG, LIMIT_S, Client, endless, request
 from support.engine.fake_runner import naive_output
 from support.engine.faulty_engine import CRASHES_AT_LOAD, DIES, FAILS_TO_LOAD, HANGS, LOADS_FOREVER, RAISES
 from support.scheduler.scheduling import make_request
+from support.triton.serving import wait_for
 from tidewheel.config import EngineConfig
 from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import LOG, Status, socket_address
+from tidewheel.engine.heartbeat import HangLimits
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -165,14 +167,19 @@ def test_the_step_that_failed_is_named(connect: Connect, folder: Path) -> None:
 
 
 def test_hung_engine_is_killed(connect: Connect, folder: Path) -> None:
-    client = connect(hang_timeout_s=2.0)
+    client = connect(hang=HangLimits(hung_s=0.5, end_s=2.0))
+    client.add(request(0, 1))
+    client.recorder.wait_ended(0)  # from now on the length of a step is known
     client.add(request(1, HANGS))
+    wait_for(lambda: client.readiness.state == "hung", LIMIT_S, "the hang is seen")
+    assert "in a step" in client.readiness.reason
     client.recorder.wait_ended(1)
     assert client.recorder.endings[1] == "TW-ENGINE-DEAD"
     assert "hung" in client.recorder.errors[1]
     client.add(request(2, 1))
     client.recorder.wait_ended(2)
     assert client.recorder.endings[2] == "length"
+    assert client.readiness.is_ready
     assert "Current thread" in (folder / LOG).read_text()  # the stacks
 
 
@@ -384,18 +391,17 @@ def test_bad_requests_end_with_an_error(connect: Connect, message: AddRequest, t
     assert text in client.recorder.errors[1]
 
 
-def test_other_settings_are_refused_by_name(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidewheel.engine.launcher.MISMATCH_GRACE_S", 0.1)
-    connect()
-    other = connect(start=False, config=EngineConfig(model="ok", max_num_seqs=8))
-    with pytest.raises(ConfigError, match=r"other settings \(max_num_seqs\)"):
-        other.start(LIMIT_S)
+def abandon(client: Client) -> None:
+    """Close a client as its process would be killed, without a word to the engine."""
+    assert client._connection is not None
+    client._connection.send = lambda message: True  # type: ignore[method-assign,assignment]
+    client.close()
 
 
 def test_an_engine_left_over_with_other_settings_is_replaced(connect: Connect) -> None:
     first = connect()
     left_over = first.status
-    first.close()
+    abandon(first)
     second = connect(config=EngineConfig(model="ok", max_num_seqs=8))
     assert second.info.pid != left_over.pid and second.info.max_num_seqs == 8
     assert not left_over.is_alive
@@ -403,9 +409,16 @@ def test_an_engine_left_over_with_other_settings_is_replaced(connect: Connect) -
 
 def test_an_engine_left_over_with_equal_settings_is_joined(connect: Connect) -> None:
     first = connect()
-    first.close()
+    abandon(first)
     second = connect()
     assert second.is_owner and second.info.pid == first.info.pid
+
+
+def test_an_engine_ends_at_once_with_the_last_goodbye(connect: Connect) -> None:
+    client = connect(command=(*COMMAND[:-1], "3600"))
+    status = client.status
+    client.close()
+    wait_gone(status)
 
 
 def test_engine_ends_when_its_folder_vanishes(connect: Connect, folder: Path) -> None:

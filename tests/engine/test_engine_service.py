@@ -13,6 +13,7 @@ from support.engine.fake_runner import naive_output
 from support.scheduler.scheduling import make_request
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import MAX_REFUSED_TENANTS, EngineClient
+from tidewheel.engine.folder import new_place
 from tidewheel.engine.messages import CloseSession, Delta
 
 Connect = Callable[..., Client]
@@ -152,7 +153,7 @@ def test_requests_that_a_front_end_refused_count_for_their_tenant(connect: Conne
 
 
 def test_the_names_that_one_ping_reports_are_bounded(tmp_path: Path) -> None:
-    client = EngineClient(tmp_path, EngineConfig(model="ok"), Recorder(), name="front end")
+    client = EngineClient(new_place(tmp_path, EngineConfig(model="ok")), Recorder(), name="front end")
     for number in range(MAX_REFUSED_TENANTS + 10):
         client.count_refused(f"t{number}", 1)
     refused = client._take_refused()
@@ -203,6 +204,7 @@ def test_a_session_is_closed_once(connect: Connect) -> None:
     client = connect()
     client.add(request(1, *range(2, 30), session_id="s", tenant="acme"))
     client.recorder.wait(lambda: client.recorder.stats[-1].num_sessions == 1, "the session")
+    client.recorder.wait_ended(1)
     assert client.recorder.endings[1] == "length"
     client.add(CloseSession(2, "other", "s"))
     client.add(CloseSession(3, "acme", "s"))

@@ -114,6 +114,15 @@ def test_fix_changes_names_alone(write: WriteEntry, capsys: pytest.CaptureFixtur
     ]
 
 
+def test_fix_keeps_the_ends_of_lines(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = write("demo", CONFIG)
+    text = CONFIG + "dynamic_batching { preferred_batch_sizes: [ 1, 2 ] }\n"
+    (entry / "config.pbtxt").write_text(text, newline="\r\n")
+    assert run(capsys, str(entry), "--fix")[1].count("fixed:") == 1
+    wanted = text.replace("sizes:", "size:").replace("\n", "\r\n").encode()
+    assert (entry / "config.pbtxt").read_bytes() == wanted
+
+
 def test_fix_leaves_two_names_for_one_setting(write: WriteEntry, capsys: pytest.CaptureFixture[str]) -> None:
     config = CONFIG + setting("sed", "1") + setting("seed", "2")
     entry = write("demo", config)

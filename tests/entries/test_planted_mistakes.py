@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from entries.conftest import WriteEntry
+from support.frontend.tokenizers_on_the_spot import word_piece
+from support.models import tiny_models
 from support.triton.serving import WEIGHTS
 from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
@@ -386,6 +388,17 @@ def test_engines_that_do_not_fit_together(
     (found,) = findings
     assert (found.rule, found.file, found.line) == ("together", str(repository), None)
     assert matches("demo, second together need 1.0 GiB … 0.8 GiB … serve fewer", found.message)
+
+
+def test_a_model_that_runs_through_transformers(write: WriteEntry, tmp_path: Path) -> None:
+    tiny_models.save(tiny_models.gpt2, tmp_path / "gpt2")
+    word_piece().save(str(tmp_path / "gpt2" / "tokenizer.json"))
+    write("demo_infer", TWIN)
+    entry = write("demo", CONFIG.replace(str(WEIGHTS), str(tmp_path / "gpt2")))
+    assert check(entry).findings == []
+    (entry / "config.pbtxt").write_text((entry / "config.pbtxt").read_text() + setting("max_model_len", "4096"))
+    (found,) = check(entry).findings
+    assert matches("max_model_len is 4096 … at most 256", found.message)
 
 
 GIB = 1 << 30

@@ -25,7 +25,7 @@ WINDOW_S = 60.0
 
 
 def engine_dir(server: Server) -> Path:
-    (folder,) = (path.parent for path in run_dir(server).glob("*/engine.log"))
+    (folder,) = run_dir(server).glob("*/current")
     return folder
 
 

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
 
 from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import BACKENDS, NAMED, byte_level_bpe, make_tokenizer
-from tidewheel.errors import ConfigError
+from support.models.odd_files import ODD_FILES, put_odd_file
+from tidewheel.errors import ConfigError, InternalError
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.preparation import phrase_ids
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -51,6 +52,16 @@ def test_truncation_and_padding_left_in_the_file_are_off(tmp_path: Path) -> None
     ids = tokenizer.encode(text).tolist()
     assert tokenizer.decode(ids) == text
     assert 4 < len(ids) < 64
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_file_is_refused_instead_of_read(tmp_path: Path, name: str, kind: str) -> None:
+    write_model_folder(tmp_path)
+    (tmp_path / name).touch()
+    put_odd_file(tmp_path / name, kind)
+    with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+        Tokenizer.load(tmp_path, vocab_size=1000)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
@@ -179,3 +190,12 @@ def test_bad_defaults_stop_the_load(tmp_path: Path, content: str, word: str) -> 
     with pytest.raises(ConfigError, match=word) as caught:
         GenerationDefaults.load(tmp_path)
     assert "generation_config.json" in str(caught.value)
+
+
+def test_a_decoder_that_panics_fails_one_request_alone() -> None:
+    """A panic of the library is no `Exception`, so it would end a thread that sends."""
+    backend = byte_level_bpe()
+    backend.decoder = decoders.Strip("a", 1, 1)
+    tokenizer = Tokenizer(backend, vocab_size=1000)
+    with pytest.raises(InternalError, match="the model's tokenizer fails at these tokens: slice index"):
+        tokenizer.decode(backend.encode("a").ids)

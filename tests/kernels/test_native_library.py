@@ -73,7 +73,7 @@ def test_other_sources_are_another_library(home: Path, name: str) -> None:
 
 def test_a_damaged_library_is_compiled_anew(home: Path) -> None:
     home.mkdir(mode=0o700, parents=True)
-    kept = library._compiled(torch.float32, library._compiler(os.environ), home)
+    kept = library._compiled(torch.float32, library.find_compiler(os.environ), home)
     whole = kept.stat().st_size
     kept.write_bytes(b"\x7fELF")
     assert library.native_library(torch.float32) is not None

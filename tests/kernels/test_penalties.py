@@ -68,7 +68,7 @@ def by_hand(logits: torch.Tensor, history: TokenHistory, penalties: PenaltyTenso
     ):
         mine = tokens[ends[row] - count : ends[row]]
         output = Counter(mine[num_prompt:])
-        for token in set(mine):
+        for token in {token for token in mine if 0 <= token < logits.shape[1]}:
             value = result[row, token].item()
             value = value / repetition if value > 0 else value * repetition
             result[row, token] = value - frequency * output[token] - presence * (output[token] > 0)
@@ -97,6 +97,22 @@ def test_penalties_equal_their_definition(
     expected = by_hand(before.cpu(), history, penalties)
     assert_close("logits", expected.to(dtype), ours.cpu(), RATIO[dtype])
     assert torch.equal(ours[-1], before[-1]), "a row without penalties"
+
+
+def test_tokens_out_of_range_change_nothing(penalise: Callable[..., None], device: str) -> None:
+    lengths, vocabulary = [7, 300, 3, 1], 97
+    history, penalties = case(device, lengths, vocabulary)
+    wrong = torch.tensor([vocabulary, -5, -1, 2**31 - 1, vocabulary + 1], dtype=torch.int32, device=device)
+    history.tokens[::3] = wrong.repeat(21)[:104]
+    history.tokens[307:310] = wrong[:3]  # all of a row
+    memory = torch.randn(len(lengths), 3 * vocabulary, generator=torch.Generator().manual_seed(1)).to(device)
+    before = memory.clone()
+    logits = memory[:, vocabulary : 2 * vocabulary]
+    expected = by_hand(logits.cpu(), history, penalties).float()
+    penalise(logits, history, penalties)
+    assert_close("logits", expected, logits.cpu(), RATIO[torch.float32])
+    logits.copy_(before[:, vocabulary : 2 * vocabulary])
+    assert torch.equal(memory, before), "a logit of another token"
 
 
 def test_a_kernel_changes_each_logit_once(device: str) -> None:

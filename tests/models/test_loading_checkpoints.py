@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.models import tiny_models
+from support.models.odd_files import ODD_FILES, put_odd_file
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models import model_folder
@@ -143,6 +144,24 @@ def test_truncated_files_are_refused(folder: Path) -> None:
 def test_pickled_weights_are_refused(folder: Path) -> None:
     (folder / SINGLE_NAME).rename(folder / "pytorch_model.bin")
     assert "pickled weights only, which are never loaded" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE_NAME])
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_file_is_refused_instead_of_read(folder: Path, name: str, kind: str) -> None:
+    put_odd_file(folder / name, kind)
+    message = refusal(folder)
+    assert f"{folder / name} cannot be read" in message
+    assert ("Too many levels of symbolic links" if kind == "loop" else "not a regular file") in message
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_a_shard_or_index_that_is_no_file_is_named(sharded: Path, kind: str) -> None:
+    victim = sorted(sharded.glob("*.safetensors"))[1]
+    put_odd_file(victim, kind)
+    assert f"{victim} cannot be read" in refusal(sharded)
+    put_odd_file(sharded / INDEX_NAME, kind)
+    assert f"{sharded / INDEX_NAME} cannot be read" in refusal(sharded)
 
 
 def test_no_weights_at_all(folder: Path) -> None:

@@ -100,7 +100,7 @@ def test_yarn_extends_the_context() -> None:
         ({"rope_type": "longrope", "factor": 2.0}, "rope_type 'longrope' is not offered"),
         ({"rope_type": "llama3", "factor": 2.0}, "low_freq_factor is missing"),
         ({**LLAMA3, "high_freq_factor": 1.0}, "must be above low_freq_factor"),
-        ({"rope_type": "linear", "factor": 0}, "factor is 0, it must be a positive number"),
+        ({"rope_type": "linear", "factor": 0}, "factor is 0, it must be a number from 1e-12"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not offered"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
     ],

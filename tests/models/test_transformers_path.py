@@ -206,6 +206,13 @@ def test_the_probe_refuses_attention_that_is_not_causal() -> None:
         probed(model)
 
 
+def test_the_probe_refuses_logits_of_tokens_that_cannot_be_read() -> None:
+    model = dummy_gpt2()
+    model.lm_head = torch.nn.Linear(64, tiny_models.VOCAB_SIZE + 8)
+    with pytest.raises(ConfigError, match="logits of 392 tokens, embeddings of 384"):
+        probed(model)
+
+
 @torch.inference_mode()
 def test_attention_belongs_to_one_model_and_one_step() -> None:
     first, second = dummy_gpt2(), dummy_gpt2()

@@ -16,7 +16,8 @@ from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError, InternalError
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.block_transfers import BlockTransfers
-from tidewheel.runner.host_slots import GIB, HostBlocks, available_host_bytes, decide_num_host_blocks
+from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_slots import GIB, HostBlocks, decide_num_host_blocks
 from tidewheel.runner.kv_tensors import CacheLayout, KVTensors
 from tidewheel.runner.model_runner import ModelRunner
 

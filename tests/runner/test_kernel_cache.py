@@ -126,13 +126,16 @@ def test_a_kernel_that_is_compiled_while_serving_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernel_cache, "_run_a_kernel", lambda device: None)
-    log = prepare_kernels(CUDA)
+    stages: list[str] = []
+    log = prepare_kernels(CUDA, lambda stage, _: stages.append(stage))
     assert log is not None
     compile_one(log, "early", cache_hit=False)
     with caplog.at_level(logging.INFO):
         log.begin_serving()
         assert "kernels: 1 compiled, 0 loaded from the cache" in caplog.text
+        assert not stages
         compile_one(log, "late", cache_hit=False)
+    assert stages == ["compile", ""]
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warnings == ["kernel late was compiled while requests waited: 1.50 s"]
 
@@ -143,6 +146,10 @@ def compile_one(log: CompileLog, name: str, *, cache_hit: bool) -> None:
 
     times = knobs.CompileTimes(ir_initialization=0, lowering_stages=[("cubin", 1_500_000)], store_results=0)
     assert knobs.compilation.listener is log
+    assert knobs.runtime.jit_cache_hook is not None
+    assert not knobs.runtime.jit_cache_hook(
+        key="", repr="", fn=None, compile={}, is_manual_warmup=False, already_compiled=False
+    )
     knobs.compilation.listener(
         src=SimpleNamespace(name=name), metadata={}, metadata_group={}, times=times, cache_hit=cache_hit
     )

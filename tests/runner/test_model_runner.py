@@ -140,6 +140,15 @@ def test_copied_blocks_carry_their_content(runner: ModelRunner) -> None:
     assert runner.run(moved).token_ids.tolist() == expected.token_ids.tolist()
 
 
+@pytest.mark.parametrize("wrong", [tiny_models.VOCAB_SIZE, 2**31 - 1, -1])
+def test_a_token_out_of_range_ends_nothing(runner: ModelRunner, wrong: int) -> None:
+    """The host checks ids; on a device, one that came through would end all requests."""
+    prompt = tiny_models.prompts(1, 10, 10)[0]
+    expected = runner.run(prefill(prompt)).token_ids.tolist()
+    runner.run(prefill(int32(5, wrong, 6), row=1, blocks=(1,)))
+    assert runner.run(prefill(prompt)).token_ids.tolist() == expected
+
+
 def test_a_row_is_taken_over_without_a_trace(runner: ModelRunner) -> None:
     prompt = tiny_models.prompts(1, 10, 10)[0]
     expected = runner.run(prefill(prompt)).token_ids.tolist()

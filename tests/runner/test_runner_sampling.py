@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from support.models import tiny_models
 from support.runner.step_loop import GREEDY, StepLoop, request
 from tidewheel.batch import Int32Array, SampledTokens, TopLogprobs
 from tidewheel.config import EngineConfig
+from tidewheel.engine.core import EngineCore
 from tidewheel.models.causal_lm import no_progress
-from tidewheel.request import Request
+from tidewheel.request import FinishReason, Request
 from tidewheel.runner.loading import Cache, load_parts
 from tidewheel.runner.model_runner import ModelRunner
 from tidewheel.sampling import SamplingParams
@@ -205,3 +207,28 @@ def test_logits_that_are_not_finite_end_one_request_only(config: EngineConfig, r
     assert sampled.token_ids[1] == SampledTokens.NOT_FINITE
     assert sampled.logprobs is not None
     assert set(sampled.logprobs) == {0}
+
+
+class BrokenBias(dict[int, float]):
+    """Passes for a bias until it is read. No request has one: they are checked before."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def items(self) -> NoReturn:
+        raise ValueError("a broken bias")
+
+
+def test_parameters_that_fail_end_their_request_alone(runner: ModelRunner) -> None:
+    prompts = tiny_models.prompts(3, 5, 40)
+    expected = [answer(runner, GREEDY, prompt) for prompt in prompts]
+    requests = [request(str(i), prompt, NUM_TOKENS) for i, prompt in enumerate(prompts)]
+    broken = request("broken", PROMPT, NUM_TOKENS, SamplingParams(temperature=0.0, logit_bias={3: 1.0}))
+    object.__setattr__(broken.sampling, "logit_bias", BrokenBias())
+    core = EngineCore(StepLoop(runner).scheduler, runner, lambda outputs: None)
+    for one in (requests[0], broken, *requests[1:]):
+        core.add(one)
+    while core.has_unfinished:
+        core.step()
+    assert [one.output_token_ids for one in requests] == expected
+    assert broken.finish_reason is FinishReason.ERROR and not broken.output_token_ids

@@ -49,6 +49,19 @@ def test_steps_of_one_size_tell_no_slope() -> None:
     assert step_time.seconds(1000) == pytest.approx(0.2)
 
 
+def test_the_longest_step_to_expect_is_no_guess_that_is_too_short() -> None:
+    step_time = StepTime()
+    assert step_time.longest_seconds(1) is None
+    step_time.observe(0, 0.1, 0.0)
+    assert step_time.longest_seconds(0) == pytest.approx(0.1)
+    assert step_time.longest_seconds(512) == pytest.approx(51.2)  # a token of a prompt costs no more than a step
+    prefilled = StepTime()
+    prefilled.observe(256, 2.0, 0.0)
+    assert prefilled.longest_seconds(512) == pytest.approx(4.0)
+    assert prefilled.longest_seconds(0) == pytest.approx(2.0)
+    assert learned(0.01, 1e-4).longest_seconds(1000) == pytest.approx(0.11, rel=1e-3)
+
+
 @given(st.lists(st.tuples(st.integers(0, 8192), st.floats(0.0, 10.0)), max_size=80), st.integers(0, 1 << 20))
 @settings(max_examples=200, deadline=None, derandomize=True)
 def test_no_time_is_negative(steps: list[tuple[int, float]], tokens: int) -> None:

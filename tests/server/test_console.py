@@ -35,7 +35,7 @@ MODELS = [
 
 
 def endpoints(grpc: int = 8001, host: str = "127.0.0.1") -> Endpoints:
-    return Endpoints(host=host, http=8000, grpc=grpc, metrics=8002)
+    return Endpoints(host=host, http=8000, grpc=grpc, metrics=8002, health=8003)
 
 
 def test_what_runs_and_where() -> None:
@@ -51,6 +51,7 @@ def test_what_runs_and_where() -> None:
         "other: backend onnxruntime",
         "http://127.0.0.1:8000",
         "http://127.0.0.1:8002/metrics",
+        "http://127.0.0.1:8003/ready",
         "tidewheel generate --model demo ",
         "curl -N http://127.0.0.1:8000/v2/models/demo/generate_stream",
     ):

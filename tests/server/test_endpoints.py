@@ -10,10 +10,10 @@ from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints, is_loopback
 
 
-def test_zero_takes_three_different_free_ports() -> None:
+def test_zero_takes_different_free_ports() -> None:
     ports = Endpoints().chosen()
-    numbers = {ports.http, ports.grpc, ports.metrics}
-    assert len(numbers) == 3
+    numbers = {ports.http, ports.grpc, ports.metrics, ports.health}
+    assert len(numbers) == 4
     for number in numbers:
         with socket.socket() as one:
             one.bind(("127.0.0.1", number))

@@ -12,6 +12,7 @@ from tidewheel.server import ServeError
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import ClosedApi, ModelControl, command, control_flags, environment, known_flags
 from tidewheel.server.locate import TritonInstall
+from tidewheel.server.run_server import ServeOptions, control_warning
 from tidewheel.server.workdir import WorkDir
 
 ENDPOINTS = Endpoints(http=1, grpc=2, metrics=3)
@@ -76,6 +77,15 @@ def test_opened_apis(
 )
 def test_control_flags(mode: ModelControl, models: tuple[str, ...], poll_s: int | None, flags: list[str]) -> None:
     assert control_flags(mode, models, poll_s) == [f"--model-control-mode={mode}", *flags]
+
+
+@pytest.mark.parametrize(
+    ("mode", "host", "warns"),
+    [("explicit", "127.0.0.1", False), ("explicit", "0.0.0.0", True), ("poll", "0.0.0.0", False)],
+)
+def test_models_that_all_may_load_are_warned_of(mode: ModelControl, host: str, warns: bool) -> None:
+    options = ServeOptions(settings={}, endpoints=Endpoints(host=host), model_control=mode)
+    assert ("load models, and with them code" in control_warning(options)) is warns
 
 
 def test_the_key_of_closed_apis_is_new_each_time(install: TritonInstall, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_none_at_all() -> None:
 @pytest.mark.parametrize("where", ["--tritonserver", "TRITONSERVER"])
 def test_a_named_one_that_is_not_there(where: str) -> None:
     environment = {"TRITONSERVER": "/nonexistent"} if where == "TRITONSERVER" else {}
-    with pytest.raises(ServeError, match=f"{where} is '/nonexistent': no such program"):
+    with pytest.raises(ServeError, match=f"{where} is '/nonexistent', no such program"):
         locate(None if environment else "/nonexistent", environment, NOWHERE)
 
 

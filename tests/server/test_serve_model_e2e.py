@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shutil
 import signal
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import requests
 
 import tidewheel_client as tc
 from support.triton.serving import REPOSITORY, WEIGHTS, Server, start_server, stop_server, wait_for, wait_ready
+from tidewheel.server.supervisor import ENGINE_GRACE_S, SETTLE_S
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e
@@ -123,33 +126,42 @@ def test_errors_carry_their_tags(shared: Server) -> None:
             client.generate("x")
 
 
-def test_ctrl_c_ends_the_engine_too(server: Server, folder: Path) -> None:
-    with connect(server) as client:
-        client.generate("x", max_tokens=2)
+def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder: Path) -> None:
     processes = server.descendants()
     assert server.engine_process() is not None
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(STOP_LIMIT_S) == 0
+    idle = [requests.Session() for _ in range(50)]
+    for session in idle:
+        assert session.get(f"{server.http}/v2/health/ready").ok
+    with connect(server) as client:
+        client.generate("x", max_tokens=2)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(SETTLE_S + ENGINE_GRACE_S) == 0  # Triton waits for connections as long as it may
     assert left(processes) == []
     assert list((folder / "tmp").iterdir()) == []
 
 
-def test_a_running_request_ends_and_a_new_one_is_refused(server: Server) -> None:
+def test_a_running_request_ends_and_new_ones_are_refused(server: Server) -> None:
+    """Triton alone would call the model unknown."""
     with connect(server) as client:
         stream = client.stream("A tuple is", **LONG)
-        first = next(stream)
+        num_tokens = next(stream).num_output_tokens or 0
         server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.readiness() == (503, "draining"), 10, "the notice to balancers")
         wait_for(lambda: _is_refused(client), 10, "end of admission")
+        for chunk in itertools.islice(stream, 10):
+            num_tokens += chunk.num_output_tokens or 0
+            with pytest.raises(tc.Draining):
+                client.generate("x", max_tokens=1)
         rest = stream.read()
-    assert rest.finish_reason == "length"
-    assert (first.num_output_tokens or 0) + (rest.num_output_tokens or 0) == LONG["max_tokens"]
+        assert rest.finish_reason == "length"
+        assert num_tokens + (rest.num_output_tokens or 0) == LONG["max_tokens"]
     assert server.process.wait(STOP_LIMIT_S) == 0
 
 
 def _is_refused(client: Client) -> bool:
     try:
         client.generate("x", max_tokens=1)
-    except (tc.Draining, tc.ServerUnavailable):
+    except tc.Draining:
         return True
     return False
 

@@ -152,7 +152,8 @@ def test_listens_on_loopback_alone(server: Server, folder: Path) -> None:
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]
-    assert {address.port for address in listening} == {server.http_port, server.grpc_port, server.metrics_port}
+    ports = {server.http_port, server.grpc_port, server.metrics_port, server.health_port}
+    assert {address.port for address in listening} == ports
     assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
 
 
@@ -320,7 +321,7 @@ def test_port_in_use_is_one_line(server: Server, folder: Path) -> None:
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], code: int, word: str) -> None:
-    done = run_serve(*arguments, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+    done = run_serve(*arguments, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--health-port", "0")
     assert done.returncode == code
     (line,) = done.stderr.splitlines()
     assert line.startswith("tidewheel: error: ")

@@ -124,6 +124,7 @@ TENANT_COUNTERS: tuple[Figure[TenantFigures], ...] = (
     ),
 )
 CACHE_BLOCKS = Family("nv_trt_llm_kv_cache_block_metrics", "KV cache blocks")  # Triton makes load headers of it
+ENGINE_READY = Family("tidewheel_engine_ready", "1 if the engine takes requests, 0 if it does not")
 STEP_TOKENS = Family("vllm:iteration_tokens_total", "Tokens of a step")
 
 RECEIVED = Family("tidewheel_requests_received_total", "Requests")

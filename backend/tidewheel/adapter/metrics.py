@@ -8,6 +8,7 @@ front ends that write to it (2.51 then hangs).
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from tidewheel.adapter.metric_families import (
     CACHE_BLOCKS,
     ENGINE_COUNTERS,
     ENGINE_GAUGES,
+    ENGINE_READY,
     FAILED,
     FINISHED,
     GENERATION_TOKENS,
@@ -42,8 +44,7 @@ MAX_OBSERVATIONS = 256  # per histogram and flush: 640 a second
 
 class Gauge:
     def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = family.Metric(labels=dict(labels))
-        self._family = family
+        self._metric = _for_good(family.Metric(labels=dict(labels)))
         self._value: float | None = None
 
     def set(self, value: float) -> None:
@@ -60,8 +61,7 @@ class Counter:
     """Growing total. A smaller one comes from a restarted process."""
 
     def __init__(self, family: Any, labels: Labels) -> None:
-        self._metric = family.Metric(labels=dict(labels))
-        self._family = family
+        self._metric = _for_good(family.Metric(labels=dict(labels)))
         self._total = 0.0
 
     def advance(self, total: float) -> None:
@@ -108,8 +108,8 @@ class HistogramSeries:
     """
 
     def __init__(self, name: str, description: str, bounds: Sequence[float], labels: Labels) -> None:
-        self._family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM)
-        self._metric = self._family.Metric(labels=dict(labels), buckets=list(bounds))
+        family = pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM)
+        self._metric = _for_good(_for_good(family).Metric(labels=dict(labels), buckets=list(bounds)))
         self._seen = Histogram(tuple(bounds))
         self._shares = [0.0] * len(self._seen.counts)  # of a value, not sent yet, by bucket
 
@@ -117,7 +117,7 @@ class HistogramSeries:
         seen = self._seen
         if now.counts == seen.counts:
             return
-        if sum(now.counts) < sum(seen.counts):  # of a restarted process
+        if sum(now.counts) <= sum(seen.counts):  # of a restarted process
             seen = Histogram(now.bounds)
         self.follow(now)
         num_new = sum(now.counts) - sum(seen.counts)
@@ -143,12 +143,18 @@ class HistogramSeries:
             self._metric.observe(mean)
 
 
+def _for_good(thing: Any) -> Any:
+    """Keep the object while the interpreter ends, too."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    return thing
+
+
 def counter_family(name: str, description: str) -> Any:
-    return pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER)
+    return _for_good(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER))
 
 
 def gauge_family(name: str, description: str) -> Any:
-    return pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE)
+    return _for_good(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.GAUGE))
 
 
 class EngineMetrics:
@@ -168,7 +174,15 @@ class EngineMetrics:
         self._max, self._used, self._tokens_per = (
             Gauge(blocks, {"kv_cache_block_type": kind, **names}) for kind in ("max", "used", "tokens_per")
         )
+        self._ready = Gauge(gauge_family(*ENGINE_READY), labels)
         self._step_tokens = HistogramSeries(*STEP_TOKENS, STEP_BOUNDS, labels)
+
+    def publish_ready(self, is_ready: bool | None) -> None:
+        """Publish readiness; None: another front end does."""
+        if is_ready is None:
+            self._ready.forget()
+        else:
+            self._ready.set(float(is_ready))
 
     def publish(self, stats: EngineStats) -> None:
         for of, gauge in self._gauges:

@@ -31,6 +31,8 @@ class FrontendSettings:
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
+    health_port: int | None = None  # port of /ready and /live without `tidewheel serve`; none: not served
+    health_host: str = "127.0.0.1"  # address of that port
     io_dialect: IoDialect = "vllm"  # whose tensors: Triton's vLLM backend's or the TensorRT-LLM ensemble's
 
     def __post_init__(self) -> None:
@@ -38,6 +40,8 @@ class FrontendSettings:
             raise ConfigError(f"default_max_tokens is {self.default_max_tokens}: use 1 or more, or context")
         if self.max_request_s is not None and not 0.0 < self.max_request_s < math.inf:
             raise ConfigError(f"max_request_s is {self.max_request_s:g}: it must be above 0, in seconds")
+        if self.health_port is not None and not 1 <= self.health_port <= 65535:
+            raise ConfigError(f"health_port is {self.health_port}: use 1 to 65535")
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
 
@@ -117,7 +121,7 @@ def resolve_settings(
                 f"{', '.join(sorted(settings))}: engine settings belong to {str(engine_of)!r}, "
                 f"whose engine {entry.name!r} shares by engine_of"
             )
-        owner, settings = _read_sibling(entry, str(engine_of))
+        owner, settings = _read_sibling(entry, str(coerce_setting("engine_of", engine_of, str)))
     engine = _engine_config(settings, owner.version_folder)
     return ModelSettings(
         engine=engine,
@@ -177,7 +181,7 @@ def _same(text: object, value: object) -> bool:
     left, right = str(text).strip(), str(value).strip()
     try:
         return bool(json.loads(left) == value) if isinstance(value, dict) else float(left) == float(right)
-    except ValueError:
+    except (ValueError, RecursionError):
         return left.lower() == right.lower() if isinstance(value, bool) else left == right
 
 

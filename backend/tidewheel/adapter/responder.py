@@ -13,11 +13,10 @@ import triton_python_backend_utils as pb_utils
 
 from tidewheel.batch import TopLogprobs
 from tidewheel.engine.messages import RequestStats
-from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.errors import InternalError, TidewheelError, printable
 from tidewheel.frontend.interface import Chunk, Response, is_last
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-_MAX_MESSAGE_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,12 +211,4 @@ def _encoded(texts: Sequence[str]) -> npt.NDArray[np.object_]:
 
 def error_response(error: TidewheelError) -> Any:
     code = getattr(pb_utils.TritonError, error.code.value)
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(_printable(str(error)), code))
-
-
-def _printable(message: str) -> str:
-    """Escape lone surrogates and control characters, and cut long messages."""
-    if len(message) > _MAX_MESSAGE_CHARS:
-        message = message[:_MAX_MESSAGE_CHARS] + "…"
-    encodable = message.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in encodable)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(printable(str(error)), code))

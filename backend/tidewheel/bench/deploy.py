@@ -131,6 +131,7 @@ def _serve(repository: Path, log: Path) -> Iterator[list[str]]:
     command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model-repository", str(repository)]
     for option, port in zip(("--http-port", "--grpc-port", "--metrics-port"), ports, strict=True):
         command += [option, str(port)]
+    command += ["--health-port", "0"]
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 - this package
             command,

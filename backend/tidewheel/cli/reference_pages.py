@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from tidewheel.adapter import metric_families
 from tidewheel.adapter.repository_entry import FrontendSettings
-from tidewheel.config import EngineConfig
+from tidewheel.config import LIVE, SIZED, EngineConfig
 from tidewheel.engine_arguments import HONOURED, NOT_OFFERED, WITHOUT_EFFECT
 from tidewheel.errors import BY_TAG, ConfigError, TidewheelError
 from tidewheel.settings import JSON_SETTINGS
@@ -126,12 +126,19 @@ def _settings_table(settings: Iterable[Setting]) -> str:
     return _table(("setting", "type", "default", "meaning"), rows)
 
 
+def _with_life(item: Setting) -> Setting:
+    """Mark a setting that a reload changes without another engine."""
+    if item.name not in LIVE:
+        return item
+    return item._replace(meaning=f"{item.meaning} (**live**{', up to its start' if item.name in SIZED else ''})")
+
+
 def _engine_settings() -> str:
     settings = read_settings(EngineConfig)
     sections = []
     for heading in dict.fromkeys(item.heading for item in settings):
         rules = f"[Rules](scheduling.md#{heading})\n\n" if heading in _RULES else ""
-        table = _settings_table(item for item in settings if item.heading == heading)
+        table = _settings_table(_with_life(item) for item in settings if item.heading == heading)
         sections.append(f"### {heading[0].upper()}{heading[1:]}\n\n{rules}{table}")
     return "\n".join(sections)
 
@@ -171,7 +178,7 @@ def _errors() -> str:
 
 def _metrics() -> str:
     families: Mapping[str, tuple[Any, ...]] = {
-        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS),
+        "gauge": (*metric_families.ENGINE_GAUGES, metric_families.CACHE_BLOCKS, metric_families.ENGINE_READY),
         "counter": (
             metric_families.RECEIVED, metric_families.FINISHED, metric_families.REJECTED, metric_families.FAILED,
             metric_families.PROMPT_TOKENS, metric_families.GENERATION_TOKENS, *metric_families.ENGINE_COUNTERS,

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_control(what)
     where = parser.add_argument_group("where", "port 0 takes a free one")
     where.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         where.add_argument(f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s")
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -131,7 +131,13 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         model=args.model,
         model_name=args.model_name,
         settings=_settings(args),
-        endpoints=Endpoints(host=args.host, http=args.http_port, grpc=args.grpc_port, metrics=args.metrics_port),
+        endpoints=Endpoints(
+            host=args.host,
+            http=args.http_port,
+            grpc=args.grpc_port,
+            metrics=args.metrics_port,
+            health=args.health_port,
+        ),
         drain_s=args.drain_s,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),
         repository_poll_s=args.repository_poll_s,

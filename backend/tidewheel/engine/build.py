@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tidewheel.config import EngineConfig, SchedulingSettings
+from tidewheel.config import SIZED, EngineConfig, SchedulingSettings
 from tidewheel.engine.core import Runner
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.errors import ConfigError
@@ -70,34 +70,39 @@ def is_async(config: EngineConfig, device: str) -> bool:
 
 def build_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
     """Raise `ConfigError` if settings do not fit the cache, or `record` cannot be written."""
-    tenants = parse_tenants(config.tenants)
-    _check_quotas(config, tenants, info.num_blocks)
     settings = scheduler_config(config, info)
     kv = KVCacheManager(
         info.num_blocks,
         info.block_size,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=info.num_host_blocks,
-        session_limits=SessionLimits(config.max_sessions, config.session_max_blocks, tenants),
+        session_limits=session_limits(config),
     )
     if config.record:
         return RecordingScheduler(settings, kv, open_recorder(config, info))
     return Scheduler(settings, kv)
 
 
+def session_limits(config: EngineConfig) -> SessionLimits:
+    return SessionLimits(config.max_sessions, config.session_max_blocks, parse_tenants(config.tenants))
+
+
 def scheduler_config(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
+    """Raise `ConfigError` if settings do not fit the cache."""
+    tenants = parse_tenants(config.tenants)
+    _check_quotas(config, tenants, info.num_blocks)
     shared: dict[str, Any] = {f.name: getattr(config, f.name) for f in dataclasses.fields(SchedulingSettings)}
-    shared.update(max_num_seqs=info.max_num_seqs, max_num_batched_tokens=info.max_num_batched_tokens)
+    shared |= {name: min(shared[name], getattr(info, name)) for name in SIZED}
     return SchedulerConfig(
         **shared,
         max_model_len=info.max_model_len,
         max_inflight_steps=2 if info.async_scheduling else 1,
         policy=config.scheduling_policy,
-        tenants=parse_tenants(config.tenants),
+        tenants=tenants,
         swap_seconds_per_block=info.swap_seconds_per_block,
         strategy=StrategyConfig(
             name=config.scheduling_strategy,
-            batch_size=config.batch_size or info.max_num_seqs,
+            batch_size=config.batch_size or shared["max_num_seqs"],
             batch_timeout_s=1e-3 * config.batch_timeout_ms,
             target_latency_s=1e-3 * config.batch_target_latency_ms,
             hybrid_threshold=config.hybrid_threshold,

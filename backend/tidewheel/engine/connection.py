@@ -180,7 +180,6 @@ class Connection:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], engine_dir: Path, status: Status) -> None:
         self.process = ProcessHandle(status.pid, status.start_ticks)
-        self.last_heard = time.monotonic()
         self._socket = context.socket(zmq.DEALER)
         self._socket.set(zmq.SNDHWM, QUEUE_LIMIT)
         self._socket.set(zmq.RCVHWM, QUEUE_LIMIT)
@@ -212,8 +211,6 @@ class Connection:
                 messages.append(from_engine_decoder.decode(payload))
             except msgspec.MsgspecError:
                 log.exception("ignored a malformed message of the engine")
-        if messages:
-            self.last_heard = time.monotonic()
         return messages
 
     def last_words(self) -> list[FromEngine]:
@@ -221,6 +218,10 @@ class Connection:
         while more := self.receive(LAST_WORDS_MS):
             messages += more
         return messages
+
+    def dump_stacks(self) -> None:
+        """Have the engine log the stacks of its threads."""
+        self.process.send_signal(signal.SIGUSR1)
 
     def kill_hung_engine(self) -> None:
         """Log the stacks of its threads, and kill it."""

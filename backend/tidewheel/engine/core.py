@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
-from tidewheel.engine.recovery import OutOfMemory, attempt, no_tokens, recover
+from tidewheel.batch import RowError, SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.engine.recovery import Failure, attempt, no_tokens, recover
 from tidewheel.errors import InternalError, TidewheelError
+from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.scheduler.scheduler_config import SchedulerConfig
 from tidewheel.stats import EngineStats, WaitingRoom
+
+log = logging.getLogger(__name__)
 
 
 class PendingTokens(Protocol):
@@ -47,12 +52,18 @@ class EngineCore:
         deliver: Deliver,
         *,
         receive: Callable[[], None] = lambda: None,
+        beat: Callable[[float], None] = lambda _: None,
+        first_step_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Call `beat` before each step with its predicted time; `first_step_s` is that of the first."""
         self._scheduler = scheduler
         self._runner = runner
         self._deliver = deliver
         self._receive = receive
+        self._beat = beat
+        self._first_step_s = first_step_s
+        self._expected_s = 0.0  # of the newest step
         self._clock = clock
         self._in_flight: deque[_InFlight] = deque()
         self._request_ids: dict[int, str] = {}  # by row of the newest batch
@@ -71,6 +82,10 @@ class EngineCore:
     def add_group(self, requests: Sequence[Request]) -> None:
         """Add all requests of one prompt, or none."""
         self._deliver_ended(self._scheduler.add_group(requests, self._clock()))
+
+    def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
+        """Take other settings. Steps in flight and requests go on."""
+        self._scheduler.reconfigure(config, session_limits)
 
     def close_session(self, tenant: str, session_id: str) -> None:
         """Raise `NotFound` if there is no such session."""
@@ -94,12 +109,19 @@ class EngineCore:
         self._deliver_ended(self._scheduler.expire(now))
         batch = self._scheduler.schedule(now)
         if batch is not None:
+            self._announce(batch)
             self._in_flight.append(_InFlight(batch, self._launch(batch), now))
         if not self._in_flight:
             return False
         for _ in range(self._num_to_complete(batch)):
             self._complete()
         return True
+
+    def _announce(self, batch: ScheduledBatch) -> None:
+        """Beat for the step and the one before it, which may be in flight."""
+        before, predicted = self._expected_s, self._scheduler.predict_seconds(batch)
+        self._expected_s = self._first_step_s if predicted is None else predicted
+        self._beat(before + self._expected_s)
 
     def _launch(self, batch: ScheduledBatch) -> PendingTokens:
         for new in batch.new_rows:
@@ -108,7 +130,7 @@ class EngineCore:
 
     def _num_to_complete(self, batch: ScheduledBatch | None) -> int:
         """Return the steps to wait for: after a failed launch all, because a later one would read its tokens."""
-        if isinstance(self._in_flight[-1].pending, OutOfMemory):
+        if isinstance(self._in_flight[-1].pending, Failure):
             return len(self._in_flight)
         return int(batch is None or len(self._in_flight) == self._scheduler.max_inflight_steps)
 
@@ -116,7 +138,7 @@ class EngineCore:
         batch, pending, scheduled_at = self._in_flight.popleft()
         result = attempt(pending.wait)
         del pending  # a retry needs its room
-        tokens = self._survive(batch, result) if isinstance(result, OutOfMemory) else result
+        tokens = self._survive(batch, result) if isinstance(result, Failure) else result
         self._receive()
         self._deliver(self._scheduler.apply(batch, tokens, self._clock()))
         end = self._clock()
@@ -124,7 +146,7 @@ class EngineCore:
         self._step_seconds += end - max(scheduled_at, self._last_end)
         self._last_end = end
 
-    def _survive(self, batch: ScheduledBatch, failure: OutOfMemory) -> SampledTokens:
+    def _survive(self, batch: ScheduledBatch, failure: Failure) -> SampledTokens:
         """Run the step again with fewer rows. If a later one has read its missing tokens, end its requests instead.
 
         Requests that have left their rows since are computed again.
@@ -134,15 +156,18 @@ class EngineCore:
         left = set(self._in_flight[0].batch.freed_rows.tolist())
         for row in batch.rows.tolist():
             if row not in left:
-                self._give_up(row)
+                self._give_up(row, failure.error)
         return no_tokens(batch)
 
-    def _give_up(self, row: int) -> None:
+    def _give_up(self, row: int, error: Exception) -> None:
+        log.error("a request is given up: %s", error, exc_info=error)
         request = self._scheduler.cancel(self._request_ids[row], FinishReason.ERROR)
         if request is not None:
             request.error = InternalError(
-                f"the device ran out of memory at {request.num_tokens} tokens of this request: send a shorter one, "
-                "or lower max_num_batched_tokens or gpu_memory_utilization"
+                "the sampling of this request failed; the server's log says why"
+                if isinstance(error, RowError)
+                else f"the device ran out of memory at {request.num_tokens} tokens of this request: send a shorter "
+                "one, or lower max_num_batched_tokens or gpu_memory_utilization"
             )
             self._deliver_ended([request])
 

@@ -6,14 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import zmq
 
-from tidewheel.config import EngineConfig
 from tidewheel.engine.connection import Connection, Outbox
-from tidewheel.engine.folder import read_status, settings_digest
+from tidewheel.engine.folder import Place, read_status
+from tidewheel.engine.heartbeat import HangLimits, HangWatch
 from tidewheel.engine.launcher import EngineLauncher, RestartPolicy, engine_command
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -35,6 +34,7 @@ from tidewheel.engine.messages import (
     encoder,
 )
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, TidewheelError
+from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -63,7 +63,7 @@ class ClientOptions:
     command: Sequence[str] = field(default_factory=engine_command)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     hold_s: float = 10.0  # wait of requests for a restarting engine
-    hang_timeout_s: float = 60.0  # silence, longer than any step, until an engine is killed
+    hang: HangLimits = field(default_factory=HangLimits)
     ping_interval_s: float = 1.0
 
 
@@ -76,18 +76,17 @@ class EngineClient:
 
     def __init__(
         self,
-        engine_dir: Path,
-        config: EngineConfig,
+        place: Place,
         listener: EngineListener,
         *,
         name: str,
         options: ClientOptions | None = None,
     ) -> None:
-        self._engine_dir = engine_dir
+        self._engine_dir = place.folder
         self._listener = listener
-        self._hello = Hello(PROTOCOL, name, settings_digest(config.to_settings()))
+        self._hello = Hello(PROTOCOL, name, place.identity, place.config.to_settings(), place.read_ns)
         self._options = options = options or ClientOptions()
-        self._launcher = EngineLauncher(engine_dir, config, command=options.command, policy=options.restart)
+        self._launcher = EngineLauncher(place, command=options.command, policy=options.restart)
         self._outbox = Outbox(hold_s=options.hold_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._connection: Connection | None = None
@@ -98,7 +97,8 @@ class EngineClient:
         self._is_ready = False
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
-        self._failure = ""
+        self._failure: TidewheelError | None = None
+        self._hang: HangWatch | None = None  # of the connected engine
         self._settled = threading.Event()  # ready, or failed to load
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="engine-client", daemon=True)
@@ -112,8 +112,8 @@ class EngineClient:
             status = read_status(self._engine_dir)
             stage = f" ({status.state} {status.stage})".replace(" )", ")") if status is not None else ""
             raise ConfigError(f"the engine was not ready within {timeout_s:g} s{stage}: raise engine_start_timeout_s")
-        if self._failure:
-            raise ConfigError(self._failure)
+        if self._failure is not None:
+            raise ConfigError(self._failure.message)
         assert self._info is not None
         return self._info
 
@@ -121,6 +121,16 @@ class EngineClient:
     def is_owner(self) -> bool:
         """Return whether this client keeps the engine alive."""
         return self._launcher.is_owner
+
+    @property
+    def readiness(self) -> Readiness:
+        """Return whether the engine takes requests, and why not, as seen last by the io thread."""
+        failure, hang = self._failure, self._hang
+        if failure is not None:
+            return Readiness("draining" if isinstance(failure, Draining) else "given up", failure.message)
+        if not self._is_ready or hang is None:
+            return Readiness("starting" if self._info is None else "reloading", "the engine is being started")
+        return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
     def add(self, message: AddRequest | CloseSession) -> None:
         """Raise `Busy`, `EngineDead`, `Draining` or `InternalError` if the request is not accepted."""
@@ -164,7 +174,7 @@ class EngineClient:
             self._leave()
 
     def _turn(self) -> None:
-        timeout_ms = SEEK_POLL_MS if self._connection is None and not self._failure else POLL_MS
+        timeout_ms = SEEK_POLL_MS if self._connection is None and self._failure is None else POLL_MS
         self._poller.poll(timeout_ms)
         cancelled = self._outbox.take()
         if cancelled:
@@ -172,9 +182,11 @@ class EngineClient:
         try:
             if self._connection is not None:
                 self._talk(self._connection)
-            elif not self._failure:
+            elif self._failure is None:
                 self._seek()
         except ConfigError as error:
+            if self._info is not None:
+                self._launcher.give_up(str(error))
             self._fail(EngineDead(str(error)))
         except Draining as error:
             self._fail(error)
@@ -184,6 +196,7 @@ class EngineClient:
         status = self._launcher.seek(was_ready=self._info is not None, since_ns=self._seeking_since_ns)
         if status is not None:
             self._connection = Connection(self._context, self._engine_dir, status)
+            self._hang = HangWatch(self._engine_dir, self._options.hang)
             self._poller = self._make_poller()
             self._connection.send(self._hello)
 
@@ -197,9 +210,7 @@ class EngineClient:
             for message in connection.last_words():
                 self._handle(message)
             self._disconnect(_lost("the engine process ended; it is being started again"))
-        elif now - connection.last_heard > self._options.hang_timeout_s and self.is_owner:
-            silence_s = now - connection.last_heard
-            log.error("engine %d has said nothing for %.0f s: killed", connection.process.pid, silence_s)
+        elif self._is_beyond_hope(connection):
             connection.kill_hung_engine()
             self._disconnect(_lost("the engine hung and was killed; it is being started again"))
         elif self._is_ready:
@@ -208,6 +219,23 @@ class EngineClient:
             self._next_ping = now + self._options.ping_interval_s
             connection.send(Ping(self._take_refused()))
             self._launcher.try_lock()
+
+    def _is_beyond_hope(self, connection: Connection) -> bool:
+        """Watch the heartbeat. Return whether this front end has to end the engine."""
+        hang = self._hang
+        if hang is None or not self._is_ready:
+            return False
+        was_hung = hang.is_hung
+        hang.look()
+        if hang.is_hung and not was_hung and self.is_owner:
+            log.error("engine %d hangs: %s; its log shows where", connection.process.pid, hang.describe())
+            connection.dump_stacks()
+        if was_hung and not hang.is_hung and self.is_owner:
+            log.warning("engine %d goes on", connection.process.pid)
+        if not hang.must_end or not self.is_owner:
+            return False
+        log.error("engine %d is killed: %s", connection.process.pid, hang.describe())
+        return True
 
     def _take_refused(self) -> dict[str, int]:
         with self._refused_lock:
@@ -239,6 +267,7 @@ class EngineClient:
         log.warning("connection to the engine lost: %s", error.message)
         self._connection.close()
         self._connection = None
+        self._hang = None
         self._is_ready = False
         self._seeking_since_ns = time.monotonic_ns()
         self._poller = self._make_poller()
@@ -247,7 +276,7 @@ class EngineClient:
     def _fail(self, error: TidewheelError) -> None:
         """End all requests and refuse new ones."""
         log.error("%s", error.message)
-        self._failure = error.message
+        self._failure = error
         self._lose(self._outbox.refuse(error), error)
         self._disconnect(error)
         self._settled.set()
@@ -263,9 +292,8 @@ class EngineClient:
             log.exception("a listener of the engine failed")
 
     def _leave(self) -> None:
-        if not self._failure:
-            self._failure = "the front end was closed"
-            closed = Draining(self._failure)
+        if self._failure is None:
+            self._failure = closed = Draining("the front end was closed")
             self._lose(self._outbox.refuse(closed), closed)
         self._settled.set()
         if self._connection is not None:

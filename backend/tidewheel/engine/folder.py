@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from tidewheel.config import EngineConfig
 from tidewheel.engine.messages import EngineInfo
 from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.errors import ConfigError
@@ -20,8 +22,11 @@ ENGINE_LOCK = "engine.lock"  # held by the engine
 SOCKET = "engine.sock"
 LOG = "engine.log"
 STATUS = "status.json"
+CURRENT = "current"  # link to the folder of the engine that serves
 DEATHS = "backoff.json"
+HEARTBEAT = "heartbeat"  # of the step loop
 
+IDENTITY_CHARS = 10
 MAX_SOCKET_PATH = 107  # bytes: `sun_path` holds 108 with the final zero, see unix(7)
 
 State = Literal["starting", "loading", "ready", "failed", "stopped", "crashed"]
@@ -30,17 +35,52 @@ _LOG_PREFIX = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
 
 
 def engine_dir(repository: Path, model_name: str) -> Path:
-    """Make the private folder of a model's engine, with a short unique name."""
+    """Make the private folder of a model's engines, with a short unique name."""
     digest = hashlib.sha256(f"{repository.resolve()}\0{model_name}".encode()).hexdigest()[:10]
     label = re.sub(r"[^A-Za-z0-9_.-]", "_", model_name)[:16]
     path = run_dir() / f"{label}-{digest}"
-    check_socket_path(path)
+    check_socket_path(path / ("x" * IDENTITY_CHARS))
     return private_dir(path)
 
 
 def engine_dirs() -> list[Path]:
     """Return the folders in which an engine was started."""
-    return sorted(path.parent for path in run_dir().glob(f"*/{STATUS}"))
+    folders = (path.parent for path in run_dir().glob(f"*/*/{STATUS}"))
+    return sorted(folder for folder in folders if not folder.is_symlink())
+
+
+def current_engines() -> list[Path]:
+    """Return, for each model, the link to the folder of the engine that serves it."""
+    return sorted(run_dir().glob(f"*/{CURRENT}"))
+
+
+def is_owned(engine_dir: Path) -> bool:
+    """Return whether a front end holds the folder's lock."""
+    try:
+        descriptor = os.open(engine_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+class Place(NamedTuple):
+    """Engine that a front end uses: where it is or will be, and what it runs with."""
+
+    folder: Path
+    identity: str
+    started: EngineConfig  # what it starts with
+    config: EngineConfig  # what it takes then
+    read_ns: int  # when `config` was read, monotonic clock
+
+
+def new_place(folder: Path, config: EngineConfig, identity: str = "") -> Place:
+    return Place(folder, identity or settings_digest(config.to_settings()), config, config, time.monotonic_ns())
 
 
 def check_socket_path(directory: Path) -> None:
@@ -64,10 +104,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     start_ticks: int  # tells processes of equal pid apart
     settings: dict[str, object]
+    started: dict[str, object] = {}  # settings at the start
+    identity: str = ""  # digest of what only another engine can change
+    read_ns: int = 0  # when the settings were read, monotonic clock
     stage: str = ""
     fraction: float = 0.0  # of the stage
     message: str = ""
     is_draining: bool = False  # with its server
+    is_given_up: bool = False  # by the front end that would start it again
     written_ns: int = 0  # monotonic clock
     info: EngineInfo | None = None
 
@@ -77,6 +121,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(Status)
+
+
+def first_status(pid: int, state: State, settings: dict[str, object], identity: str) -> Status:
+    ticks = process_start_ticks(pid) or 0  # 0, which no process has, if it has ended
+    return Status(state=state, pid=pid, start_ticks=ticks, settings=settings, started=settings, identity=identity)
 
 
 def read_status(engine_dir: Path) -> Status | None:
@@ -93,7 +142,7 @@ def write_status(engine_dir: Path, status: Status) -> None:
 
 
 def settings_digest(settings: Mapping[str, object]) -> str:
-    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:IDENTITY_CHARS]
 
 
 def replace_file(path: Path, content: bytes) -> None:

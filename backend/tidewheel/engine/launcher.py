@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -16,24 +17,24 @@ from pathlib import Path
 import msgspec
 
 import tidewheel
-from tidewheel.config import EngineConfig
 from tidewheel.engine.folder import (
     DEATHS,
     LOCK,
     LOG,
+    Place,
     Status,
+    first_status,
     last_log_line,
     read_status,
     replace_file,
     write_status,
 )
-from tidewheel.engine.process_handle import ProcessHandle, process_start_ticks
+from tidewheel.engine.process_handle import ProcessHandle
 from tidewheel.errors import ConfigError, Draining
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 3.0
-MISMATCH_GRACE_S = 8.0  # in which an owner may replace an engine with other settings
 MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
 FAULTS = "TIDEWHEEL_FAULTS"  # module to run in place of the engine's, which fails on purpose
 FAULTS_ALLOWED = "TIDEWHEEL_FAULTS_ALLOWED"  # set by `tidewheel serve --allow-faults`
@@ -63,12 +64,11 @@ _deaths_decoder = msgspec.json.Decoder(list[Death])
 class EngineLauncher:
     """Engine of a folder, started by the front end that holds the folder's lock. Not thread safe."""
 
-    def __init__(
-        self, engine_dir: Path, config: EngineConfig, *, command: Sequence[str], policy: RestartPolicy
-    ) -> None:
-        self._engine_dir = engine_dir
-        self._start_timeout_s = config.engine_start_timeout_s
-        self._settings = config.to_settings()
+    def __init__(self, place: Place, *, command: Sequence[str], policy: RestartPolicy) -> None:
+        self._engine_dir = place.folder
+        self._start_timeout_s = place.config.engine_start_timeout_s
+        self._identity = place.identity
+        self._settings = place.started.to_settings()
         self._command = command
         self._policy = policy
         self._lock: int | None = None
@@ -105,9 +105,17 @@ class EngineLauncher:
         elif status is not None:
             self._check_owner(status, since_ns)
         status = read_status(self._engine_dir)
-        if status is None or status.state != "ready" or not status.is_alive or status.settings != self._settings:
+        if status is None or status.state != "ready" or not status.is_alive or status.identity != self._identity:
             return None
         return status
+
+    def give_up(self, message: str) -> None:
+        """Tell others that the owner does not start the engine again."""
+        status = read_status(self._engine_dir)
+        if self.is_owner and status is not None:
+            final = msgspec.structs.replace(status, state="failed", message=message, is_given_up=True)
+            with contextlib.suppress(OSError):
+                write_status(self._engine_dir, final)
 
     def release(self, *, end_engine_that_loads: bool) -> None:
         """Release the lock. The engine lives as long as a front end."""
@@ -126,31 +134,23 @@ class EngineLauncher:
             _end(status, STOP_GRACE_S)
             status = None
         if time.monotonic() >= self._earliest_start(status, was_ready):
-            self._process = spawn_engine(self._command, self._engine_dir, self._settings)
+            self._process = spawn_engine(self._command, self._engine_dir, self._settings, self._identity)
             self._spawned_at = time.monotonic()
             log.info("started engine %d", self._process.pid)
 
     def _check_owner(self, status: Status, since_ns: int) -> None:
-        """Raise `ConfigError` if another owner's engine failed or keeps other settings."""
+        """Raise `ConfigError` if another owner's engine failed."""
         if status.state == "failed" and status.written_ns >= since_ns:
             raise ConfigError(status.message)
-        waited_s = (time.monotonic_ns() - since_ns) * 1e-9
-        mine, theirs = self._settings, status.settings
-        if status.is_alive and theirs != mine and waited_s > MISMATCH_GRACE_S:
-            keys = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-            raise ConfigError(
-                f"the engine of this model runs with other settings ({', '.join(keys)}): "
-                "entries that share an engine need equal ones"
-            )
 
     def _may_stay(self, status: Status, was_ready: bool) -> bool:
-        if status.settings != self._settings or (status.is_draining and not was_ready):
+        if status.identity != self._identity or (status.is_draining and not was_ready):
             return False
         loads_too_long = self._process is not None and time.monotonic() - self._spawned_at > self._start_timeout_s
         return status.state == "ready" or not loads_too_long
 
     def _why_not(self, status: Status) -> str:
-        if status.settings != self._settings:
+        if status.identity != self._identity:
             return "left over from a server with other settings"
         return "shutting down" if status.is_draining else "loading for too long"
 
@@ -165,17 +165,11 @@ class EngineLauncher:
             return 0.0
         deaths = record_death(self._engine_dir, status.pid, status.start_ticks, self._policy.window_s)
         if len(deaths) >= self._policy.max_deaths:
-            self._declare_crash_loop(status, len(deaths))
+            raise ConfigError(
+                f"the engine died {len(deaths)} times within {self._policy.window_s:g} s and is not started again; "
+                f"its log ends with: {last_log_line(self._engine_dir)}"
+            )
         return deaths[-1].at + self._policy.delay_s(len(deaths))
-
-    def _declare_crash_loop(self, status: Status, num_deaths: int) -> None:
-        message = (
-            f"the engine died {num_deaths} times within {self._policy.window_s:g} s and is not started again; "
-            f"its log ends with: {last_log_line(self._engine_dir)}"
-        )
-        failed = msgspec.structs.replace(status, state="failed", settings=self._settings, message=message)
-        write_status(self._engine_dir, failed)
-        raise ConfigError(message)
 
     def _exit(self) -> str:
         assert self._process is not None
@@ -261,9 +255,12 @@ def python_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
-def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, object]) -> subprocess.Popen[bytes]:
+def spawn_engine(
+    command: Sequence[str], engine_dir: Path, settings: dict[str, object], identity: str
+) -> subprocess.Popen[bytes]:
     """Start an engine that outlives its front end, and write its first status."""
-    arguments = [*command, "--engine-dir", str(engine_dir), "--settings", msgspec.json.encode(settings).decode()]
+    text = msgspec.json.encode(settings).decode()
+    arguments = [*command, "--engine-dir", str(engine_dir), "--settings", text, "--identity", identity]
     log_path = engine_dir / LOG
     if log_path.exists() and log_path.stat().st_size > MAX_LOG_BYTES:
         log_path.replace(log_path.with_suffix(".log.1"))
@@ -277,6 +274,5 @@ def spawn_engine(command: Sequence[str], engine_dir: Path, settings: dict[str, o
             env=python_environment(),
         )
     threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
-    ticks = process_start_ticks(process.pid) or 0  # 0, which no process has, if it has ended
-    write_status(engine_dir, Status(state="starting", pid=process.pid, start_ticks=ticks, settings=settings))
+    write_status(engine_dir, first_status(process.pid, "starting", settings, identity))
     return process

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from tidewheel.batch import TopLogprobs
@@ -16,12 +18,13 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 3
+PROTOCOL = 4
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
 
 _MIB = 1 << 20
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]  # sums stay within 64 bits
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -32,9 +35,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Hello(Message, frozen=True):
+    """First message. The engine takes the settings of the newest reading, between two steps."""
+
     protocol: int
     client: str  # unique name
-    settings_digest: str  # empty: any
+    identity: str  # of the engine; empty: any
+    settings: dict[str, object] = {}
+    read_ns: int = 0  # monotonic clock; 0: leaves the settings as they are
 
 
 class AddRequest(Message, frozen=True):
@@ -72,7 +79,7 @@ class CloseSession(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second. After 5 s of silence, requests end."""
 
-    refused: dict[str, int] = {}  # at the door since the last ping, by tenant
+    refused: dict[str, _Count] = {}  # at the door since the last ping, by tenant
 
 
 class Drain(Message, frozen=True):

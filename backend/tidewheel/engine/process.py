@@ -26,13 +26,13 @@ from tidewheel.engine.build import LoadedRunner, LoadRunner, build_scheduler, en
 from tidewheel.engine.folder import (
     ENGINE_LOCK,
     State,
-    Status,
     check_socket_path,
+    first_status,
     socket_address,
     write_status,
 )
+from tidewheel.engine.heartbeat import Heartbeat
 from tidewheel.engine.messages import QUEUE_LIMIT, RETRY_AFTER_MS
-from tidewheel.engine.process_handle import process_start_ticks
 from tidewheel.engine.server import EngineServer
 from tidewheel.errors import ConfigError, Draining, EngineDead
 
@@ -47,17 +47,16 @@ EXIT_LOAD_FAILED = 2
 
 
 class StatusFile:
-    def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
-        self._engine_dir = engine_dir
-        pid = os.getpid()
-        ticks = process_start_ticks(pid) or 0
-        self._status = Status(state="loading", pid=pid, start_ticks=ticks, settings=config.to_settings())
+    def __init__(self, engine_dir: Path, config: EngineConfig, identity: str) -> None:
+        self.engine_dir = engine_dir
+        self.identity = identity
+        self._status = first_status(os.getpid(), "loading", config.to_settings(), identity)
         self._written_at = 0.0
 
     def update(self, **changes: object) -> None:
         self._status = msgspec.structs.replace(self._status, **changes)
         self._written_at = time.monotonic()
-        write_status(self._engine_dir, self._status)
+        write_status(self.engine_dir, self._status)
 
     def end(self, state: State, message: str) -> None:
         """Write the last state, before the last answers, so that no client returns."""
@@ -66,7 +65,8 @@ class StatusFile:
 
     def progress(self, stage: str, fraction: float) -> None:
         if stage != self._status.stage or time.monotonic() - self._written_at >= PROGRESS_INTERVAL_S:
-            self.update(stage=stage, fraction=fraction)
+            with contextlib.suppress(OSError):  # the disk may be full, also in a step that compiles
+                self.update(stage=stage, fraction=fraction)
 
 
 class StopSignal:
@@ -87,27 +87,27 @@ class StopSignal:
         return "" if self._engine_dir.is_dir() else "its folder is gone"
 
 
-def serve(config: EngineConfig, engine_dir: Path, load: LoadRunner, *, linger_s: float = LINGER_S) -> int:
+def serve(
+    config: EngineConfig, engine_dir: Path, load: LoadRunner, *, identity: str = "", linger_s: float = LINGER_S
+) -> int:
     """Return the exit code, after all requests are answered. Raise BlockingIOError if another engine runs."""
     with _only_engine(engine_dir):
-        status = StatusFile(engine_dir, config)
+        status = StatusFile(engine_dir, config, identity)
         status.update()
         try:
             runner = load(config, status.progress)
-            return _serve_loaded(config, engine_dir, runner, status, linger_s)
+            return _serve_loaded(config, runner, status, linger_s)
         except ConfigError as error:
             log.error("the engine cannot start: %s", error)
             status.update(state="failed", message=str(error))
             return EXIT_LOAD_FAILED
 
 
-def _serve_loaded(
-    config: EngineConfig, engine_dir: Path, runner: LoadedRunner, status: StatusFile, linger_s: float
-) -> int:
+def _serve_loaded(config: EngineConfig, runner: LoadedRunner, status: StatusFile, linger_s: float) -> int:
     info = engine_info(runner.info, config)
     scheduler = build_scheduler(config, info)
-    stop = StopSignal(engine_dir)
-    with _bound_socket(engine_dir) as socket:
+    stop = StopSignal(status.engine_dir)
+    with _bound_socket(status.engine_dir) as socket:
         server = EngineServer(
             socket,
             scheduler,
@@ -115,7 +115,9 @@ def _serve_loaded(
             info,
             config=config,
             linger_s=linger_s,
-            on_drain=lambda: status.update(is_draining=True),
+            identity=status.identity,
+            note=status.update,
+            beat=Heartbeat(status.engine_dir).beat,
         )
         gc.collect()
         gc.freeze()  # collections between steps skip what loading made
@@ -174,6 +176,7 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
         "--engine-dir", type=Path, required=True, help="its folder, made by the front end (mode 0700)"
     )
     parser.add_argument("--settings", required=True, help="the engine settings, a JSON object")
+    parser.add_argument("--identity", default="", help="a digest of what only another engine can change")
     parser.add_argument("--linger-s", type=float, default=LINGER_S, help="how long it stays without a front end")
     arguments = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -186,7 +189,8 @@ def main(argv: Sequence[str] | None = None, *, load: LoadRunner = load_model_run
     except (ConfigError, ValueError) as error:
         parser.error(f"--settings: {error}")
     try:
-        return serve(config, arguments.engine_dir, load, linger_s=arguments.linger_s)
+        identity, linger_s = arguments.identity, arguments.linger_s
+        return serve(config, arguments.engine_dir, load, identity=identity, linger_s=linger_s)
     except BlockingIOError:
         log.error("another engine runs in this folder: stop it first")
         return EXIT_CRASHED

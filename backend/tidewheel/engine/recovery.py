@@ -1,6 +1,6 @@
-"""Recovery from memory shortage: run the step again without its longest chunk. One request ends, the others continue.
+"""Recovery of a step: run it again without a row that failed, or, short of memory, without its longest chunk.
 
-A repeated step writes the same keys and values into the same slots.
+One request ends, the others continue. A repeated step writes the same keys and values into the same slots.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, SampledTokens, ScheduledBatch
+from tidewheel.batch import BoolArray, RowError, SampledTokens, ScheduledBatch
 
 MAX_GIVEN_UP = 3  # requests
 
 T = TypeVar("T")
 
 
-class OutOfMemory(NamedTuple):
+class Failure(NamedTuple):
     """Failed attempt, which raises if it is waited for like a launch."""
 
     error: Exception
@@ -27,14 +27,14 @@ class OutOfMemory(NamedTuple):
         raise self.error
 
 
-def attempt(work: Callable[[], T]) -> T | OutOfMemory:
-    """Raise other errors than lack of memory."""
+def attempt(work: Callable[[], T]) -> T | Failure:
+    """Raise other errors than a row's and lack of memory."""
     try:
         return work()
     except Exception as error:
-        if not is_out_of_memory(error):
+        if not isinstance(error, RowError) and not is_out_of_memory(error):
             raise
-        return OutOfMemory(error.with_traceback(None))  # its frames hold tensors
+        return Failure(error.with_traceback(None))  # its frames hold tensors
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -46,19 +46,21 @@ def is_out_of_memory(error: BaseException) -> bool:
 def recover(
     run: Callable[[ScheduledBatch], SampledTokens],
     batch: ScheduledBatch,
-    failure: OutOfMemory,
-    give_up: Callable[[int], None],
+    failure: Failure,
+    give_up: Callable[[int, Exception], None],
 ) -> SampledTokens:
     """Run the batch without the rows given up, and return its tokens. Raise the error if that does not help."""
     keep = np.ones(len(batch.rows), dtype=np.bool_)
     for _ in range(MAX_GIVEN_UP):
-        largest = int(np.argmax(np.where(keep, batch.num_scheduled_tokens, 0)))
-        keep[largest] = False
-        give_up(int(batch.rows[largest]))
+        error = failure.error
+        is_culprit = batch.rows == error.row if isinstance(error, RowError) else keep * batch.num_scheduled_tokens
+        culprit = int(np.argmax(is_culprit))
+        keep[culprit] = False
+        give_up(int(batch.rows[culprit]), error)
         if not keep.any():
             return no_tokens(batch)
         result = attempt(lambda: run(_only(batch, keep)))
-        if not isinstance(result, OutOfMemory):
+        if not isinstance(result, Failure):
             return _spread(batch, keep, result)
         failure = result
     raise failure.error
@@ -71,8 +73,10 @@ def no_tokens(batch: ScheduledBatch) -> SampledTokens:
 def _only(batch: ScheduledBatch, keep: BoolArray) -> ScheduledBatch:
     """Keep some rows. Blocks are not copied again, because they may hold other data by now."""
     none = np.empty(0, dtype=np.int32)
+    dropped = set(batch.rows[~keep].tolist())
     return dataclasses.replace(
         batch,
+        new_rows=tuple(new for new in batch.new_rows if new.row not in dropped),
         rows=batch.rows[keep],
         start_positions=batch.start_positions[keep],
         num_scheduled_tokens=batch.num_scheduled_tokens[keep],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable
@@ -8,9 +9,9 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from tidewheel.config import EngineConfig
+from tidewheel.config import EngineConfig, describe_changes
+from tidewheel.engine.build import scheduler_config, session_limits
 from tidewheel.engine.core import EngineCore, Runner
-from tidewheel.engine.folder import settings_digest
 from tidewheel.engine.front_ends import FrontEnd, FrontEnds
 from tidewheel.engine.messages import (
     PROTOCOL,
@@ -32,14 +33,16 @@ from tidewheel.engine.messages import (
     to_engine_decoder,
 )
 from tidewheel.engine.requests import check_num_sequences, to_requests
-from tidewheel.errors import Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
+from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, InvalidRequest, TidewheelError
 from tidewheel.scheduler.scheduler import Scheduler
+from tidewheel.tenants import parse_tenants
 
 log = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.5
 IDLE_POLL_MS = 250
 RECEIVE_S = 0.002  # between steps
+FIRST_STEPS = 20  # of unknown length, that a load may take
 
 
 class EngineServer:
@@ -54,19 +57,32 @@ class EngineServer:
         *,
         config: EngineConfig,
         linger_s: float,
-        on_drain: Callable[[], None] = lambda: None,
+        identity: str = "",
+        note: Callable[..., None] = lambda **_: None,
+        beat: Callable[[float | None], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._info = info
         self._config = config
-        self._settings_digest = settings_digest(config.to_settings())
+        self._started = config
+        self._identity = identity
+        self._read_ns = 0  # when the settings were read
         self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
-        self._on_drain = on_drain
+        self._note = note  # into the status
+        self._beat = beat
         self._clock = clock
         self._front_ends = FrontEnds(socket)
-        self._core = EngineCore(scheduler, runner, self._front_ends.deliver, receive=self._receive, clock=clock)
+        self._core = EngineCore(
+            scheduler,
+            runner,
+            self._front_ends.deliver,
+            receive=self._receive,
+            beat=beat,
+            first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
+            clock=clock,
+        )
         self._is_draining = False
         self._next_stats = 0.0
         self._lonely_since = clock()
@@ -93,6 +109,7 @@ class EngineServer:
         self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
 
     def _wait(self) -> None:
+        self._beat(None)
         if self._config.debug_invariants:
             self._core.check_invariants()
         self._socket.poll(1 if self._core.has_unfinished else IDLE_POLL_MS)
@@ -174,24 +191,47 @@ class EngineServer:
                 self._core.observe_refused(message.refused)
             case Goodbye():
                 self._drop(front_end, "leaves")
+                if not self._front_ends:
+                    self._lonely_since = -math.inf
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             text = f"the engine speaks protocol {PROTOCOL}, the front end {hello.protocol}: restart the server"
             self._front_ends.send(identity, Failed(text))
-        elif hello.settings_digest not in ("", self._settings_digest):
-            text = "the engine of this model runs with other settings: entries that share an engine need equal ones"
+        elif hello.identity not in ("", self._identity):
+            text = "the engine of this model was started with other settings or files: load the model again"
             self._front_ends.send(identity, Failed(text))
+        elif failure := self._take_settings(hello):
+            self._front_ends.send(identity, Failed(failure))
         else:
             self._front_ends.admit(identity, hello.client, self._clock())
             log.info("front end %s joins", hello.client)
             self._front_ends.send(identity, Ready(self._info))
 
+    def _take_settings(self, hello: Hello) -> str:
+        """Take settings of a newer reading. Return why they cannot be taken, or an empty string."""
+        if hello.read_ns <= self._read_ns:
+            return ""
+        try:
+            config = EngineConfig.from_settings(hello.settings)
+            if not self._started.can_become(config):
+                raise ConfigError(f"the engine cannot take {describe_changes(self._config, config)} while it runs")
+            if config != self._config:
+                self._core.reconfigure(scheduler_config(config, self._info), session_limits(config))
+                log.info("takes other settings: %s", describe_changes(self._config, config))
+        except ConfigError as error:
+            return str(error)
+        self._config, self._read_ns = config, hello.read_ns
+        tenants = parse_tenants(config.tenants)
+        self._info = msgspec.structs.replace(self._info, tenants=tenants, max_logprobs=config.max_logprobs)
+        self._note(settings=config.to_settings(), read_ns=hello.read_ns, info=self._info)
+        return ""
+
     def _drain(self, identity: bytes) -> None:
         if not self._is_draining:
             log.info("draining: new requests are refused")
             self._is_draining = True
-            self._on_drain()
+            self._note(is_draining=True)
         self._front_ends.send(identity, Stats(self._core.stats()))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:
@@ -246,7 +286,7 @@ class EngineServer:
 def _readable_key(payload: bytes) -> int | None:
     try:
         match msgspec.msgpack.decode(payload):
-            case ["AddRequest" | "CloseSession", int(key), *_]:
+            case ["AddRequest" | "CloseSession", int(key), *_] if not isinstance(key, bool):
                 return key
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass

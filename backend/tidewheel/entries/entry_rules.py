@@ -39,11 +39,15 @@ def schema(entry: Entry) -> Iterator[Problem]:
     """Find fields that Triton does not know, and elements of one name."""
     messages: dict[str, Descriptor] = {"": model_config_pb2.ModelConfig.DESCRIPTOR}
     counts: Counter[str] = Counter()
+    unknown: set[int] = set()  # a list of scalars is a field for each
     for path, field, parent in walk(pbtxt_fields(entry.text)):
         if parent not in messages:
             continue
         known = messages[parent].fields_by_name
+        if field.name_start in unknown:
+            continue
         if field.name not in known:
+            unknown.add(field.name_start)
             near = nearest(field.name, known)
             hint = f"did you mean {near!r}?" if near else "remove it, or Triton cannot read the file"
             yield error(path, f"{messages[parent].name} has no field {field.name!r}: {hint}", right_name=near)

@@ -25,7 +25,8 @@ from tidewheel.models.model_folder import MAX_INT, Fields, cached_folder, checkp
 from tidewheel.models.safetensors_file import SafetensorsFile
 from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
 from tidewheel.runner.device import resolve_device, resolve_dtype
-from tidewheel.runner.host_slots import GIB, available_host_bytes
+from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_slots import GIB
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
 from tidewheel.runner.loading import BLOCK_SIZES
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
@@ -137,18 +138,21 @@ def _needs(
     plan: Plan, files: list[SafetensorsFile], config: EngineConfig, dtype: torch.dtype, device: torch.device
 ) -> Needs:
     """Raise `ConfigError` if this machine has too little memory for weights and one request."""
-    if plan.native is None:
-        weights = sum(file.num_elements for file in files) * dtype.itemsize
-        check_weights_fit(weights, dtype, device)
-        return Needs(device.type, weights, 0, 0)
-    weights, shape = plan.native.weights_bytes, plan.native.shape
+    decoder = plan.native
+    weights = decoder.weights_bytes if decoder else sum(file.num_elements for file in files) * dtype.itemsize
     check_weights_fit(weights, dtype, device)
-    layout = CacheLayout(shape, config.block_size or BLOCK_SIZES[device.type], dtype)
-    budget = _budget(weights, shape, config, dtype, device)
-    num_blocks = decide_num_blocks(config.num_blocks, budget, layout, plan.max_model_len)
-    needs = Needs(device.type, weights, num_blocks * layout.block_bytes, int(config.swap_space * GIB))
-    check_host_memory(needs)
+    cache = _cache_bytes(decoder, plan.max_model_len, config, dtype, device) if decoder else cpu_budget(config).bytes
+    needs = Needs(device.type, weights, cache, int(config.swap_space * GIB))
+    _check_host_memory(needs)
     return needs
+
+
+def _cache_bytes(
+    decoder: Decoder, max_model_len: int, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    layout = CacheLayout(decoder.shape, config.block_size or BLOCK_SIZES[device.type], dtype)
+    budget = _budget(decoder.weights_bytes, decoder.shape, config, dtype, device)
+    return decide_num_blocks(config.num_blocks, budget, layout, max_model_len) * layout.block_bytes
 
 
 def _budget(
@@ -169,7 +173,7 @@ def _budget(
     return MemoryBudget(allowed, source, "gpu_memory_utilization", Share(config.gpu_memory_utilization, total))
 
 
-def check_host_memory(needs: Needs) -> None:
+def _check_host_memory(needs: Needs) -> None:
     available = available_host_bytes()
     if available is None or needs.of_host <= available:
         return

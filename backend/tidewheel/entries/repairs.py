@@ -16,7 +16,8 @@ def mend(findings: Iterable[Finding]) -> list[Finding]:
             edits[finding.file].append(finding.edit)
     for file, changes in edits.items():
         path = Path(file)
-        path.write_text(edited(path.read_text(encoding="utf-8"), changes), encoding="utf-8")
+        newline = "\r\n" if b"\r\n" in path.read_bytes() else "\n"
+        path.write_text(edited(path.read_text(encoding="utf-8"), changes), encoding="utf-8", newline=newline)
     return mended
 
 

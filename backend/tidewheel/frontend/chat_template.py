@@ -75,7 +75,7 @@ class ChatTemplate:
     def __init__(self, source: str, named_tokens: Mapping[str, str]) -> None:
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # nested too deep, or no Python: Jinja leaves that to Python
             raise ConfigError(f"the chat template does not compile: {error}") from None
         self._named_tokens = dict(named_tokens)
 

@@ -70,6 +70,10 @@ class Frontend:
         self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._live
+
     def stats(self) -> FrontendStats:
         return self._recorder.snapshot()
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.regular_files import open_regular
 from tidewheel.sampling import SamplingParams
 
 MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
@@ -23,9 +25,11 @@ _OVERRIDES = {**_KEYS, "max_new_tokens": "max_tokens"}
 def read_text(path: Path) -> str | None:
     """Return None if the file is missing. Raise `ConfigError`."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with open_regular(path) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} has {path.stat().st_size} bytes: at most {MAX_FILE_BYTES} are read")
-        return path.read_text(encoding="utf-8")
+        return io.TextIOWrapper(io.BytesIO(content), "utf-8").read()  # with one kind of line end
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

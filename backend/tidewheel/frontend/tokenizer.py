@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 
 from tidewheel.batch import Int32Array
-from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.errors import ConfigError, InternalError, InvalidRequest
 from tidewheel.frontend.model_files import read_object, read_text
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -41,8 +41,8 @@ class Tokenizer:
             raise ConfigError(f"{folder} has no tokenizer.json: set tokenizer to a folder that has one")
         try:
             backend = tokenizers.Tokenizer.from_str(content)
-        except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{path} is not a tokenizer: {error}") from None
+        except BaseException as error:
+            raise _failure(ConfigError, f"{path} is not a tokenizer", error) from None
         num_tokens = backend.get_vocab_size(with_added_tokens=False)
         if num_tokens == 0:
             raise ConfigError(f"{path} has an empty vocabulary: it makes no tokens of any text")
@@ -57,14 +57,16 @@ class Tokenizer:
         try:
             # Releases the GIL, unlike `encode` (0.23 held it for 10 s over 4 MB).
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except BaseException as error:  # a panic of the library is no `Exception`
-            if isinstance(error, KeyboardInterrupt | MemoryError):
-                raise
-            raise InvalidRequest(f"the model's tokenizer fails at this text: {error}") from None
+        except BaseException as error:
+            raise _failure(InvalidRequest, "the model's tokenizer fails at this text", error) from None
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        """Raise `InternalError` if the tokenizer fails at the tokens."""
+        try:
+            return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        except BaseException as error:
+            raise _failure(InternalError, "the model's tokenizer fails at these tokens", error) from None
 
     def token_text(self, token_id: int) -> str:
         """Return its text, with the space that decoders drop from a first token."""
@@ -74,6 +76,11 @@ class Tokenizer:
             text = self.decode((token_id, token_id), skip_special_tokens=False)[len(alone) :]
             self._token_texts[token_id] = text
         return text
+
+
+def _failure(cls: type[Exception], what: str, error: BaseException) -> BaseException:
+    """Return the error for one of the library, whose panics are no `Exception`."""
+    return error if isinstance(error, KeyboardInterrupt | MemoryError) else cls(f"{what}: {error}")
 
 
 def _named_tokens(folder: Path) -> dict[str, str]:

@@ -25,6 +25,10 @@ class SessionStore:
         self._transfers = transfers
         self._block_size = block_size
 
+    def reconfigure(self, limits: SessionLimits) -> None:
+        for gone in self.table.reconfigure(limits):
+            self._release(gone)
+
     def keep(self, request: Request, table: list[int], num_computed_tokens: int, now: float) -> None:
         """Keep the computed tokens, within quotas. Without time to live the session ends. Full blocks have hashes."""
         if request.session_ttl <= 0.0:

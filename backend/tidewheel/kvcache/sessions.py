@@ -97,6 +97,12 @@ class SessionTable:
         self._members: dict[str, Tally] = {}  # sessions per tenant, by account
         self._expiries = EventHeap[Session](lambda event: self.get(*event.subject.name) is event.subject)
 
+    def reconfigure(self, limits: SessionLimits) -> list[Session]:
+        """Return the sessions evicted by other limits."""
+        sessions = [self._drop(session) for session in list(self._sessions.values())]
+        self.limits = limits
+        return [gone for session in sessions for gone in self.put(session)]
+
     def __len__(self) -> int:
         return len(self._sessions)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tidewheel.errors import ConfigError
 from tidewheel.models.architectures import NativeTraits
-from tidewheel.models.model_folder import Fields, architecture
+from tidewheel.models.model_folder import MAX_CONTEXT, Fields, architecture
 from tidewheel.models.rope_table import RopeConfig, parse_rope
 
 MAX_LAYERS = 1024
@@ -58,7 +58,7 @@ def parse_config(fields: Fields, traits: NativeTraits) -> ModelConfig:
         num_kv_heads=fields.integer("num_key_value_heads", traits.num_kv_heads or num_q_heads),
         head_dim=fields.integer("head_dim", traits.head_dim or hidden_size // num_q_heads, high=MAX_HEAD_DIM),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=fields.integer("max_position_embeddings", high=MAX_CONTEXT),
         rope=parse_rope(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         qk_norm=traits.qk_norm,

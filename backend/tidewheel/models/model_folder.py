@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,11 +11,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tidewheel.errors import ConfigError
+from tidewheel.regular_files import open_regular
 
 log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_INT = 2**31 - 1
+MAX_CONTEXT = 1 << 24  # tokens: a table of rotations takes 1 KiB for each at a head of 128
+MIN_NUMBER, MAX_NUMBER = 1e-12, 1e12
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 # Data only: code and pickled weights are never fetched.
 WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
@@ -25,9 +27,11 @@ UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
 
 def read_json(path: Path) -> dict[str, object]:
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        with open_regular(path) as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes: it is no configuration of a model")
-        value = json.loads(path.read_bytes())
+        value = json.loads(content)
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: give the folder of a Hugging Face model") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -76,8 +80,8 @@ class Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise self.error(key, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not MIN_NUMBER <= value <= MAX_NUMBER:
+            raise self.error(key, f"a number from {MIN_NUMBER:g} to {MAX_NUMBER:g}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:

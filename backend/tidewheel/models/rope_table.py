@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tidewheel.errors import ConfigError
-from tidewheel.models.model_folder import Fields
+from tidewheel.models.model_folder import MAX_CONTEXT, Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -31,7 +31,7 @@ class RopeConfig:
     @property
     def extended_context(self) -> int:
         """Positions that the scaling extends to, or 0."""
-        return int(self.original_context * self.factor) if self.rope_type == "yarn" else 0
+        return int(min(self.original_context * self.factor, MAX_CONTEXT)) if self.rope_type == "yarn" else 0
 
 
 def parse_rope(fields: Fields, default_theta: float = 10_000.0) -> RopeConfig:
@@ -46,6 +46,8 @@ def parse_rope(fields: Fields, default_theta: float = 10_000.0) -> RopeConfig:
     if merged.number("partial_rotary_factor", 1.0) != 1.0 or fields.number("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{merged.where}: partial_rotary_factor is not offered for this architecture")
     theta = merged.number("rope_theta", fields.number("rope_theta", default_theta))
+    if theta <= 1.0:
+        raise ConfigError(f"{merged.where}: rope_theta is {theta:g}, it must be above 1")
     if rope_type == "default":
         return RopeConfig(rope_type=rope_type, theta=theta)
     return _parse_scaling(fields, merged, rope_type, theta)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from tidewheel.errors import ConfigError
+from tidewheel.regular_files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
@@ -50,8 +52,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
                 header = file.read(8)
                 self.data_start = 8 + _header_size(header, size)  # bytes from the start of the file
                 header = file.read(self.data_start - 8)

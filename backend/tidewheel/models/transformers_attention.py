@@ -218,7 +218,12 @@ def probe(model: Any, slot: AttentionSlot, name: str, device: torch.device) -> P
             f"{name} is not offered: paged attention changes its logits by {difference:.2g}, at most {limit} is right"
         )
     keys = [probed.caches[layer][0] for layer in layers]
-    return ProbeResult([(key.shape[2], key.shape[3]) for key in keys], paged.shape[-1])
+    vocab_size, num_embeddings = paged.shape[-1], model.get_input_embeddings().weight.shape[0]
+    if num_embeddings < vocab_size:
+        raise ConfigError(
+            f"{name} is not offered: it has logits of {vocab_size} tokens, embeddings of {num_embeddings}"
+        )
+    return ProbeResult([(key.shape[2], key.shape[3]) for key in keys], vocab_size)
 
 
 def _relative_difference(values: torch.Tensor, expected: torch.Tensor) -> float:

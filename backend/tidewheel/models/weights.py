@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -48,9 +49,9 @@ def _gib(num_bytes: int) -> str:
 
 
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:
-    if (folder / INDEX_NAME).is_file():
+    if os.path.lexists(folder / INDEX_NAME):  # one that cannot be read is told by its reader
         paths = _indexed_paths(folder)
-    elif (folder / SINGLE_NAME).is_file():
+    elif os.path.lexists(folder / SINGLE_NAME):
         paths = [folder / SINGLE_NAME]
     elif any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise ConfigError(f"{folder} has pickled weights only, which are never loaded: convert them to safetensors")
@@ -68,7 +69,7 @@ def _indexed_paths(folder: Path) -> list[Path]:
     for name in sorted({str(value) for value in weight_map.values()}):
         if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
             raise ConfigError(f"{where} names {name!r}: only safetensors files beside it are read")
-        if not (folder / name).is_file():
+        if not os.path.lexists(folder / name):
             raise ConfigError(f"{folder / name} is missing, though {INDEX_NAME} names it: download it again")
         paths.append(folder / name)
     return paths

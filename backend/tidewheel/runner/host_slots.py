@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -15,9 +14,6 @@ from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, index_on
 SLAB_BYTES = 1024 * MIB
 STAGING_BYTES = 64 * MIB
 GIB = 1 << 30
-MEMORY_INFO = Path("/proc/meminfo")
-CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CONTAINER_USE = Path("/sys/fs/cgroup/memory.current")
 
 
 def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STAGING_BYTES) -> int:
@@ -95,32 +91,3 @@ def decide_num_host_blocks(swap_space: float, layout: CacheLayout, available_byt
             "raise it, or set it to 0"
         )
     return num_blocks
-
-
-def available_host_bytes(
-    memory_info: Path = MEMORY_INFO, limit: Path = CONTAINER_LIMIT, use: Path = CONTAINER_USE
-) -> int | None:
-    """Return the bytes that machine and container allow, if known."""
-    amounts = [amount for amount in (_available(memory_info), _left(limit, use)) if amount is not None]
-    return min(amounts, default=None)
-
-
-def _available(memory_info: Path) -> int | None:
-    for line in _read(memory_info).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _left(limit: Path, use: Path) -> int | None:
-    allowed, used = _read(limit).strip(), _read(use).strip()
-    if not allowed.isdecimal() or not used.isdecimal():  # "max": no limit
-        return None
-    return max(int(allowed) - int(used), 0)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tidewheel.errors import ConfigError
+from tidewheel.models.causal_lm import Progress, no_progress
 from tidewheel.models.model_folder import one_line
 from tidewheel.private_dir import run_dir
 from tidewheel_kernels import copy_blocks
@@ -27,12 +28,18 @@ TAKEN = ("out of memory", "busy or unavailable")  # CUDA errors if not even a fe
 
 
 class CompileLog:
-    """Listener of triton-lang."""
+    """Listener of triton-lang. While requests wait, it reports a stage as long as a kernel is compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: Progress) -> None:
+        self._report = report
         self.num_compiled = 0
         self.num_loaded = 0
         self._is_serving = False
+
+    def begin(self, **_: object) -> None:
+        """Note that a kernel will be compiled or loaded; triton-lang calls this."""
+        if self._is_serving:
+            self._report("compile", 0.0)
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
         """Count a kernel; triton-lang calls this with `times` in microseconds."""
@@ -44,24 +51,26 @@ class CompileLog:
             what = "loaded" if cache_hit else "compiled"
             seconds = 1e-6 * times.total
             logger.warning("kernel %s was %s while requests waited: %.2f s", src.name, what, seconds)
+            self._report("", 1.0)
 
     def begin_serving(self) -> None:
         self._is_serving = True
         logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
 
 
-def prepare_kernels(device: torch.device) -> CompileLog | None:
+def prepare_kernels(device: torch.device, report: Progress = no_progress) -> CompileLog | None:
     """Run one small kernel; return None if none will run. Raise `ConfigError` if something to compile is missing."""
     if device.type != "cuda" or preference_from_environment() == "reference":
         return None
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("a GPU needs triton-lang, which is not installed: install 'triton', or set device to 'cpu'")
     os.environ["TRITON_CACHE_DIR"] = str(cache_folder(os.environ))
-    log = CompileLog()
+    log = CompileLog(report)
     with _one_line_errors(device):
         import triton
 
         triton.knobs.compilation.listener = log
+        triton.knobs.runtime.jit_cache_hook = log.begin
         _run_a_kernel(device)
     return log
 

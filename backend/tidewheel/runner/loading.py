@@ -19,7 +19,8 @@ from tidewheel.models.model_folder import checkpoint_dtype, read_config, resolve
 from tidewheel.runner.block_transfers import BlockTransfers
 from tidewheel.runner.decode_graphs import decode_sizes
 from tidewheel.runner.device import device_name, limit_threads, resolve_device, resolve_dtype
-from tidewheel.runner.host_slots import HostBlocks, available_host_bytes, decide_num_host_blocks, num_staged_blocks
+from tidewheel.runner.host_memory import available_host_bytes
+from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
 from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
@@ -71,7 +72,7 @@ def load_parts(config: EngineConfig, progress: Progress) -> RunnerParts:
     """Raise `ConfigError` with one line."""
     stages = StageClock(progress)
     device = resolve_device(config)
-    compile_log = prepare_kernels(device)
+    compile_log = prepare_kernels(device, progress)
     folder = resolve_folder(config.model, config.revision, config.download_dir)
     fields = read_config(folder)
     dtype = resolve_dtype(config.dtype, checkpoint_dtype(fields), device)
@@ -101,6 +102,7 @@ def _draft_info(
         activation_bytes=0,
         kv_cache_bytes=0,
         load_seconds=0.0,
+        device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
     )
 
 

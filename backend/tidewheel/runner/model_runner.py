@@ -170,7 +170,8 @@ def _forward(model: CausalLM, rows: RowTable, kv: KVTensors) -> Forward:
     """Return the part that graphs capture. It refers to no runner, so that trial graphs are freed with theirs."""
 
     def run(inputs: DeviceInputs, bounds: Bounds) -> torch.Tensor:
-        token_ids = rows.tokens_at(inputs.token_indices)
+        # Ids are checked on the host; a wrong one would end the device for all.
+        token_ids = rows.tokens_at(inputs.token_indices).clamp_(0, model.shape.vocab_size - 1)
         meta = rows.metadata(inputs, bounds)
         return model.forward(token_ids, inputs.positions, meta, kv.layers, inputs.logit_indices)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import Float32Array, Int32Array, NewRow, ScheduledBatch
+from tidewheel.batch import Float32Array, Int32Array, NewRow, RowError, ScheduledBatch
 from tidewheel.runner.inputs import Int64Array
 from tidewheel.runner.staging import Groups
 from tidewheel.sampling import LogitBias
@@ -190,11 +190,15 @@ class SamplingTable:
         self._rules: dict[int, LogitRules] = {}
 
     def update(self, batch: ScheduledBatch) -> None:
+        """Raise `RowError` for parameters that fail."""
         for row in batch.freed_rows.tolist():
             self._has_rules[row] = False
             self._rules.pop(row, None)
         for new in batch.new_rows:
-            self._fill(new)
+            try:
+                self._fill(new)
+            except Exception as error:
+                raise RowError(new.row) from error
 
     def _fill(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling

@@ -51,6 +51,17 @@ class Admission:
         state.stats.tenants = self._tenant_counts.figures
         state.stats.num_shed_by_class = self.breaker.num_shed
 
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        before, self._config = self._config, config
+        self._limits.config = config
+        self._tenants.reconfigure(config.tenants)
+        self._tenant_counts.reconfigure(config.tenants)
+        self._state.stats.tenants = self._tenant_counts.figures
+        limits = config.breaker_error_rate, config.breaker_queue_time_s
+        if limits != (before.breaker_error_rate, before.breaker_queue_time_s):
+            num_shed, self.breaker = self.breaker.num_shed, Breaker(*limits)
+            self._state.stats.num_shed_by_class = self.breaker.num_shed = num_shed
+
     def admit(self, requests: Sequence[Request], now: float) -> list[Request]:
         """Queue all requests or raise; return the evicted ones. Check first what no retry can change."""
         tenant, count = requests[0].tenant, len(requests)
@@ -166,7 +177,7 @@ class WaitingLimits:
     """Limits of the waiting set, and the retry hint."""
 
     def __init__(self, config: SchedulerConfig, num_blocks: int, block_size: int) -> None:
-        self._config = config
+        self.config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._last_start: float | None = None
@@ -174,7 +185,7 @@ class WaitingLimits:
 
     def check(self, request: Request, count: int) -> None:
         """Raise `InvalidRequest` if `count` such requests can never wait together or never run."""
-        limits, num_prompt_tokens, max_tokens = self._config, request.num_prompt_tokens, request.max_tokens
+        limits, num_prompt_tokens, max_tokens = self.config, request.num_prompt_tokens, request.max_tokens
         check_lengths(num_prompt_tokens, max_tokens, request.sampling.min_tokens, limits.max_model_len)
         size = f"prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens}"
         if count > limits.max_waiting_requests:
@@ -195,9 +206,11 @@ class WaitingLimits:
         self, request: Request, count: int, service_class: Priority, waiting: WaitingSet, now: float
     ) -> list[Request]:
         """Choose at most `MAX_DISPLACED` requests to evict for `count` new ones, or raise `WaitingSetFull`."""
-        limits = self._config
-        num_requests = waiting.num_new + count - limits.max_waiting_requests  # excess
-        num_tokens = waiting.num_new_tokens + count * request.num_prompt_tokens - limits.max_waiting_tokens
+        limits = self.config
+        # Excess, at most the newcomer's own: a lowered limit evicts nothing.
+        num_requests = count - max(limits.max_waiting_requests - waiting.num_new, 0)
+        num_prompt_tokens = count * request.num_prompt_tokens
+        num_tokens = num_prompt_tokens - max(limits.max_waiting_tokens - waiting.num_new_tokens, 0)
         victims: list[Request] = []
         num_displaced = 0
         candidates = waiting.displaceable(request, count, service_class)
@@ -216,7 +229,7 @@ class WaitingLimits:
         return victims
 
     def eviction(self, victim: Request, service_class: Priority, waiting: WaitingSet, now: float) -> Busy:
-        limits = self._config
+        limits = self.config
         taker = "a request of a tenant with fewer waiting took the place of this one"
         if service_class < victim.service_class:
             taker = (
@@ -232,9 +245,9 @@ class WaitingLimits:
     def waiting_room(self, waiting: WaitingSet, now: float) -> WaitingRoom:
         return WaitingRoom(
             num_requests=waiting.num_new,
-            max_requests=self._config.max_waiting_requests,
+            max_requests=self.config.max_waiting_requests,
             num_tokens=waiting.num_new_tokens,
-            max_tokens=self._config.max_waiting_tokens,
+            max_tokens=self.config.max_waiting_tokens,
             lowest_class=waiting.lowest_class,
             retry_after_ms=self.retry_after_ms(waiting, now),
         )
@@ -255,7 +268,7 @@ class WaitingLimits:
         return round(min(max(estimate, _MIN_RETRY_MS), _MAX_RETRY_MS))
 
     def _what_is_full(self, request: Request, count: int, waiting: WaitingSet) -> str:
-        limits = self._config
+        limits = self.config
         if waiting.num_new + count > limits.max_waiting_requests:
             several = "" if count == 1 else f", and this one asks for {count} sequences"
             return f"{waiting.num_new} of {limits.max_waiting_requests} requests{several}"

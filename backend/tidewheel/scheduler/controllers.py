@@ -125,6 +125,20 @@ class StepControl:
         self.estimate = ServiceEstimate(self._step_time, config.max_num_batched_tokens)
         self.preemption_cost = PreemptionCost(self._step_time, config.swap_seconds_per_block)
         self.strategy = make_strategy(config.strategy)
+        self._make_controllers(config)
+        self._last_applied: float | None = None
+        self._busy = 0.0
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Keep what was learned, but for a strategy or controller with other settings."""
+        before, self._config = self._config, config
+        self.estimate.max_num_batched_tokens = config.max_num_batched_tokens
+        if config.strategy != before.strategy:
+            self.strategy = make_strategy(config.strategy)
+        if _controlled(config) != _controlled(before):
+            self._make_controllers(config)
+
+    def _make_controllers(self, config: SchedulerConfig) -> None:
         self.token_budget = config.max_num_batched_tokens
         self.max_num_seqs = config.max_num_seqs
         self._tpot: TpotController | None = None
@@ -133,18 +147,20 @@ class StepControl:
         self._governor: SeqsGovernor | None = None
         if config.enable_seqs_governor:
             self._governor = SeqsGovernor(config.max_num_seqs, config.governor_target_latency_s)
-        self._last_applied: float | None = None
-        self._busy = 0.0
 
     def limits(self, waiting: WaitingSet, num_running: int, now: float) -> StepLimits:
         budget = max(self.token_budget, num_running + 1)  # each row decodes, one prompt progresses
         return StepLimits(
-            min(budget, self._config.max_num_batched_tokens),
+            min(budget, max(self._config.max_num_batched_tokens, num_running)),  # rows outlast a lowered limit
             self._config.max_chunk_tokens,
-            self.max_num_seqs,
+            min(self.max_num_seqs, self._config.num_rows),
             self._max_joins(waiting, num_running, now) if waiting else 0,
             self._keep_free,
         )
+
+    def predict_seconds(self, batch: ScheduledBatch) -> float | None:
+        """Return the longest time to expect of the step; None before the first one."""
+        return self._step_time.longest_seconds(batch.num_tokens - batch.num_decodes)
 
     def observe_step(self, step: InFlight, batch: ScheduledBatch, state: State, now: float) -> None:
         """Learn from an applied batch, which started when the one before it ended."""
@@ -179,3 +195,9 @@ class StepControl:
         limit = max(self.max_num_seqs, num_running)  # lowering the limit ends no request
         view = JoinView(num_running, waiting.num_new, now if oldest is None else oldest, limit)
         return self.strategy.max_joins(now, view)
+
+
+def _controlled(config: SchedulerConfig) -> tuple[object, ...]:
+    """Return the settings that controllers start from."""
+    budget, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    return budget, seqs, config.target_tpot_s, config.enable_seqs_governor, config.governor_target_latency_s

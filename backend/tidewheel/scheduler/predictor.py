@@ -70,7 +70,7 @@ class OutputPredictor:
     def __init__(self, prior_tokens: int, *, quantile: float = QUANTILE, max_cells: int = MAX_CELLS) -> None:
         self._quantile = quantile
         self._max_cells = max_cells
-        self._prior = float(prior_tokens)
+        self.prior = float(prior_tokens)  # tokens
         self._cells: OrderedDict[_Cell, Histogram] = OrderedDict()  # least recently used first
         self._shared: dict[_Cell, Histogram] = {(None, None): Histogram()}  # all tenants, by bucket
         self.num_observed = 0
@@ -88,7 +88,7 @@ class OutputPredictor:
             histogram = cells.get(key)
             if histogram is not None and histogram.num_seen >= MIN_SEEN:
                 return min(histogram.quantile(self._quantile), float(max_tokens))
-        return min(self._prior, float(max_tokens))
+        return min(self.prior, float(max_tokens))
 
     def survival(self, running: _Floats) -> tuple[_Floats, _Floats]:
         """Return ascending output lengths and the share of outputs longer than each (Kaplan-Meier estimate, 1958).
@@ -97,7 +97,7 @@ class OutputPredictor:
         Their weight falls to 0 at `NUM_KNOWN` ended outputs. Below `MIN_SEEN`, the prior fills in: geometric lengths
         with twice its mean.
         """
-        prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self._prior)))
+        prior = np.diff(1.0 - np.exp(-_LENGTHS / (2.0 * self.prior)))
         ended = self._shared[None, None].weights + max(MIN_SEEN - self.num_observed, 0.0) * prior
         weight = max(1.0 - self.num_observed / NUM_KNOWN, 0.0)
         bins = np.searchsorted(_LENGTHS[1:-1], running, side="right")

@@ -15,6 +15,7 @@ import numpy as np
 from tidewheel.batch import SampledTokens, ScheduledBatch, StepOutputs
 from tidewheel.errors import DeadlineExceeded, InternalError, TidewheelError, require
 from tidewheel.kvcache.manager import KVCacheManager
+from tidewheel.kvcache.sessions import SessionLimits
 from tidewheel.request import FinishReason, Request
 from tidewheel.scheduler.admission import Admission
 from tidewheel.scheduler.commit import InFlight, check_answer, commit_step
@@ -37,6 +38,15 @@ class Scheduler:
         self._admission = Admission(config, self._state, self._control.estimate)
         self._in_flight: deque[InFlight] = deque()
         self._now = 0.0
+
+    def reconfigure(self, config: SchedulerConfig, session_limits: SessionLimits) -> None:
+        """Take other settings, also while batches are in flight. No request ends. Rows can only become fewer."""
+        require(config.num_rows <= self._state.columns.num_rows, f"{config.num_rows} rows are more than there are")
+        self._config = config
+        self._control.reconfigure(config)
+        self._state.reconfigure(config)
+        self._admission.reconfigure(config)
+        self._state.kv.sessions.reconfigure(session_limits)
 
     @property
     def has_unfinished(self) -> bool:
@@ -134,6 +144,10 @@ class Scheduler:
         state.stats.num_scheduled_tokens += batch.num_tokens
         state.stats.step_tokens.observe(batch.num_tokens)
         return batch
+
+    def predict_seconds(self, batch: ScheduledBatch) -> float | None:
+        """Return the longest time to expect of the step; None before the first one."""
+        return self._control.predict_seconds(batch)
 
     def apply(self, batch: ScheduledBatch, sampled: SampledTokens, now: float) -> StepOutputs:
         """Apply the oldest batch in flight. Raise `InternalError`, without effect, for another batch or answer."""

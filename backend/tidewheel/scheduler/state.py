@@ -24,6 +24,12 @@ class Timetable:
         self._ageing_s = ageing_s
         self._ages_all = ages_all  # HIGH and CRITICAL too, because they may become overdue
 
+    def with_ageing(self, ageing_s: float, *, ages_all: bool) -> Timetable:
+        """Return a timetable without lifts."""
+        other = Timetable(ageing_s, ages_all=ages_all)
+        other.deadlines, other.soft_deadlines = self.deadlines, self.soft_deadlines
+        return other
+
     def add(self, request: Request, num_unfinished: int) -> None:
         if request.deadline is not None:
             self.deadlines.push(request.deadline, request, num_unfinished)
@@ -56,9 +62,7 @@ class State:
         self.preemption_cost = preemption_cost
         self.config = config
         self.policy = POLICIES[config.policy]
-        self.virtual_counters = (
-            VirtualCounters(lambda tenant: config.limits_of(tenant).weight) if self.policy.by_tenant else None
-        )
+        self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
         self.predictor = OutputPredictor(config.predictor_prior_tokens)
         self.waiting = WaitingSet(self.policy, self.virtual_counters)
         self.columns = Columns(config.num_rows)
@@ -72,6 +76,32 @@ class State:
     @property
     def num_waiting(self) -> int:
         return len(self.requests) - self.columns.num_running
+
+    def _weight(self, tenant: str) -> float:
+        return self.config.limits_of(tenant).weight
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Order all requests by other settings. They age from when they began to."""
+        queued, running = list(self.waiting), self.columns.requests(self.columns.running.nonzero()[0])
+        since = [self.timetable.ages_since(request) for request in (*queued, *running)]
+        self.config, self.policy = config, POLICIES[config.policy]
+        self.predictor.prior = float(config.predictor_prior_tokens)
+        if self.policy.by_tenant != (self.virtual_counters is not None):
+            self.virtual_counters = VirtualCounters(self._weight) if self.policy.by_tenant else None
+        self.waiting = WaitingSet(self.policy, self.virtual_counters)
+        self.timetable = self.timetable.with_ageing(config.ageing_s, ages_all=not self.policy.by_arrival)
+        for request in queued:
+            if self.policy.by_cache and request.is_new:
+                request.num_cached_tokens = self.kv.prefixes.estimate(request)
+            self.waiting.push(request)
+        for request in running:
+            self.columns.write_back(request.row)
+            request.rank = rank_of(self.policy, request)
+            self.columns.classes[request.row] = self._class_that_counts(request)
+        for request, moment in zip((*queued, *running), since, strict=True):
+            if moment is not None or request.row < 0:
+                moment = request.arrival_time if moment is None else moment
+                self.timetable.start_ageing(request, moment, len(self.requests))
 
     def wait(self, group: list[Request]) -> None:
         leader = group[0]

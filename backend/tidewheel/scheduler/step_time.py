@@ -59,13 +59,21 @@ class StepTime:
         """Predict the step; 0 before any, the mean without a slope."""
         return max(self._mean_seconds + self.seconds_per_token * (num_chunk_tokens - self._mean_tokens), 0.0)
 
+    def longest_seconds(self, num_chunk_tokens: int) -> float | None:
+        """Predict the step as for `seconds`; without a slope, a token counts as much as a step. None before any."""
+        if not self._num_steps:
+            return None
+        if self.seconds_per_token > 0.0:
+            return self.seconds(num_chunk_tokens)
+        return self._mean_seconds * max(num_chunk_tokens / max(self._mean_tokens, 1.0), 1.0)
+
 
 class ServiceEstimate:
     """Waiting and prefill times, from step times and the pace of starts while requests wait. 0 without evidence."""
 
     def __init__(self, step_time: StepTime, max_num_batched_tokens: int) -> None:
         self._step_time = step_time
-        self._budget = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._last: float | None = None  # end of the last step, if requests still waited
         self._seen_at = 0.0
         self._tokens = 0.0  # started under backlog, faded
@@ -97,8 +105,8 @@ class ServiceEstimate:
         """Return the prefill time with the whole budget."""
         if not self._step_time.is_fresh(now):
             return 0.0
-        whole, rest = divmod(num_tokens, self._budget)
-        seconds = whole * self._step_time.seconds(self._budget)
+        whole, rest = divmod(num_tokens, self.max_num_batched_tokens)
+        seconds = whole * self._step_time.seconds(self.max_num_batched_tokens)
         return seconds + self._step_time.seconds(rest) if rest else seconds
 
 

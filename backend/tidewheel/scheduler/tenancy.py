@@ -35,6 +35,10 @@ class TokenBucket:
         self._level = self.burst
         self._filled_at = -math.inf
 
+    def inherit(self, other: TokenBucket) -> None:
+        """Take the level of a bucket with another rate, debt included."""
+        self._level, self._filled_at = min(other._level, self.burst), other._filled_at
+
     def level(self, now: float) -> float:
         return min(self._level + self.rate * max(now - self._filled_at, 0.0), self.burst)
 
@@ -62,6 +66,14 @@ class TenantTable:
         self._tenants = tenants
         self._named = {name: _make_buckets(limits) for name, limits in tenants.items()}
         self._unnamed: OrderedDict[str, _Buckets] = OrderedDict()  # least recently used first
+
+    def reconfigure(self, tenants: Mapping[str, TenantLimits]) -> None:
+        """Change limits. A tenant keeps what is left in its buckets."""
+        before = {**self._unnamed, **self._named}
+        self._tenants = tenants
+        self._named = {name: _make_buckets(limits, before.get(name)) for name, limits in tenants.items()}
+        unnamed = {name: _make_buckets(limits_of(tenants, name), old) for name, old in self._unnamed.items()}
+        self._unnamed = OrderedDict((name, made) for name, made in unnamed.items() if made and name not in tenants)
 
     def check(self, tenant: str, num_requests: int, num_tokens: int, now: float) -> None:
         """Raise `Busy`, with the time until the buckets suffice."""
@@ -110,9 +122,12 @@ class TenantTable:
             del self._unnamed[account]
 
 
-def _make_buckets(limits: TenantLimits) -> _Buckets:
+def _make_buckets(limits: TenantLimits, before: _Buckets | None = None) -> _Buckets:
     rates = {_REQUESTS: limits.requests_per_s, "tokens_per_s": limits.tokens_per_s}
-    return {name: TokenBucket(rate) for name, rate in rates.items() if rate is not None}
+    buckets = {name: TokenBucket(rate) for name, rate in rates.items() if rate is not None}
+    for name in buckets.keys() & (before or {}).keys():
+        buckets[name].inherit((before or {})[name])
+    return buckets
 
 
 def _describe(tenant: str, account: str) -> str:
@@ -126,9 +141,15 @@ class TenantCounts:
     """Figures by label: the first `MAX_LABELS` configured tenants, and `other`."""
 
     def __init__(self, names: Iterable[str]) -> None:
+        self.figures: dict[str, TenantFigures] = {}
+        self.reconfigure(names)
+
+    def reconfigure(self, names: Iterable[str]) -> None:
+        """Keep the figures of labels that stay."""
         named = [name for name in names if name != EVERYBODY][:MAX_LABELS]
         self._labels = {name: _label(name) for name in named}
-        self.figures = {label: TenantFigures() for label in (*self._labels.values(), OTHERS)}
+        labels = (*self._labels.values(), OTHERS)
+        self.figures = {label: self.figures.get(label) or TenantFigures() for label in labels}
 
     def observe_arrival(self, tenant: str, count: int) -> None:
         self._of(tenant).num_requests += count

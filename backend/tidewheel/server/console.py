@@ -117,6 +117,7 @@ def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) ->
         f"  HTTP      http://{endpoints.authority(endpoints.http)}",
         f"  gRPC      {endpoints.authority(endpoints.grpc)}",
         f"  metrics   http://{endpoints.authority(endpoints.metrics)}/metrics",
+        f"  readiness http://{endpoints.authority(endpoints.health)}/ready",
     ]
     example = next((m.name for m in models if m.decoupled and m.backend == BACKEND), None)
     if example is not None:

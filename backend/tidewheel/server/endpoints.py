@@ -18,6 +18,7 @@ class Endpoints:
     http: int = 0  # 0: a free port
     grpc: int = 0
     metrics: int = 0
+    health: int = 0
 
     def chosen(self) -> Endpoints:
         """Replace every port 0 with a free one; all differ. Raise `ServeError` for a port in use."""
@@ -25,11 +26,24 @@ class Endpoints:
             http = self._hold(held, self.http, "http")
             grpc = self._hold(held, self.grpc, "grpc")
             metrics = self._hold(held, self.metrics, "metrics")
-            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics)
+            health = self._hold(held, self.health, "health")
+            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics, health=health)
 
     def authority(self, port: int) -> str:
         address = _ANY.get(self.host, self.host)
         return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+    def connect(self) -> socket.socket:
+        """Return a connection to the HTTP endpoint, unconnected if it does not answer.
+
+        After SIGTERM, Triton unloads no model while one is open.
+        """
+        address = _ANY.get(self.host, self.host)
+        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        connection.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            connection.connect((address, self.http))
+        return connection
 
     def _hold(self, held: contextlib.ExitStack, port: int, name: str) -> int:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET

@@ -56,7 +56,7 @@ def locate(
 def _named(where: str, path: str) -> TritonInstall:
     binary = Path(path).expanduser().resolve()
     if not (binary.is_file() and os.access(binary, os.X_OK)):
-        raise ServeError(f"{where} is {path!r}: no such program")
+        raise ServeError(f"{where} is {path!r}, no such program: name a tritonserver, or leave it out")
     wheel = _wheel_folder()
     if wheel is not None and binary == _wheel_binary(wheel).resolve():
         return _bundled(wheel)
@@ -125,7 +125,7 @@ def _python_library_folders() -> list[Path]:
 def _check_parts(binary: Path, parts: Iterable[Path]) -> None:
     for part in parts:
         if not part.is_file():
-            raise ServeError(f"{binary} has no Python backend: {part} is missing")
+            raise ServeError(f"{binary} has no Python backend ({part} is missing): add it, or name another server")
 
 
 def _check_stub(stub: Path) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.folder import engine_dir, engine_dirs, read_status
+from tidewheel.engine.folder import CURRENT, engine_dir, engine_dirs, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
+from tidewheel.health_endpoint import READY
 from tidewheel.server import ServeError, launch, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.health import DRAINING, Health
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
@@ -49,7 +51,7 @@ class _Plan:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     endpoints: Endpoints
-    engines: Mapping[str, Path]  # model name → folder
+    engines: Mapping[str, Path]  # model name → folder of the engine that serves
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
@@ -67,16 +69,27 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     ):
         plan = _prepare(options, install, work)
         console.note(f"starting tritonserver ({install.origin})")
-        with Supervisor(
-            plan.command, plan.environment, signals=signals, log=log, on_line=console.server_line, guard=lifeline.pid
-        ) as supervisor:
-            if warning := _control_warning(options):
+        triton = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
+        with (
+            Health(plan.endpoints, triton.is_live) as health,
+            Supervisor(
+                plan.command,
+                plan.environment,
+                signals=signals,
+                log=log,
+                on_line=console.server_line,
+                guard=lifeline.pid,
+            ) as supervisor,
+        ):
+            if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
+                health.server = READY
                 _announce(console, plan, log.version, with_endpoints=session is None)
-                _stay(supervisor, plan.endpoints, session)
+                _stay(supervisor, plan.endpoints, health, session)
+                health.server = DRAINING
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(engine_dirs(), options.drain_s)
+                supervisor.drain(engine_dirs(), options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
@@ -103,11 +116,11 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         environment=environment,
         endpoints=endpoints,
         # Front ends identify their repository by an entry's real path.
-        engines={name: engine_dir((models / name).resolve().parent, name) for name in names},
+        engines={name: engine_dir((models / name).resolve().parent, name) / CURRENT for name in names},
     )
 
 
-def _control_warning(options: ServeOptions) -> str:
+def control_warning(options: ServeOptions) -> str:
     if options.model_control != "explicit" or is_loopback(options.endpoints.host):
         return ""
     return (
@@ -171,13 +184,19 @@ def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
         return []
 
 
-def _stay(supervisor: Supervisor, endpoints: Endpoints, session: Callable[[Endpoints], None] | None) -> None:
-    if session is None:
-        supervisor.watch(lambda: False)
-        return
-    guest = threading.Thread(target=session, args=(endpoints,), daemon=True)
-    guest.start()
-    supervisor.watch(lambda: not guest.is_alive())
+def _stay(
+    supervisor: Supervisor, endpoints: Endpoints, health: Health, session: Callable[[Endpoints], None] | None
+) -> None:
+    """Return when asked to stop, or when `session` is over."""
+    guest = None if session is None else threading.Thread(target=session, args=(endpoints,), daemon=True)
+    if guest is not None:
+        guest.start()
+
+    def is_over() -> bool:
+        health.raise_if_given_up()
+        return guest is not None and not guest.is_alive()
+
+    supervisor.watch(is_over)
 
 
 def _farewell(supervisor: Supervisor, drain_s: float) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import subprocess
@@ -13,16 +14,20 @@ from tidewheel.engine.connection import drain
 from tidewheel.engine.launcher import stop_engine
 from tidewheel.server import ServeError, processes
 from tidewheel.server.console import Phase
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.launch import BACKEND
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
 from tidewheel.server.server_log import LogLine, ServerLog
+from tidewheel.server.triton_http import TritonHttp
 
 POLL_S = 0.1
+LOOK_S = 0.5  # between two looks at all processes
 REAP_GRACE_S = 2.5  # Triton reaps a stub it ends at once, and one that died while it loaded within 2 s
 DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
-SETTLE_S = 5.0  # for Triton to unload idle models
+SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
 ENGINE_GRACE_S = 5.0
 _READ_BYTES = 1 << 16
 
@@ -95,33 +100,44 @@ class Supervisor:
 
     def watch(self, is_over: Callable[[], bool]) -> None:
         """Return when asked to stop or `is_over()`. Raise `ServeError` if tritonserver or a stub dies."""
+        next_look = 0.0
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
             if self._watch.has_ended():
                 self._read_output()
                 raise ServeError(f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}")
+            if time.monotonic() < next_look:
+                continue
+            next_look = time.monotonic() + LOOK_S
             if (stub := self._find_dead_stub()) is not None:
                 end = "ending the server, its supervisor may start it again"
                 raise ServeError(f"a front end died (stub process {stub.pid}): {end}")
             processes.reap(keep=self._server.pid)
 
-    def drain(self, engine_dirs: Sequence[Path], limit_s: float) -> None:
+    def drain(self, engine_dirs: Sequence[Path], limit_s: float, endpoints: Endpoints) -> None:
         """Refuse new requests; let the others end, after the limit with an error.
 
-        Triton would then wait for every idle HTTP connection, so it has `SETTLE_S` left.
+        A connection keeps Triton from unloading models, which clients would read as an unknown model. Afterwards
+        Triton would wait for every idle one, so it is ended.
         """
         self._begin_stop()
         end = time.monotonic() + limit_s
         idle = _drain_engines(engine_dirs)
-        self._server.send_signal(SIGTERM)
-        while idle is False and time.monotonic() < end and not self.was_forced:
-            if self._wait_server(POLL_S):
-                return
-            idle = _drain_engines(engine_dirs)
+        has_others = idle is None or _has_other_backends(endpoints)
+        with endpoints.connect() if idle is not None else contextlib.nullcontext():
+            self._server.send_signal(SIGTERM)
+            while idle is False and time.monotonic() < end and not self.was_forced:
+                if self._wait_server(POLL_S):
+                    return
+                idle = _drain_engines(engine_dirs)
         if idle is False and not self.was_forced:
             for engine_dir in engine_dirs:
                 stop_engine(engine_dir, FINAL_ANSWERS_S)
-        self._wait_server(limit_s if idle is None else SETTLE_S)
+        if not self._wait_server(max(end - time.monotonic(), SETTLE_S) if has_others else SETTLE_S):
+            # Stubs would wait for a server that is gone.
+            stubs = processes.children(self._server.pid)
+            self._server.kill()
+            processes.signal_all(stubs, SIGKILL)
 
     def end_all(self, grace_s: float) -> None:
         """End every process below this one, after the grace by SIGKILL."""
@@ -196,6 +212,15 @@ class Supervisor:
         if returncode is None:
             return "no exit status"
         return f"signal {-returncode}, {strsignal(-returncode)}" if returncode < 0 else f"exit code {returncode}"
+
+
+def _has_other_backends(endpoints: Endpoints) -> bool:
+    """Return whether models may have requests that no engine knows."""
+    try:
+        models = TritonHttp(endpoints.authority(endpoints.http)).models()
+    except OSError:
+        return True
+    return any(model.backend != BACKEND for model in models)
 
 
 def _drain_engines(engine_dirs: Sequence[Path]) -> bool | None:

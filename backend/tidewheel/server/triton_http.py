@@ -22,10 +22,10 @@ class TritonHttp:
         self._authority = authority
 
     def is_ready(self) -> bool:
-        try:
-            return self._call("GET", "/v2/health/ready")[0] == 200
-        except OSError:
-            return False
+        return self._holds("/v2/health/ready")
+
+    def is_live(self) -> bool:
+        return self._holds("/v2/health/live")
 
     def models(self) -> list[DeployedModel]:
         """Raise OSError without an answer."""
@@ -42,6 +42,12 @@ class TritonHttp:
             decoupled=bool(config.get("model_transaction_policy", {}).get("decoupled", False)),
             engine_of=parameters.get("engine_of", {}).get("string_value", ""),
         )
+
+    def _holds(self, path: str) -> bool:
+        try:
+            return self._call("GET", path)[0] == 200
+        except OSError:
+            return False
 
     def _json(self, method: str, path: str) -> Any:
         status, body = self._call(method, path)

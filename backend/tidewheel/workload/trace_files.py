@@ -84,7 +84,7 @@ class _Line(NamedTuple):
         values = {name: value for name, value in self.values.items() if value is not None and value != ""}
         try:
             request = msgspec.convert(values, self.kind, strict=False)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:  # of a lone surrogate in JSON
             reason, _, name = str(error).partition(" - at `$.")
             name = name.removesuffix("`")
             found = f"{name} is {values[name]!r}: " if name else ""
@@ -150,7 +150,7 @@ def _json_lines(lines: Iterable[str], path: Path) -> Iterator[_Line]:
         where = f"{path}, line {number}"
         try:
             values = json.loads(content)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: it must be an object with {', '.join(REQUIRED)}")

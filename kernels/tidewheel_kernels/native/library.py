@@ -79,7 +79,7 @@ def native_library(dtype: torch.dtype) -> ctypes.CDLL | None:
     if dtype not in ELEMENTS:
         return None
     try:
-        return _compiled_and_loaded(dtype, _compiler(os.environ))
+        return _compiled_and_loaded(dtype, find_compiler(os.environ))
     except (NativeUnavailable, OSError) as error:
         logger.warning("decode steps will be slower, in plain torch operations: %s", error)
         return None
@@ -104,7 +104,7 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return Path(caches) / FOLDER
 
 
-def _compiler(environment: Mapping[str, str]) -> str:
+def find_compiler(environment: Mapping[str, str]) -> str:
     named = environment.get("CC")
     found = shutil.which(named) if named else next(filter(None, map(shutil.which, COMPILERS)), None)
     if found is None:

@@ -9,7 +9,7 @@ import torch
 class TokenHistory:
     """Tokens before each of the B rows of logits."""
 
-    tokens: torch.Tensor  # [M] int32 in [0, V), of all sequences
+    tokens: torch.Tensor  # [M] int32, of all sequences; those outside [0, V) are skipped
     ends: torch.Tensor  # [B] int64; row i follows the tokens before tokens[ends[i]]
 
 
@@ -43,10 +43,15 @@ def apply_penalties_reference(logits: torch.Tensor, history: TokenHistory, penal
     # Past its end a row repeats its last token, with the same result.
     first = history.ends.index_select(0, rows).unsqueeze(1) - num_tokens
     tokens = history.tokens[first + positions.minimum(num_tokens - 1)].long()  # [P, max_num_tokens]
+    is_entry = (tokens >= 0) & (tokens < logits.shape[1])
+    # One out of range repeats a token of its row, without being counted.
+    tokens = tokens.where(is_entry, tokens.gather(1, is_entry.int().argmax(dim=1, keepdim=True)))
+    tokens = tokens.clamp(0, logits.shape[1] - 1)  # where all are
     counts = torch.zeros(len(rows), logits.shape[1], dtype=torch.int32, device=logits.device)
-    occurrences = counts.scatter_add_(1, tokens, is_output.int()).gather(1, tokens)
+    occurrences = counts.scatter_add_(1, tokens, (is_output & is_entry).int()).gather(1, tokens)
     places = (rows.unsqueeze(1), tokens)
     values, repetition = logits[places].float(), penalties.repetition.unsqueeze(1)
+    repetition = repetition.where(is_entry.any(dim=1, keepdim=True), 1.0)
     values = torch.where(values > 0, values / repetition, values * repetition)
     values = values - penalties.frequency.unsqueeze(1) * occurrences
     values = values - penalties.presence.unsqueeze(1) * (occurrences > 0)

@@ -13,10 +13,11 @@ IN_PROMPT = tl.constexpr(1 << 30)  # above every count
 
 
 @triton.jit
-def _token(tokens_ptr, ends_ptr, row, num_tokens, position):
-    """Return the token at `position` of those before `row`, or -1 past their end."""
+def _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary):
+    """Return the token at `position` of those before `row`, or -1 past their end and for a token out of range."""
     first = tl.load(ends_ptr + row) - num_tokens
-    return tl.load(tokens_ptr + first + position, mask=position < num_tokens, other=-1)
+    token = tl.load(tokens_ptr + first + position, mask=position < num_tokens, other=-1)
+    return tl.where(token < vocabulary, token, -1)
 
 
 # Columns lie at any alignment.
@@ -35,7 +36,7 @@ def count_tokens_kernel(
     entry = tl.program_id(0)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, num_tokens = tl.load(rows_ptr + entry), tl.load(num_tokens_ptr + entry)
-    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position)
+    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary)
     is_output = position >= tl.load(num_prompt_tokens_ptr + entry)
     count_ptr = counts_ptr + entry.to(tl.int64) * vocabulary + token
     tl.atomic_add(count_ptr, 1, mask=(token >= 0) & is_output, sem="relaxed")
@@ -65,7 +66,7 @@ def apply_penalties_kernel(
     entry = tl.program_id(0)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, num_tokens = tl.load(rows_ptr + entry), tl.load(num_tokens_ptr + entry)
-    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position)
+    token = _token(tokens_ptr, ends_ptr, row, num_tokens, position, vocabulary)
     # One of equal tokens takes the count and changes the logit.
     count_ptr = counts_ptr + entry.to(tl.int64) * vocabulary + token
     taken = tl.atomic_xchg(count_ptr, tl.zeros([BLOCK], tl.int32), mask=token >= 0, sem="relaxed")

@@ -17,6 +17,7 @@ from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Priority, Request
 from tidewheel.scheduler.scheduler import Scheduler
 
+FIRST_STEP_S = 50.0
 Event = tuple[str, object]  # add with a request, cancel with an id, idle
 
 
@@ -45,11 +46,14 @@ class CoreHarness(RequestLedger):
             salt_of=lambda request_id: self.requests[request_id].cache_salt,
         )
         self.now = 0.0
+        self.beats: list[float] = []
         self.core = EngineCore(
             self.scheduler,
             self.runner,
             self.take,
             receive=self.receive,
+            beat=self.beats.append,
+            first_step_s=FIRST_STEP_S,
             clock=lambda: self.now,
         )
         self.commands: deque[Callable[[], object]] = deque()  # one is carried out at each `receive`

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.engine.faulty_engine import prompt_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import ClientOptions, EngineClient
-from tidewheel.engine.folder import Status, read_status
+from tidewheel.engine.folder import Place, Status, new_place, read_status
 from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
 from tidewheel.errors import TidewheelError
@@ -90,11 +90,18 @@ class Client(EngineClient):
     """A client with a recorder, of a fake engine."""
 
     def __init__(
-        self, engine_dir: Path, *, name: str = "test", config: EngineConfig = CONFIG, **options: object
+        self,
+        engine_dir: Path,
+        *,
+        name: str = "test",
+        config: EngineConfig = CONFIG,
+        place: Place | None = None,
+        **options: object,
     ) -> None:
         self.recorder = Recorder()
         settings = {"command": COMMAND, "restart": RestartPolicy(first_delay_s=0.01), **options}
-        super().__init__(engine_dir, config, self.recorder, name=name, options=ClientOptions(**settings))
+        place = place or new_place(engine_dir, config)
+        super().__init__(place, self.recorder, name=name, options=ClientOptions(**settings))
 
     @property
     def info(self) -> EngineInfo:

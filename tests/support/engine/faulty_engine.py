@@ -66,7 +66,8 @@ class FaultyRunner(FakeRunner):
                 case token if token == RAISES:
                     raise RuntimeError("the device fell over")
                 case token if token == HANGS:
-                    signal.pause()
+                    while True:  # signals that ask for stacks end a pause
+                        signal.pause()
         return super().launch(batch)
 
     def _attend(self, batch: ScheduledBatch) -> None:

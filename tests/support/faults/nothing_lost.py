@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import requests
 
 from support.triton.burst import GREEDY, Burst, bursting
 from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
@@ -115,7 +114,7 @@ def assert_serves(server: Server, recorded: Recorded) -> None:
         except StreamError as error:
             assert str(error).startswith("[TW-ENGINE-DEAD retry_after_ms="), error
             return False
-        return requests.get(f"{server.http}/v2/health/ready", timeout=5).ok
+        return server.is_ready() and server.readiness()[0] == 200
 
     wait_for(answers, SERVED_AGAIN_S, "five right answers")
 
@@ -228,15 +227,19 @@ class Logs:
     """What the server and its engines write from now on."""
 
     def __init__(self, server: Server) -> None:
-        logs = (server.log, triton_log(server), *run_dir(server).glob("*/engine.log"))
-        self._files = [path for path in logs if path.exists()]
-        self._starts = [path.stat().st_size for path in self._files]
+        self._server = server
+        self._starts = {path: path.stat().st_size for path in self._paths()}
+
+    def _paths(self) -> list[Path]:
+        engines = run_dir(self._server).glob("*/*/engine.log")
+        paths = {path.resolve() for path in (self._server.log, triton_log(self._server), *engines)}
+        return sorted(path for path in paths if path.is_file())
 
     def text(self) -> str:
         pieces = []
-        for path, start in zip(self._files, self._starts, strict=True):
+        for path in self._paths():
             with path.open(errors="replace") as log:
-                log.seek(start)
+                log.seek(self._starts.get(path, 0))
                 pieces.append(log.read())
         return "".join(pieces)
 

@@ -66,6 +66,7 @@ class Server:
     grpc_port: int
     metrics_port: int
     log: Path
+    health_port: int = 0
     session: requests.Session = field(default_factory=requests.Session)
 
     @property
@@ -116,6 +117,11 @@ class Server:
     def engine_process(self) -> psutil.Process | None:
         return next(iter(self.processes("--engine-dir")), None)
 
+    def readiness(self, path: str = "ready") -> tuple[int, str]:
+        """Return status and state of `/ready` or `/live`."""
+        answer = requests.get(f"http://127.0.0.1:{self.health_port}/{path}", timeout=2)
+        return answer.status_code, answer.json()["state"]
+
     def is_ready(self) -> bool:
         """Return whether all ports answer: Triton opens that of the metrics last."""
         metrics = f"http://127.0.0.1:{self.metrics_port}/metrics"
@@ -129,13 +135,14 @@ def start_server(
     *arguments: str, log: Path, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> Server:
     """Start `tidewheel serve`, behind a `prefix` that executes the command after it."""
-    http, grpc, metrics = free_ports(3)
+    http, grpc, metrics, health = free_ports(4)
     command = [*prefix, sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    command += ["--health-port", str(health)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    return Server(process, http, grpc, metrics, log)
+    return Server(process, http, grpc, metrics, log, health)
 
 
 def wait_ready(server: Server) -> Server:

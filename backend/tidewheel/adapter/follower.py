@@ -1,0 +1,178 @@
+"""Front ends of a model instance: one, or while settings change the new one and those that still have requests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+from tidewheel.adapter.health_port import HealthPort
+from tidewheel.adapter.metrics import EngineMetrics, MetricsPublisher, RequestMetrics
+from tidewheel.adapter.repository_entry import ModelSettings
+from tidewheel.config import EngineConfig
+from tidewheel.engine.engine_client import EngineClient
+from tidewheel.engine.folder import Place
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.engine.placement import find_place
+from tidewheel.frontend.door import HoldingDoor, RefusingDoor
+from tidewheel.frontend.frontend import NUM_TOKENIZERS, EngineRelay, Frontend
+from tidewheel.frontend.model_files import GenerationDefaults
+from tidewheel.frontend.preparation import RequestReader
+from tidewheel.frontend.prompt_process import Folder
+from tidewheel.frontend.prompt_workers import PromptWorkers
+from tidewheel.frontend.tokenizer import Tokenizer
+from tidewheel.health_endpoint import Readiness
+
+log = logging.getLogger(__name__)
+
+FOLLOW_S = 1.0
+
+
+class Serving:
+    """A front end of one engine, with its metrics."""
+
+    def __init__(self, settings: ModelSettings, place: Place, name: str) -> None:
+        """Start or join the engine. Raise `ConfigError` or a `TidewheelError` if it cannot serve."""
+        self.place = place
+        self.refused: Counter[str] = Counter()  # by tag, before the front end
+        self.is_leaving = False  # another serves new requests
+        door = HoldingDoor() if settings.has_native_queue else RefusingDoor()
+        self._relay = relay = EngineRelay(door)
+        self._client = EngineClient(place, relay, name=f"{name}.{os.getpid()}")
+        try:
+            info = self._client.start(place.config.engine_start_timeout_s)
+            self.frontend = relay.frontend = Frontend(
+                info,
+                _make_reader(settings, place.config, info),
+                self._client,
+                max_prompt_bytes=place.config.max_prompt_bytes,
+                door=door,
+                num_senders=settings.frontend.num_sender_threads,
+                on_finished=self._publish_finished,
+            )
+        except BaseException:
+            self._client.close()
+            raise
+        if self._client.is_owner:
+            for line in info.describe():
+                log.info("%s", line)
+        self._metrics = self._publish_metrics(settings, info) if settings.has_metrics else None
+
+    @property
+    def readiness(self) -> Readiness:
+        return self._client.readiness
+
+    def close(self) -> None:
+        self.frontend.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._client.close()
+
+    def _publish_metrics(self, settings: ModelSettings, info: EngineInfo) -> MetricsPublisher:
+        requests = RequestMetrics(settings.entry.labels, self.frontend.stats())
+        engine = EngineMetrics(info, settings.owner.labels)
+
+        def publish(is_due: bool) -> None:
+            stats = self.frontend.stats()
+            is_due = is_due or not stats.num_live
+            requests.publish(stats, self.refused, with_tokens=is_due)
+            engine.publish_ready(self.readiness.is_ready if self._client.is_owner and not self.is_leaving else None)
+            if self._relay.stats is None or not is_due:
+                return
+            if self._client.is_owner:
+                engine.publish(self._relay.stats)
+            else:
+                engine.follow(self._relay.stats)
+
+        return MetricsPublisher(publish)
+
+    def _publish_finished(self) -> None:
+        """Publish figures of a request, so that its client sees them; those of single tokens and steps when idle."""
+        if self._metrics is not None:
+            self._metrics.flush()
+
+
+def _make_reader(settings: ModelSettings, config: EngineConfig, info: EngineInfo) -> RequestReader:
+    """Raise `ConfigError` without a usable tokenizer."""
+    folder = Folder(Path(config.tokenizer or info.model), info.vocab_size, config.max_prompt_bytes)
+    encoder = PromptWorkers(folder, NUM_TOKENIZERS)
+    try:
+        encoder.wait_tried()  # before this process reads the same files
+        return RequestReader(
+            info,
+            Tokenizer.load(folder.path, vocab_size=info.vocab_size),
+            encoder,
+            max_prompt_bytes=config.max_prompt_bytes,
+            default_max_tokens=settings.frontend.default_max_tokens,
+            defaults=_load_defaults(info, config),
+        )
+    except BaseException:
+        encoder.close()
+        raise
+
+
+def _load_defaults(info: EngineInfo, config: EngineConfig) -> GenerationDefaults:
+    """Sample as Triton's vLLM backend does, which reads no `generation_config.json`, unless a setting asks for it."""
+    return GenerationDefaults.load(
+        Path(info.model), config.generation_config or "vllm", config.override_generation_config
+    )
+
+
+class Follower:
+    """Thread that follows the engine and the settings that serve the model.
+
+    Another load may change both, of this entry or of one that shares its engine. New requests go to the new engine or
+    settings; those in flight end where they are.
+    """
+
+    def __init__(self, model_dir: Path, settings: ModelSettings, place: Place, name: str) -> None:
+        self.lock = threading.Lock()  # held to submit to `serving`, so that it is not closed meanwhile
+        self._health = HealthPort(settings.frontend.health_host, settings.frontend.health_port, self._readiness)
+        self._health.try_open()
+        try:
+            self.serving = Serving(settings, place, name)
+        except BaseException:
+            self._health.close()
+            raise
+        self._model_dir = model_dir
+        self._settings = settings
+        self._name = name
+        self._leaving: list[Serving] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+        self._health.close()
+        for serving in (*self._leaving, self.serving):
+            serving.close()
+
+    def _readiness(self) -> Readiness:
+        loads = not hasattr(self, "serving")
+        return Readiness("starting", "the engine loads") if loads else self.serving.readiness
+
+    def _run(self) -> None:
+        while not self._stopped.wait(FOLLOW_S):
+            self._health.try_open()
+            try:
+                self._follow()
+            except Exception as error:  # the next turn tries again
+                log.warning("%s cannot follow to other settings: %s: %s", self._name, type(error).__name__, error)
+
+    def _follow(self) -> None:
+        for serving in [serving for serving in self._leaving if serving.frontend.is_idle]:
+            self._leaving.remove(serving)
+            serving.close()
+        place, now = find_place(self._model_dir), self.serving.place
+        if place is None or (place.folder, place.config) == (now.folder, now.config):
+            return
+        serving = Serving(self._settings, place, self._name)
+        self.serving.is_leaving = True
+        with self.lock:
+            self._leaving.append(self.serving)
+            self.serving = serving
+        log.info("%s follows to engine %s", self._name, place.folder.name)

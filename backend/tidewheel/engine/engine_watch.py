@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tidewheel.engine.folder import Status, is_owned, read_status
+from tidewheel.engine.heartbeat import HangLimits, HangWatch
+from tidewheel.health_endpoint import READY, Readiness
+
+UNOWNED_S = 2.0  # after a front end's end, until another holds the lock
+
+
+class EngineWatch:
+    """Judge of the engine that serves a model, by files alone. Look at least every second."""
+
+    def __init__(
+        self, current: Path, limits: HangLimits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`current`: the link to the engine's folder."""
+        self._current = current
+        self._limits = limits
+        self._clock = clock
+        self._process = (0, 0)
+        self._hang: HangWatch | None = None
+        self._owned_at = clock()
+        self._was_ready = False
+
+    def look(self) -> Readiness | None:
+        """Return None for an engine that no front end asks for, or that has not been ready yet."""
+        status = read_status(self._current)
+        if status is None:
+            return None
+        if status.is_given_up:
+            return Readiness("given up", status.message)
+        is_wanted = is_owned(self._current)
+        if is_wanted:
+            self._owned_at = self._clock()
+        if status.state == "ready" and status.is_alive:
+            self._was_ready = True
+            return self._judge(status)
+        self._was_ready = self._was_ready and is_wanted
+        return self._absent(status) if self._was_ready else None
+
+    def _judge(self, status: Status) -> Readiness:
+        if self._hang is None or self._process != (status.pid, status.start_ticks):
+            self._process = status.pid, status.start_ticks
+            self._hang = HangWatch(self._current.resolve(), self._limits, self._clock)
+        self._hang.look()
+        if status.is_draining:
+            return Readiness("draining", "the server is shutting down")
+        if self._hang.is_hung:
+            return Readiness("hung", self._hang.describe())
+        if self._clock() - self._owned_at > UNOWNED_S:
+            return Readiness("stopped", "the front end of the engine is gone")
+        return READY
+
+    def _absent(self, status: Status) -> Readiness:
+        if status.state in ("starting", "loading") and status.is_alive:
+            return Readiness("reloading", f"the engine loads again {status.stage}".rstrip())
+        return Readiness("stopped", status.message or "the engine process ended")

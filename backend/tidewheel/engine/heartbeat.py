@@ -1,0 +1,112 @@
+"""Heartbeat of an engine's step loop: a page of memory in its folder, which others read without asking it."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tidewheel.engine.folder import HEARTBEAT, read_status
+
+MAX_GAP_S = 1.0  # between two looks; what is longer is a pause of the watcher, or of the whole machine
+
+_LAYOUT = struct.Struct("<Qdd?")
+
+
+class Beat(NamedTuple):
+    sequence: int  # of turns of the loop
+    at: float  # monotonic seconds
+    expected_s: float  # predicted time until the next beat
+    is_stepping: bool  # else idle
+
+
+class Heartbeat:
+    """Writer, in the engine. A beat makes no system call."""
+
+    def __init__(self, engine_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sequence = 0
+        temporary = engine_dir / f"{HEARTBEAT}.{os.getpid()}"
+        with temporary.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)  # a write beyond a full disk would be SIGBUS
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        self.beat(None)
+        temporary.replace(engine_dir / HEARTBEAT)
+
+    def beat(self, expected_s: float | None) -> None:
+        """Note a turn of the loop, and how long it will take; None: idle."""
+        self._sequence += 1
+        _LAYOUT.pack_into(self._memory, 0, self._sequence, self._clock(), expected_s or 0.0, expected_s is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangLimits:
+    """Silence after which an engine counts as hung, and after which it is ended: seconds, or predicted times."""
+
+    hung_s: float = 5.0
+    hung_steps: float = 10.0
+    end_s: float = 30.0
+    end_steps: float = 20.0
+
+
+class HangWatch:
+    """Judge of one engine's heartbeat, which looks at least every `MAX_GAP_S`.
+
+    Only time in which the watcher itself runs counts as silence. A beat may be read while it is written; the next
+    look reads it again.
+    """
+
+    def __init__(
+        self, engine_dir: Path, limits: HangLimits | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine_dir = engine_dir
+        self._limits = limits or HangLimits()
+        self._clock = clock
+        self._memory = _map(engine_dir / HEARTBEAT)
+        self._beat = self._read()
+        self._looked_at = clock()
+        self.silence_s = 0.0
+
+    @property
+    def is_hung(self) -> bool:
+        return self._exceeds(self._limits.hung_s, self._limits.hung_steps)
+
+    @property
+    def must_end(self) -> bool:
+        return self._exceeds(self._limits.end_s, self._limits.end_steps)
+
+    def look(self) -> None:
+        now = self._clock()
+        self.silence_s += min(now - self._looked_at, MAX_GAP_S)
+        self._looked_at = now
+        beat = self._read()
+        if beat != self._beat or (self.is_hung and self._is_in_a_stage()):
+            self._beat, self.silence_s = beat, 0.0
+
+    def describe(self) -> str:
+        doing = "in a step" if self._beat is not None and self._beat.is_stepping else "idle"
+        return f"its loop has not turned for {self.silence_s:.0f} s ({doing})"
+
+    def _exceeds(self, seconds: float, steps: float) -> bool:
+        return self._beat is not None and self.silence_s >= max(seconds, steps * self._beat.expected_s)
+
+    def _is_in_a_stage(self) -> bool:
+        """Return whether the engine loads, compiles or captures."""
+        status = read_status(self._engine_dir)
+        return status is not None and bool(status.stage)
+
+    def _read(self) -> Beat | None:
+        return None if self._memory is None else Beat(*_LAYOUT.unpack_from(self._memory))
+
+
+def _map(path: Path) -> mmap.mmap | None:
+    """Return None if there is no heartbeat, which proves nothing."""
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        return mmap.mmap(file.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ)
+    return None

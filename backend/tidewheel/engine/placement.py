@@ -1,0 +1,114 @@
+"""Which engine a front end uses: the one that serves its model, or a new one beside it or instead of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+from tidewheel.config import EngineConfig, describe_changes
+from tidewheel.engine.connection import drain
+from tidewheel.engine.folder import CURRENT, Place, Status, new_place, read_status, settings_digest
+from tidewheel.engine.launcher import stop_engine
+from tidewheel.engine.messages import EngineInfo
+from tidewheel.private_dir import private_dir
+from tidewheel.runner.host_memory import available_host_bytes
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0  # for requests of an engine that has to make room
+FINAL_ANSWERS_S = 3.0
+_POLL_S = 0.1
+_CPU_CACHE_MB = 512  # without a setting
+_MIB = 1 << 20
+
+
+def choose_place(model_dir: Path, config: EngineConfig) -> Place:
+    """Return where to find or start an engine with these settings. Where memory is short, end the present one first.
+
+    Settings are those of the last load of any entry that uses the engine. `make_current` makes the others follow.
+    """
+    status = read_status(model_dir / CURRENT)
+    identity = _identity(config)
+    wanted = new_place(model_dir / identity, config, identity)
+    is_first = status is None or not status.is_alive or status.is_draining
+    if status is not None and not is_first:
+        started = EngineConfig.from_settings(status.started)
+        if started.can_become(config) and _identity(started) == status.identity:
+            return wanted._replace(folder=model_dir / status.identity, identity=status.identity, started=started)
+        log.info("another engine is needed: %s", describe_changes(started, config) or "files of the model changed")
+        if not _fits_beside(status, config):
+            log.warning("memory is short: engine %d ends before the next one starts", status.pid)
+            _end_orderly(model_dir / status.identity)
+    private_dir(wanted.folder)
+    if is_first:
+        make_current(wanted)
+    return wanted
+
+
+def find_place(model_dir: Path) -> Place | None:
+    """Return the engine that serves, if any, with the settings it has."""
+    status = read_status(model_dir / CURRENT)
+    if status is None or status.state != "ready" or not status.is_alive or status.is_draining:
+        return None
+    started, config = (EngineConfig.from_settings(settings) for settings in (status.started, status.settings))
+    return Place(model_dir / status.identity, status.identity, started, config, status.read_ns)
+
+
+def make_current(place: Place) -> None:
+    """Make other front ends of the model follow, and remove what ended engines left."""
+    model_dir = place.folder.parent
+    temporary = model_dir / f"{CURRENT}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(place.folder.name)
+    temporary.replace(model_dir / CURRENT)
+    for folder in model_dir.iterdir():
+        status = None if folder.is_symlink() or folder == place.folder else read_status(folder)
+        if status is not None and status.state == "stopped":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _identity(config: EngineConfig) -> str:
+    """Return a digest of the settings that only another engine can change, and of the model's files."""
+    files = [_describe_files(Path(name)) for name in (config.model, config.tokenizer) if name]
+    return settings_digest({"settings": config.fixed_settings(), "files": files})
+
+
+def _describe_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of each file; none if the folder cannot be read, which the engine explains."""
+    try:
+        stats = [(path.name, path.stat()) for path in sorted(folder.iterdir())]
+    except OSError:
+        return []
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _end_orderly(folder: Path) -> None:
+    end = time.monotonic() + DRAIN_S
+    while (left := drain(folder)) is not None and left.num_running + left.num_waiting and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    stop_engine(folder, FINAL_ANSWERS_S)
+
+
+def _fits_beside(status: Status, config: EngineConfig) -> bool:
+    """Estimate whether memory allows another engine. Weights count as large as those of the present one."""
+    info = status.info
+    if info is None:
+        return False
+    needed = info.weights_bytes + info.activation_bytes + info.graph_bytes + _cache_bytes(info, config)
+    if info.device_bytes:
+        used = info.weights_bytes + info.activation_bytes + info.graph_bytes + info.kv_cache_bytes
+        return used + needed <= info.device_bytes
+    available = available_host_bytes()
+    return available is None or needed <= available
+
+
+def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:
+    if config.num_blocks is not None:
+        block_size = config.block_size or info.block_size
+        return config.num_blocks * block_size * info.kv_cache_bytes // max(info.num_cache_tokens, 1)
+    if config.kv_cache_memory_mb is not None:
+        return config.kv_cache_memory_mb * _MIB
+    return int(config.gpu_memory_utilization * info.device_bytes) or _CPU_CACHE_MB * _MIB

@@ -1,0 +1,120 @@
+"""`GET /ready` and `GET /live` for balancers and container checks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import socketserver
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+MAX_CONNECTIONS = 16  # one more ends the oldest
+MAX_REQUEST_BYTES = 8192
+READ_TIMEOUT_S = 2.0
+
+State = Literal["starting", "ready", "stopped", "hung", "reloading", "given up", "draining"]
+_PHRASES = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+
+
+class Readiness(NamedTuple):
+    state: State
+    reason: str = ""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether waiting may help."""
+        return self.state != "given up"
+
+
+READY = Readiness("ready")
+
+
+class HealthEndpoint(socketserver.ThreadingTCPServer):
+    """Server of the two paths on threads of its own. `report` is called for each request and must not block."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, report: Callable[[], Readiness]) -> None:
+        """Raise OSError if the port is taken. Port 0 is a free one."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.report = report
+        self._open: deque[socket.socket] = deque()
+        super().__init__((host, port), _Handler)
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="health", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.append(request)
+        if len(self._open) > MAX_CONNECTIONS:
+            with contextlib.suppress(IndexError, OSError):
+                self._open.popleft().shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with contextlib.suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a peer that hangs up is no fault."""
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    """One request on a connection, which is closed behind the answer."""
+
+    server: HealthEndpoint
+    timeout = READ_TIMEOUT_S
+
+    def handle(self) -> None:
+        head = self._read_head()
+        match head.split(b" ", 2):
+            case [b"GET" | b"HEAD", path, _]:
+                status, body = self._answer(path.partition(b"?")[0])
+            case [_, _, _]:
+                status, body = 405, {"reason": "use GET"}
+            case _:
+                status, body = 400, {"reason": "not a request"}
+        content = json.dumps(body).encode()
+        self.wfile.write(
+            f"HTTP/1.1 {status} {_PHRASES[status]}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(content)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n".encode()
+            + (b"" if head.startswith(b"HEAD ") else content)
+        )
+
+    def _answer(self, path: bytes) -> tuple[int, dict[str, object]]:
+        readiness = self.server.report()
+        match path:
+            case b"/ready":
+                holds = readiness.is_ready
+            case b"/live":
+                holds = readiness.is_live
+            case _:
+                return 404, {"reason": "the paths are /ready and /live"}
+        body: dict[str, object] = {"ready": readiness.is_ready, "state": readiness.state, "reason": readiness.reason}
+        return 200 if holds else 503, body
+
+    def _read_head(self) -> bytes:
+        """Read the whole head, because a reset would overtake the answer; return its first line."""
+        first = line = self.rfile.readline(MAX_REQUEST_BYTES)
+        left = MAX_REQUEST_BYTES - len(first)
+        while left > 0 and line not in (b"\r\n", b"\n", b""):
+            line = self.rfile.readline(left)
+            left -= len(line)
+        return first if left > 0 else b""

@@ -1,0 +1,102 @@
+"""Readiness of `serve`, from the state of the server, tritonserver's answer and all engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import requests
+
+from support.triton.serving import wait_for
+from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.server import ServeError, health
+from tidewheel.server.endpoints import Endpoints
+from tidewheel.server.health import DRAINING, STARTING, Health
+
+
+class FakeWatch:
+    seen: ClassVar[dict[str, Readiness | None]] = {}
+
+    def __init__(self, link: Path) -> None:
+        self.name = link.parent.name
+
+    def look(self) -> Readiness | None:
+        return self.seen[self.name]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Readiness | None]:
+    monkeypatch.setattr(FakeWatch, "seen", {})
+    monkeypatch.setattr(health, "EngineWatch", FakeWatch)
+    return FakeWatch.seen
+
+
+def make(answers: list[bool], seen: dict[str, Readiness | None]) -> Health:
+    return Health(Endpoints(), lambda: answers[-1], lambda: [Path(name) / "current" for name in seen])
+
+
+def test_the_worst_engine_counts(seen: dict[str, Readiness | None]) -> None:
+    it = make([True], seen)
+    assert it.look() == READY
+    seen["one-1234"] = READY
+    seen["two-1234"] = None
+    assert it.look() == READY
+    seen["three-1234"] = Readiness("hung", "no step")
+    assert it.look() == ("hung", "three: no step")
+    seen["four-1234"] = Readiness("given up", "no weights")
+    assert it.look() == ("given up", "four: no weights")
+
+
+def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None]) -> None:
+    answers = [True]
+    with make(answers, seen) as it:
+
+        def get(path: str = "ready") -> tuple[int, str]:
+            answer = requests.get(f"http://127.0.0.1:{it._endpoint.port}/{path}", timeout=10)
+            return answer.status_code, answer.json()["state"]
+
+        assert it.report() == STARTING
+        assert get() == (503, "starting")
+        it.server = READY
+        assert get() == (200, "ready")
+        seen["one-1234"] = Readiness("reloading", "")
+        wait_for(lambda: get() == (503, "reloading"), 10, "an engine that is away")
+        seen["one-1234"] = READY
+        wait_for(lambda: get() == (200, "ready"), 10, "its return")
+        answers.append(False)
+        wait_for(lambda: get() == (503, "stopped"), 10, "the silence of tritonserver")
+        it.server = DRAINING
+        assert get() == (503, "draining")
+        assert get("live") == (200, "draining")
+
+
+def test_who_is_silent_before_the_start_is_not_asked(seen: dict[str, Readiness | None]) -> None:
+    it = make([False], seen)
+    assert it.ask() == READY
+    it.server = READY
+    assert it.ask().state == "stopped"
+
+
+def test_what_cannot_be_examined_is_not_ready(seen: dict[str, Readiness | None]) -> None:
+    with make([True], seen) as it:
+        it.server = READY
+        it._find = lambda: 1 / 0  # type: ignore[assignment, return-value]
+        wait_for(lambda: "division" in it.report().reason, 10, "the error")
+        assert not it.report().is_ready
+
+
+def test_an_engine_that_is_given_up_ends_the_server(seen: dict[str, Readiness | None]) -> None:
+    with make([True], seen) as it:
+        it.raise_if_given_up()
+        seen["one-1234"] = Readiness("given up", "it died 5 times")
+        wait_for(lambda: not it._seen["engines"].is_live, 10, "the look")
+        with pytest.raises(ServeError, match="an engine is given up: one: it died 5 times"):
+            it.raise_if_given_up()
+
+
+def test_a_taken_port_is_named_with_its_option(seen: dict[str, Readiness | None]) -> None:
+    with make([True], seen) as it:
+        port = it._endpoint.port
+        with pytest.raises(ServeError, match=f"port {port} .--health-port.: "):
+            Health(Endpoints(health=port), lambda: True)

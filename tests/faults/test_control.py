@@ -21,7 +21,7 @@ from support.faults.nothing_lost import (
 )
 from support.faults.service import serving
 from support.triton.burst import bursting
-from support.triton.serving import Server, wait_for
+from support.triton.serving import Server, has_ended, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -90,4 +90,4 @@ def test_sigterm_under_load(tmp_path: Path, drain_s: int) -> None:
             assert_prefixes(canaries, recorded)
             assert all(error.startswith("[TW-DRAINING]") for error in canaries.errors + burst.errors)
         assert server.process.wait(LIMIT_S) == 0
-        assert not any(process.is_running() for process in left)
+        wait_for(lambda: all(map(has_ended, left)), LIMIT_S, "the end of its processes")

@@ -13,7 +13,7 @@ from support.faults.nothing_lost import CANARIES, Recorded, assert_survived, run
 from support.faults.planted import Fault
 from support.faults.service import PLANTED, make_repository
 from support.triton.burst import bursting
-from support.triton.serving import START_LIMIT_S, Server, start_server, wait_for
+from support.triton.serving import START_LIMIT_S, Server, has_ended, start_server, wait_for
 from tidewheel.engine.launcher import recent_deaths
 
 pytestmark = pytest.mark.e2e
@@ -67,7 +67,7 @@ def test_a_step_that_raises_ends_all_and_the_next_engine_serves(
 ) -> None:
     with case(ends=DEAD, log="Traceback"):
         assert ask(server, Fault.RAISES.prompt()).startswith(f"[{DEAD} retry_after_ms=")
-    assert not mortal.is_running() or mortal.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(mortal)
 
 
 def test_a_killed_engine_is_told_to_every_client_and_the_next_serves(
@@ -119,7 +119,7 @@ def test_a_pause_is_survived(server: Server, case: Case) -> None:
 def test_a_step_that_hangs_is_ended_with_its_stacks(server: Server, case: Case, mortal: psutil.Process) -> None:
     with case(ends=DEAD), bursting(server) as burst:
         burst.send(Fault.HANGS.prompt(), 100)
-        wait_for(lambda: not mortal.is_running() or mortal.status() == psutil.STATUS_ZOMBIE, HANG_LIMIT_S, "its end")
+        wait_for(lambda: has_ended(mortal), HANG_LIMIT_S, "its end")
         burst.finish()
         assert [error[: len(DEAD) + 1] for error in burst.errors] == [f"[{DEAD}"]
         assert "support/faults/planted.py" in (engine_dir(server) / "engine.log").read_text()

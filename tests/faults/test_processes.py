@@ -13,7 +13,7 @@ from faults.conftest import Case
 from support.faults.nothing_lost import CANARIES, Recorded, assert_survived, shm_prefix, streaming_canaries
 from support.faults.service import serving
 from support.triton.burst import bursting
-from support.triton.serving import Server, wait_for
+from support.triton.serving import Server, has_ended, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -78,7 +78,7 @@ def test_a_dead_front_end_is_told_and_leaves_nothing(mortal: Server, number: sig
         burst.finish()
         assert len(burst.errors) == len(CANARIES)
     assert mortal.process.wait(TOLD_LIMIT_S) == 1
-    assert not any(process.is_running() for process in left)
+    wait_for(lambda: all(map(has_ended, left)), TOLD_LIMIT_S, "the end of its processes")
     assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
 
 

@@ -57,6 +57,14 @@ def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
     pytest.fail(f"{what}: not within {limit_s} s")
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether it has, reaped or not."""
+    try:
+        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 @dataclass
 class Server:
     """A running `tidewheel serve`."""

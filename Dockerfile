@@ -15,7 +15,8 @@ COPY model_repository model_repository
 RUN useradd --create-home tidewheel && chown -R tidewheel model_repository
 USER tidewheel
 
-EXPOSE 8000 8001 8002
+EXPOSE 8000 8001 8002 8003
+HEALTHCHECK --start-period=120s --interval=5s --timeout=3s CMD ["curl", "--fail", "--silent", "http://127.0.0.1:8003/ready"]
 # Inside a container the ports must be reachable from outside it; compose publishes them on the host's loopback.
 ENTRYPOINT ["tidewheel", "serve", "--host", "0.0.0.0"]
 CMD ["--model-repository", "model_repository", "--models", "demo,demo_infer"]

@@ -25,18 +25,19 @@ class Address(NamedTuple):
     http: str
     model: str
     metrics: str
+    health: str
 
 
 @contextmanager
 def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700) -> Iterator[Address]:
-    """Serve a Hugging Face folder on `ports`, `ports + 1` and `ports + 2` (HTTP, gRPC, metrics)."""
+    """Serve a Hugging Face folder on `ports` and the three that follow (HTTP, gRPC, metrics, health)."""
     command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder)]
-    for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port")):
+    for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
         command += [option, str(ports + offset)]
-    command += ["--health-port", "0"]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    address = Address(f"127.0.0.1:{ports + 1}", f"127.0.0.1:{ports}", folder.name, f"127.0.0.1:{ports + 2}")
+    http, grpc, metrics, health = (f"127.0.0.1:{ports + offset}" for offset in range(4))
+    address = Address(grpc, http, folder.name, metrics, health)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _wait_ready(process, address)

@@ -14,3 +14,13 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
+
+
+def read_at_most(path: Path, limit: int) -> bytes:
+    """Raise `OSError` as `open_regular` does, and for a file of more bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(min(size, limit) + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are read", str(path))
+    return content

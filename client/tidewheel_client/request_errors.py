@@ -116,7 +116,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[RequestError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: PromptTooLarge,
 }
 
-# Triton's messages on streams, which carry no status.
+# Triton's messages without a status, or with INTERNAL.
 _BY_TEXT: tuple[tuple[str, type[RequestError]], ...] = (
     ("has no available versions", ServerUnavailable),  # shutting down
     ("unknown model", NotFound),
@@ -145,7 +145,7 @@ def from_rpc(error: grpc.RpcError, url: str) -> RequestError:
         return ServerUnavailable(f"no server answers at {url}")
     if text.startswith(("errors resolving", "DNS resolution failed")):
         return ServerUnavailable(f"no such host: {url}")
-    cls = _BY_STATUS.get(error.code(), RequestError)
+    cls = _BY_STATUS.get(error.code()) or _first_match(text)
     return _from_tagged(text) or cls(text or f"the call failed with {error.code().name}")
 
 

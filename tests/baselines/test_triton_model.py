@@ -35,6 +35,7 @@ def arguments(folder: Path, **parameters: str) -> dict[str, str]:
         "model_instance_device_id": "0",
         "model_repository": str(folder),
         "model_version": "1",
+        "model_name": "baseline",
     }
 
 

@@ -96,6 +96,7 @@ def test_a_tag_of_a_newer_server_keeps_its_text(client: Client, triton: FakeTrit
         (say_error("something else"), tc.RequestError),
         (refuse(grpc.StatusCode.INVALID_ARGUMENT, "unexpected shape"), tc.InvalidRequest),
         (refuse(grpc.StatusCode.UNIMPLEMENTED, "no"), tc.Unsupported),
+        (refuse(grpc.StatusCode.INTERNAL, "Stub process 'demo_0' is not healthy."), tc.ServerUnavailable),
         (refuse(grpc.StatusCode.INTERNAL, "oops"), tc.RequestError),
     ],
 )

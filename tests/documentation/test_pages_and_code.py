@@ -78,3 +78,9 @@ def test_make_runs_every_end_to_end_test() -> None:
 def test_the_layers_are_those_of_the_layer_test() -> None:
     rows = re.findall(r"^\| L(\d) \| ([^|]+) \|", ARCHITECTURE, re.MULTILINE)
     assert {name: int(level) for level, names in rows for name in re.findall(r"`([\w.]+)`", names)} == LAYERS
+
+
+def test_the_tests_of_the_rules_of_security_are_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    assert not [test for path, test in named if f"def {test}(" not in (ROOT / "tests" / path).read_text()]

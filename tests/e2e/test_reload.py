@@ -83,6 +83,11 @@ def engines(server: Server, name: str = "moving") -> set[int]:
     return found
 
 
+def front_end(server: Server, name: str) -> psutil.Process:
+    stubs = [process for process in server.descendants() if process.name().startswith("triton_python_b")]
+    return next(process for process in stubs if f"/{name}/" in " ".join(process.cmdline()))
+
+
 def load(server: Server, name: str) -> None:
     with grpcclient.InferenceServerClient(server.grpc) as client:
         client.load_model(name)
@@ -172,6 +177,19 @@ def test_requests_of_the_reloaded_model_end_where_they_began(
     assert [tokens[:32] for tokens in burst.tokens.values()] == list(expected.values())
     assert {len(tokens) for tokens in burst.tokens.values()} == {400}
     wait_for(lambda: first not in engines(server), LIMIT_S, "end of the old engine")
+
+
+def test_a_dead_front_end_is_replaced_and_no_other_model_notices(
+    server: Server, expected: dict[str, list[int]]
+) -> None:
+    text = ask(server, "moving_infer")
+    with steady_streams(server, NUM_STREAMS, expected):
+        for name in ("moving_infer", "moving"):
+            front_end(server, name).kill()
+            said = f"model '{name}' is loaded again"
+            wait_for(lambda said=said: said in server.log.read_text(), LIMIT_S, said)
+            assert (ask(server), ask(server, "moving_infer")) == (text, text)
+    assert "starting the server again" not in server.log.read_text()
 
 
 def test_polling_follows_the_repository(tmp_path: Path, expected: dict[str, list[int]]) -> None:

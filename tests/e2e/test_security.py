@@ -65,7 +65,7 @@ def guarded(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
     log = tmp_path_factory.mktemp("guarded") / "serve.log"
     running = wait_ready(
         start_server(
-            "--model-repository", str(REPOSITORY), "--models", "demo,demo_infer",
+            "--model-repository", str(REPOSITORY), "--models", "demo,demo_infer", "--verbose",
             *(f"--triton-arg={argument}" for argument in arguments), log=log,
         )
     )  # fmt: skip
@@ -105,6 +105,16 @@ def test_an_api_that_asks_for_a_key(guarded: Server, certificates: Certificates)
             known.get_inference_statistics("demo")
         headers = {f"triton-grpc-protocol-{name}": value for name, value in KEY.items()}
         assert known.get_inference_statistics("demo", headers=headers).model_stats
+
+
+def test_no_text_and_no_line_of_a_client_is_logged(guarded: Server) -> None:
+    guarded.generate("zebra-7261 is", max_tokens=4)
+    body = {"text_input": "zebra-7262", "id": "zebra-7263\nforged line", "parameters": {"tenant\nforged line": "x"}}
+    assert guarded.post("demo/generate", body).status_code == 400
+    log = guarded.log.read_text()
+    assert "engine package" in log  # of our front ends
+    assert "zebra" not in log
+    assert "forged line" not in log
 
 
 def test_what_serve_closes_stays_closed(guarded: Server) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tidewheel.engine.engine_watch import UNOWNED_S, EngineWatch
+from tidewheel.engine.engine_watch import UNUSED_S, EngineWatch
 from tidewheel.engine.folder import CURRENT, HEARTBEAT, LOCK, Status, first_status, is_owned, write_status
 from tidewheel.engine.heartbeat import MAX_GAP_S, HangLimits, HangWatch, Heartbeat
 
 LOOK_S = 0.2
+GONE = "the front end of the engine is gone or says nothing"
 
 
 class Clock:
@@ -37,6 +38,7 @@ class World:
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.write()
         self.heartbeat = Heartbeat(self.folder, self.clock)
+        self.heartbeat.beat(None, 1)
 
     def write(self, **changes: object) -> Status:
         self.status = msgspec.structs.replace(self.status, **changes)
@@ -68,7 +70,7 @@ def world(tmp_path: Path) -> World:
 )
 def test_a_hang_is_longer_than_any_step(world: World, expected_s: float | None, hung_s: int, end_s: int) -> None:
     watch = world.hang_watch()
-    world.heartbeat.beat(expected_s)
+    world.heartbeat.beat(expected_s, 1)
     watch.look()
     world.wait(watch, hung_s - 0.4)
     assert not watch.is_hung
@@ -79,7 +81,7 @@ def test_a_hang_is_longer_than_any_step(world: World, expected_s: float | None, 
     assert not watch.must_end
     world.wait(watch, 0.8)
     assert watch.must_end
-    world.heartbeat.beat(expected_s)
+    world.heartbeat.beat(expected_s, 1)
     watch.look()
     assert not watch.is_hung
     assert watch.silence_s == 0
@@ -88,7 +90,7 @@ def test_a_hang_is_longer_than_any_step(world: World, expected_s: float | None, 
 def test_a_loop_that_turns_never_hangs(world: World) -> None:
     watch = world.hang_watch()
     for _ in range(100):
-        world.heartbeat.beat(0.0)
+        world.heartbeat.beat(0.0, 1)
         world.wait(watch, 4.0)
         assert not watch.is_hung
 
@@ -104,7 +106,7 @@ def test_a_pause_of_the_watcher_or_of_the_machine_is_no_silence(world: World) ->
 
 def test_an_engine_that_compiles_is_waited_for(world: World) -> None:
     watch = world.hang_watch()
-    world.heartbeat.beat(0.01)
+    world.heartbeat.beat(0.01, 1)
     world.write(stage="compile")
     world.wait(watch, 120)
     assert not watch.is_hung
@@ -125,7 +127,7 @@ def test_the_heartbeat_of_the_next_engine_is_another_file(world: World) -> None:
     watch = world.hang_watch()
     later = Heartbeat(world.folder, world.clock)
     for _ in range(10):
-        later.beat(0.0)
+        later.beat(0.0, 1)
         world.wait(watch, 1)
     assert watch.is_hung
     assert not world.hang_watch().is_hung
@@ -141,7 +143,7 @@ def test_an_engine_is_judged_by_its_files(world: World) -> None:
     hung = watch.look()
     assert hung is not None
     assert hung.state == "hung"
-    world.heartbeat.beat(None)
+    world.heartbeat.beat(None, 1)
     assert watch.look() == ("ready", "")
     world.write(is_draining=True)
     assert watch.look() == ("draining", "the server is shutting down")
@@ -170,9 +172,20 @@ def test_an_engine_without_a_front_end_serves_nobody(world: World) -> None:
     watch = world.engine_watch()
     assert watch.look() == ("ready", "")
     world.leave()
-    world.clock.now += UNOWNED_S + 0.1
-    world.heartbeat.beat(None)
-    assert watch.look() == ("stopped", "the front end of the engine is gone")
+    world.clock.now += UNUSED_S + 0.1
+    world.heartbeat.beat(None, 1)
+    assert watch.look() == ("stopped", GONE)
+
+
+def test_a_front_end_that_says_nothing_serves_nobody(world: World) -> None:
+    watch = world.engine_watch()
+    for num_front_ends, state in ((1, "ready"), (0, "stopped"), (1, "ready")):
+        world.heartbeat.beat(None, num_front_ends)
+        watch.look()
+        world.wait(watch, UNUSED_S + 2 * LOOK_S)
+        seen = watch.look()
+        assert seen is not None
+        assert seen.state == state
 
 
 def test_to_ask_for_the_owner_takes_nothing(world: World) -> None:

@@ -32,6 +32,7 @@ BAD_PARAMETERS: list[tuple[str, list[str]]] = [
     ('{"temprature": 1}', ["temprature", "temperature"]),
     ('{"seed": 18446744073709551616}', ["seed"]),
     ('{"stop_token_ids": [4096]}', ["stop_token_ids", "4096", "4095"]),
+    ('{"stop": [""]}', ["stop", "empty string"]),
     ('{"logit_bias": {"-1": 1}}', ["logit_bias", "-1"]),
     ('{"logprobs": 1000000000}', ["logprobs", "1000000000", "20"]),
     ('{"logprobs": -1}', ["logprobs", "-1", "0"]),
@@ -47,7 +48,13 @@ ENDLESS: list[dict[str, Any]] = [
     {"stop": "x" * (1 << 20)},
     {"logit_bias": dict.fromkeys(map(str, range(1_000_000)), 1)},
 ]
-UNSUPPORTED = ['{"allowed_token_ids": [4096]}', '{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}']
+UNSUPPORTED = [
+    '{"allowed_token_ids": [4096]}',
+    '{"best_of": 3}',
+    '{"guided_json": {}}',
+    '{"prompt_logprobs": 1}',
+    '{"prompt_embeds": "AAAA"}',
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,7 +10,16 @@ import psutil
 import pytest
 
 from faults.conftest import Case
-from support.faults.nothing_lost import CANARIES, Recorded, assert_survived, shm_prefix, streaming_canaries
+from support.faults.nothing_lost import (
+    CANARIES,
+    Recorded,
+    assert_serves,
+    assert_survived,
+    record,
+    shared_memory,
+    shm_prefix,
+    streaming_canaries,
+)
 from support.faults.service import serving
 from support.triton.burst import bursting
 from support.triton.serving import Server, has_ended, wait_for
@@ -19,13 +28,18 @@ pytestmark = pytest.mark.e2e
 
 TOLD_LIMIT_S = 30.0
 BACK_LIMIT_S = 60.0
-NO_RESTART = "serve ends its group when a front end dies; it does not start it again yet"
 PROMPT_PROCESS = "tidewheel.frontend.prompt_process"
 
 
 def stub_of(server: Server, model: str) -> psutil.Process:
     stubs = server.processes("triton_python_backend_stub")
     return next(stub for stub in stubs if f"/{model}/" in " ".join(stub.cmdline()))
+
+
+def shared_memory_files(server: Server) -> set[tuple[str, int]]:
+    """Return names and inodes of the server's regions."""
+    paths = shared_memory(server).glob(f"{shm_prefix(server)}*")
+    return {(path.name, path.stat().st_ino) for path in paths}
 
 
 @pytest.fixture
@@ -66,10 +80,9 @@ def test_a_paused_prompt_process_delays_only_its_own(server: Server, case: Case)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda one: one.name)
-def test_a_dead_front_end_is_told_and_leaves_nothing(mortal: Server, number: signal.Signals) -> None:
-    """Every stream ends, with an error or with its connection."""
-    prefix = shm_prefix(mortal)
-    left = mortal.descendants()
+def test_a_dead_front_end_is_told_and_started_again(mortal: Server, number: signal.Signals) -> None:
+    """Every stream ends, with an error or with its connection; the next server leaves nothing of the last."""
+    recorded, left, regions = record(mortal), mortal.descendants(), shared_memory_files(mortal)
     with bursting(mortal, num_clients=len(CANARIES)) as burst:
         for prompt in CANARIES:
             burst.send(prompt, 900)
@@ -77,20 +90,8 @@ def test_a_dead_front_end_is_told_and_leaves_nothing(mortal: Server, number: sig
         stub_of(mortal, "demo").send_signal(number)
         burst.finish()
         assert len(burst.errors) == len(CANARIES)
-    assert mortal.process.wait(TOLD_LIMIT_S) == 1
-    wait_for(lambda: all(map(has_ended, left)), TOLD_LIMIT_S, "the end of its processes")
-    assert list(Path("/dev/shm").glob(f"{prefix}*")) == []
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(reason=NO_RESTART, strict=True)
-def test_a_dead_front_end_is_started_again(mortal: Server) -> None:
-    stub_of(mortal, "demo").kill()
-
-    def is_back() -> bool:
-        assert mortal.process.poll() is None, "the server ended"
-        return mortal.is_ready()
-
-    wait_for(lambda: not mortal.is_ready(), TOLD_LIMIT_S, "a server that is not ready")
-    wait_for(is_back, BACK_LIMIT_S, "a server that is ready again")
-    assert mortal.generate(CANARIES[0], temperature=0.0)["text_output"]
+    wait_for(mortal.is_ready, BACK_LIMIT_S, "a server that is ready again")
+    assert_serves(mortal, recorded)
+    old = [process for process in left if not has_ended(process)]
+    assert not any(process.name().startswith(("tritonserver", "triton_python_b")) for process in old)
+    assert regions & shared_memory_files(mortal) == set()

@@ -31,7 +31,8 @@ def flags_of(line: list[str]) -> dict[str, str]:
 
 
 def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, tmp_path: Path) -> None:
-    known = frozenset({"--allow-client-shm", "--http-restricted-api", "--allow-gpu-metrics"})
+    pool = "--grpc-max-response-pool-size"
+    known = frozenset({"--allow-client-shm", "--http-restricted-api", "--allow-gpu-metrics", pool})
     line = command(install, tmp_path, ENDPOINTS, WorkDir(tmp_path), drain_s=2.5, flags=known, extra=["--id=x"])
     flags = flags_of(line)
     assert line[0] == str(install.binary)
@@ -40,6 +41,7 @@ def test_binds_where_it_is_told_and_closes_what_it_can(install: TritonInstall, t
         assert flags[f"--{endpoint}-address"] == "127.0.0.1"
     assert flags["--model-control-mode"] == "none"
     assert flags["--allow-client-shm"] == "false"
+    assert flags[pool] == "1024"
     assert flags["--http-restricted-api"].startswith("shared-memory,trace,logging:")
     assert "--grpc-restricted-protocol" not in flags
     assert "--allow-sagemaker" not in flags

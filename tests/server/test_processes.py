@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -89,6 +90,21 @@ def test_reap_leaves_the_one_to_keep(child: subprocess.Popen[bytes]) -> None:
     assert processes.read(child.pid) is not None
     assert child.wait() == -signal.SIGKILL
     other.wait()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limit"),
+    [(128, 4096, 4096), (1024, 1 << 20, processes.MAX_DESCRIPTORS), (1 << 20, 1 << 20, 1 << 20), (128, 128, 128),
+     (1024, -1, processes.MAX_DESCRIPTORS), (-1, -1, processes.MAX_DESCRIPTORS)],
+)  # fmt: skip
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, limit: int
+) -> None:
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: set_to.append(limits))
+    assert processes.raise_descriptor_limit() == limit
+    assert set_to == ([] if soft == -1 else [(limit, hard)])
 
 
 def _no_pidfd(pid: int) -> int:

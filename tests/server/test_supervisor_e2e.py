@@ -57,6 +57,7 @@ output [ { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
 DEATH_LIMIT_S = 20.0  # less than a drain may take: a death waits for no request
 STOP_LIMIT_S = 20.0
+RESTART_LIMIT_S = 30.0
 
 
 @pytest.fixture
@@ -201,15 +202,34 @@ def test_asking_twice_ends_at_once(server: Server, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", ["stub", "tritonserver"])
-def test_a_death_ends_the_group(server: Server, folder: Path, victim: str) -> None:
+def test_a_death_ends_the_group_without_restarts(folder: Path, victim: str) -> None:
+    server = wait_ready(serve(folder, "--no-restart"))
     traces = Traces(server, folder)
     getattr(traces, victim).kill()
     assert wait_end(server, DEATH_LIMIT_S) == 1
     traces.assert_nothing_left()
     assert "died" in server.log.read_text()
     if victim == "tritonserver":  # its own words, with their times, and no guess at a cause
-        assert "tritonserver died (signal 9, Killed); it printed last:\n" in server.log.read_text()
+        assert "tritonserver died (signal 9, Killed)\nIt printed last:\n" in server.log.read_text()
         assert re.search(r"\n  I\d{4} [\d:.]+ \d+ \S+\] .*Started Metrics Service", server.log.read_text())
+
+
+def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: Path) -> None:
+    (work,) = (folder / "tmp").glob("tidewheel-serve-*")
+    num_regions = len(regions(work.name))
+    stubs(server)[0].kill()  # of a foreign backend, so noticed late
+    for number in range(1, 5):
+        wait_for(lambda n=number: server.log.read_text().count("ready again after") == n, RESTART_LIMIT_S, "restart")
+        (release := folder / "release").touch()
+        assert len(list(stream(server, release))) == 2
+        assert len(regions(work.name)) == num_regions
+        traces = Traces(server, folder)
+        traces.tritonserver.kill()
+    assert wait_end(server, DEATH_LIMIT_S) == 1
+    traces.assert_nothing_left()
+    (end,) = error_lines(server)
+    assert end.startswith("tidewheel: error: 5 deaths within 60 s of service, so the server is not started again; ")
+    assert end.endswith("the last: tritonserver died (signal 9, Killed)")
 
 
 def stubs(server: Server) -> list[psutil.Process]:
@@ -221,7 +241,7 @@ def control(server: Server, action: str) -> requests.Response:
 
 
 def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path) -> None:
-    server = wait_ready(serve(folder, "--model-control", "explicit", "--models", "words"))
+    server = wait_ready(serve(folder, "--model-control", "explicit", "--models", "words", "--no-restart"))
     assert control(server, "unload").ok
     wait_for(lambda: not stubs(server), STOP_LIMIT_S, "end of the stub")
     with pytest.raises(subprocess.TimeoutExpired):
@@ -240,12 +260,13 @@ def test_an_unload_is_no_death_and_a_model_loaded_later_is_watched(folder: Path)
     assert f"a front end died (stub process {stub.pid})" in server.log.read_text()
 
 
-def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_nothing_survives_when_serve_itself_is_killed(server: Server, folder: Path, number: signal.Signals) -> None:
     traces = Traces(server, folder)
     answer = stream(server, folder / "never")
     assert "first" in next(answer)
-    server.process.kill()
-    server.process.wait()
+    server.process.send_signal(number)
+    assert server.process.wait(DEATH_LIMIT_S) == -number
     wait_for(lambda: not traces.processes_left(), STOP_LIMIT_S, "end of the orphans")
     traces.assert_nothing_left()
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tidewheel.server.workdir import sweep, work_dir
+from tidewheel.server import processes
+from tidewheel.server.processes import Process
+from tidewheel.server.workdir import remove_environments, sweep, work_dir
 
 
 @pytest.fixture
@@ -69,6 +71,22 @@ def test_leftovers_of_a_killed_server_are_removed(tmp_path: Path, shared_memory:
         assert not left_over.exists()
         assert not without_lock.exists()
     assert list(shared_memory.iterdir()) == []
+
+
+def test_folders_that_a_killed_triton_left_are_removed_unless_one_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("python_env_old", "python_env_full", "python_env_empty", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "python_env_full" / "0").mkdir()
+    make_old(tmp_path / "python_env_old")
+    living = [Process(7, 1, "tritonserver", "S", 0)]
+    monkeypatch.setattr(processes, "snapshot", lambda: living)
+    remove_environments(1000.0, tmp_path)
+    assert (tmp_path / "python_env_empty").exists()
+    living[0] = living[0]._replace(state="Z")
+    remove_environments(1000.0, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"python_env_old", "python_env_full", "other"}
 
 
 def test_what_may_be_in_use_stays(tmp_path: Path, shared_memory: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from tidewheel.adapter.logs import route_logging
+from tidewheel.adapter.presence import Presence
 from tidewheel.adapter.responder import error_response
 from tidewheel.baseline.generator import Generator, Row, RowOutput
 from tidewheel.config import EngineConfig
@@ -31,6 +32,10 @@ class TritonPythonModel:
             self._generator = Generator.load(_settings(args))
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        self._presence = Presence(args["model_name"])
+
+    def finalize(self) -> None:
+        self._presence.remove()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         items = [self._read(request) for request in requests]

@@ -44,9 +44,10 @@ class TritonSink:
     2.51). So a lock separates it from sending, and nothing touches the sender after the end.
     """
 
-    def __init__(self, sender: Any) -> None:
+    def __init__(self, sender: Any, on_end: Callable[[], None] = lambda: None) -> None:
         self.format = ResponseFormat()  # set before sending
         self._sender = sender
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._is_open = True
         self._is_cancelled = False
@@ -84,7 +85,9 @@ class TritonSink:
             self._sender.send(pb_utils.InferenceResponse(tensors), flags=0)
         is_final = is_last(response)
         self._sender.send(pb_utils.InferenceResponse(last), flags=_FINAL if is_final else 0)
-        self._is_open = not is_final
+        if is_final:
+            self._is_open = False
+            self._on_end()
 
     def _fail(self, error: TidewheelError) -> None:
         if not self._is_open:
@@ -94,6 +97,7 @@ class TritonSink:
             self._sender.send(error_response(error), flags=_FINAL)
         except Exception as reason:
             pb_utils.Logger.log_error(f"an error response could not be sent: {reason}")
+        self._on_end()
 
     def _texts_of(self, response: Response) -> list[str]:
         new = [chunk.text for chunk in response]

@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 import tidewheel
 from tidewheel.adapter.follower import Follower
 from tidewheel.adapter.logs import route_logging
+from tidewheel.adapter.presence import Presence
 from tidewheel.adapter.repository_entry import load_settings
 from tidewheel.adapter.request_tensors import read_request
 from tidewheel.adapter.responder import TritonSink
@@ -46,6 +47,7 @@ class TritonPythonModel:
             make_current(place)
         except (ConfigError, TidewheelError) as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        self._presence = Presence(args["model_name"])
 
     def is_ready(self) -> bool:
         """Return whether requests are taken. Servers since python_backend's pull request 430 ask; it never blocks."""
@@ -58,12 +60,14 @@ class TritonPythonModel:
             self._follower.serving.frontend.wait_for_room()
 
     def finalize(self) -> None:
+        self._presence.remove()
         self._follower.close()
 
     def _submit(self, request: Any) -> None:
         """Pass a request on, or answer it with an error."""
         arrival_ns = time.monotonic_ns()
-        sink = TritonSink(request.get_response_sender())
+        self._presence.open_request()
+        sink = TritonSink(request.get_response_sender(), self._presence.close_request)
         try:
             generate, sink.format = read_request(
                 request,

@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds that running requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
     )
     how.add_argument(
+        "--no-restart",
+        action="store_true",
+        help="end, with an exit code that is not 0, when tritonserver or a front end dies (default: start again)",
+    )
+    how.add_argument(
         "--open-api",
         action="append",
         choices=("shared-memory", "trace", "logging"),
@@ -139,6 +144,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
             health=args.health_port,
         ),
         drain_s=args.drain_s,
+        restart=not args.no_restart,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),
         repository_poll_s=args.repository_poll_s,
         open_apis=tuple(args.open_api),

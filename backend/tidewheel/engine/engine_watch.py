@@ -8,7 +8,7 @@ from tidewheel.engine.folder import Status, is_owned, read_status
 from tidewheel.engine.heartbeat import HangLimits, HangWatch
 from tidewheel.health_endpoint import READY, Readiness
 
-UNOWNED_S = 2.0  # after a front end's end, until another holds the lock
+UNUSED_S = 2.0  # after a front end's end, until another holds the lock and says hello
 
 
 class EngineWatch:
@@ -23,7 +23,7 @@ class EngineWatch:
         self._clock = clock
         self._process = (0, 0)
         self._hang: HangWatch | None = None
-        self._owned_at = clock()
+        self._used_at = clock()
         self._was_ready = False
 
     def look(self) -> Readiness | None:
@@ -34,25 +34,26 @@ class EngineWatch:
         if status.is_given_up:
             return Readiness("given up", status.message)
         is_wanted = is_owned(self._current)
-        if is_wanted:
-            self._owned_at = self._clock()
         if status.state == "ready" and status.is_alive:
             self._was_ready = True
-            return self._judge(status)
+            return self._judge(status, is_wanted)
         self._was_ready = self._was_ready and is_wanted
         return self._absent(status) if self._was_ready else None
 
-    def _judge(self, status: Status) -> Readiness:
+    def _judge(self, status: Status, is_wanted: bool) -> Readiness:
         if self._hang is None or self._process != (status.pid, status.start_ticks):
             self._process = status.pid, status.start_ticks
             self._hang = HangWatch(self._current.resolve(), self._limits, self._clock)
         self._hang.look()
+        now = self._clock()
+        if is_wanted and self._hang.has_front_ends:
+            self._used_at = now
         if status.is_draining:
             return Readiness("draining", "the server is shutting down")
         if self._hang.is_hung:
             return Readiness("hung", self._hang.describe())
-        if self._clock() - self._owned_at > UNOWNED_S:
-            return Readiness("stopped", "the front end of the engine is gone")
+        if now - self._used_at > UNUSED_S:
+            return Readiness("stopped", "the front end of the engine is gone or says nothing")
         return READY
 
     def _absent(self, status: Status) -> Readiness:

@@ -16,7 +16,7 @@ from tidewheel.engine.folder import HEARTBEAT, read_status
 
 MAX_GAP_S = 1.0  # between two looks; what is longer is a pause of the watcher, or of the whole machine
 
-_LAYOUT = struct.Struct("<Qdd?")
+_LAYOUT = struct.Struct("<Qdd?I")
 
 
 class Beat(NamedTuple):
@@ -24,6 +24,7 @@ class Beat(NamedTuple):
     at: float  # monotonic seconds
     expected_s: float  # predicted time until the next beat
     is_stepping: bool  # else idle
+    num_front_ends: int
 
 
 class Heartbeat:
@@ -36,13 +37,16 @@ class Heartbeat:
         with temporary.open("w+b") as file:
             os.posix_fallocate(file.fileno(), 0, mmap.PAGESIZE)  # a write beyond a full disk would be SIGBUS
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        self.beat(None)
+        self.beat(None, 0)
         temporary.replace(engine_dir / HEARTBEAT)
 
-    def beat(self, expected_s: float | None) -> None:
+    def beat(self, expected_s: float | None, num_front_ends: int) -> None:
         """Note a turn of the loop, and how long it will take; None: idle."""
         self._sequence += 1
-        _LAYOUT.pack_into(self._memory, 0, self._sequence, self._clock(), expected_s or 0.0, expected_s is not None)
+        is_stepping = expected_s is not None
+        _LAYOUT.pack_into(
+            self._memory, 0, self._sequence, self._clock(), expected_s or 0.0, is_stepping, num_front_ends
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,10 @@ class HangWatch:
         beat = self._read()
         if beat != self._beat or (self.is_hung and self._is_in_a_stage()):
             self._beat, self.silence_s = beat, 0.0
+
+    @property
+    def has_front_ends(self) -> bool:
+        return self._beat is None or self._beat.num_front_ends > 0
 
     def describe(self) -> str:
         doing = "in a step" if self._beat is not None and self._beat.is_stepping else "idle"

@@ -59,7 +59,7 @@ class EngineServer:
         linger_s: float,
         identity: str = "",
         note: Callable[..., None] = lambda **_: None,
-        beat: Callable[[float | None], None] = lambda _: None,
+        beat: Callable[[float | None, int], None] = lambda _, __: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
@@ -71,7 +71,7 @@ class EngineServer:
         self._seeds = random.Random(config.seed)  # noqa: S311 - samples tokens, guards nothing
         self._linger_s = linger_s
         self._note = note  # into the status
-        self._beat = beat
+        self._write_beat = beat
         self._clock = clock
         self._front_ends = FrontEnds(socket)
         self._core = EngineCore(
@@ -79,7 +79,7 @@ class EngineServer:
             runner,
             self._front_ends.deliver,
             receive=self._receive,
-            beat=beat,
+            beat=self._beat,
             first_step_s=config.engine_start_timeout_s / FIRST_STEPS,
             clock=clock,
         )
@@ -107,6 +107,9 @@ class EngineServer:
         """Send the last answers without scheduler and runner, which may be broken."""
         self._front_ends.flush()
         self._front_ends.broadcast(Dropped(ErrorInfo.of(error)))
+
+    def _beat(self, expected_s: float | None) -> None:
+        self._write_beat(expected_s, len(self._front_ends))
 
     def _wait(self) -> None:
         self._beat(None)

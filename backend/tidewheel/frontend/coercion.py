@@ -101,9 +101,12 @@ def to_text(name: str, value: object) -> str:
 
 
 def to_texts(name: str, value: object) -> tuple[str, ...]:
-    """Drop empty texts: clients send `[""]` for none."""
+    """Drop empty texts, which clients of TensorRT-LLM send for none. Refuse them for `stop`, as vLLM does."""
     items = value if isinstance(value, list | tuple) else [value]
-    return tuple(text for item in items if (text := to_text(name, item)))
+    texts = tuple(to_text(name, item) for item in items)
+    if name == "stop" and "" in texts:
+        raise InvalidRequest("stop holds an empty string: leave it out")
+    return tuple(filter(None, texts))
 
 
 def to_ints(name: str, value: object) -> tuple[int, ...]:

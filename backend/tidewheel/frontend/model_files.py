@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tidewheel.errors import ConfigError, InvalidRequest
-from tidewheel.regular_files import open_regular
+from tidewheel.regular_files import read_at_most
 from tidewheel.sampling import SamplingParams
 
 MAX_FILE_BYTES = 256 << 20  # the largest tokenizer.json has about 35 MB
@@ -25,10 +25,7 @@ _OVERRIDES = {**_KEYS, "max_new_tokens": "max_tokens"}
 def read_text(path: Path) -> str | None:
     """Return None if the file is missing. Raise `ConfigError`."""
     try:
-        with open_regular(path) as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size} bytes: at most {MAX_FILE_BYTES} are read")
+        content = read_at_most(path, MAX_FILE_BYTES)
         return io.TextIOWrapper(io.BytesIO(content), "utf-8").read()  # with one kind of line end
     except FileNotFoundError:
         return None

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from tidewheel.errors import ConfigError
-from tidewheel.regular_files import open_regular
+from tidewheel.regular_files import read_at_most
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,7 @@ UNWANTED = ["*/*", "consolidated*"]  # other formats of the weights
 
 def read_json(path: Path) -> dict[str, object]:
     try:
-        with open_regular(path) as file:
-            content = file.read(MAX_CONFIG_BYTES + 1)
-        if len(content) > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES} bytes: it is no configuration of a model")
-        value = json.loads(content)
+        value = json.loads(read_at_most(path, MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: give the folder of a Hugging Face model") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -38,8 +38,7 @@ class CompileLog:
 
     def begin(self, **_: object) -> None:
         """Note that a kernel will be compiled or loaded; triton-lang calls this."""
-        if self._is_serving:
-            self._report("compile", 0.0)
+        self._report("compile", 0.0)
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
         """Count a kernel; triton-lang calls this with `times` in microseconds."""
@@ -54,6 +53,9 @@ class CompileLog:
             self._report("", 1.0)
 
     def begin_serving(self) -> None:
+        import triton
+
+        triton.knobs.runtime.jit_cache_hook = self.begin
         self._is_serving = True
         logger.info("kernels: %d compiled, %d loaded from the cache", self.num_compiled, self.num_loaded)
 
@@ -70,7 +72,6 @@ def prepare_kernels(device: torch.device, report: Progress = no_progress) -> Com
         import triton
 
         triton.knobs.compilation.listener = log
-        triton.knobs.runtime.jit_cache_hook = log.begin
         _run_a_kernel(device)
     return log
 

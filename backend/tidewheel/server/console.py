@@ -7,20 +7,20 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
 from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import EngineInfo
+from tidewheel.server import State
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.server_log import LogLine
 from tidewheel.server.triton_http import DeployedModel
 from tidewheel.version import __version__
 
-Phase = Literal["loading", "ready", "stopping"]
-_SHOWN: dict[Phase, str] = {"loading": "W", "ready": "WEF", "stopping": ""}
+_SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "restarting": "W"}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 _FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
 _STEPS = 1000
@@ -41,14 +41,14 @@ class Console:
     def note(self, text: str) -> None:
         self._write(f"tidewheel: {text}", sys.stderr)
 
-    def server_line(self, line: LogLine, phase: Phase) -> None:
+    def server_line(self, line: LogLine, state: State) -> None:
         """Show problems, or everything if verbose.
 
         Errors of a load are hidden, because its end reports the reason; so is all that a stopping server prints.
         """
         if self.verbose:
             self._write(f"{line.level} {line.message}" if line.level else line.message, sys.stderr)
-        elif line.is_problem and line.level in _SHOWN[phase]:
+        elif line.is_problem and line.level in _SHOWN.get(state, ""):
             self.note(f"{_LEVELS[line.level]}: {line.message.strip()}")
 
     def _write(self, text: str, stream: object) -> None:

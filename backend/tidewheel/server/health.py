@@ -9,7 +9,7 @@ from pathlib import Path
 from tidewheel.engine.engine_watch import EngineWatch
 from tidewheel.engine.folder import current_engines
 from tidewheel.health_endpoint import READY, HealthEndpoint, Readiness
-from tidewheel.server import ServeError
+from tidewheel.server import CrashLoop, ServeError
 from tidewheel.server.endpoints import Endpoints
 
 LOOK_S = 0.2
@@ -44,10 +44,10 @@ class Health:
         return next((one for one in (self.server, *self._seen.values()) if not one.is_ready), READY)
 
     def raise_if_given_up(self) -> None:
-        """Raise `ServeError` if an engine is not started again."""
+        """Raise `CrashLoop` if an engine is not started again."""
         engines = self._seen["engines"]
         if not engines.is_live:
-            raise ServeError(f"an engine is given up: {engines.reason}")
+            raise CrashLoop(f"an engine is given up: {engines.reason}")
 
     def look(self) -> Readiness:
         """Return the worst state of all engines."""

@@ -118,6 +118,7 @@ def _hardening(flags: frozenset[str], opened: Collection[ClosedApi]) -> list[str
         "--allow-sagemaker": "false",
         "--allow-vertex-ai": "false",
         "--grpc-max-response-pool-size": str(MAX_QUEUED_RESPONSES),
+        "--grpc-infer-allocation-pool-size": "0",  # each of the pool would keep the memory of its largest request
     }
     if closed:
         wanted |= dict.fromkeys(("--http-restricted-api", "--grpc-restricted-protocol"), restriction)

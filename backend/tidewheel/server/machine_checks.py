@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from tidewheel.runner.device import LEAST_CAPABILITY
 from tidewheel.server.launch import SHM_DEFAULT_BYTES
 from tidewheel.server.machine_facts import Gpu, Machine, Torch
+from tidewheel.server.processes import GOOD_DESCRIPTORS
 from tidewheel.server.workdir import SHARED_MEMORY
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -142,6 +143,15 @@ def check_cores(machine: Machine) -> Judgement:
     return Judgement("cores", "ok", seen)
 
 
+def check_descriptors(machine: Machine) -> Judgement:
+    if machine.num_descriptors >= GOOD_DESCRIPTORS:
+        return Judgement("open files", "ok", f"{machine.num_descriptors} at most")
+    seen = f"{machine.num_descriptors} at most, one for each connection; further clients wait without an answer"
+    return Judgement(
+        "open files", "warning", seen, f"allow {GOOD_DESCRIPTORS} (ulimit -Hn, docker run --ulimit nofile)"
+    )
+
+
 def check_ports(machine: Machine) -> Judgement:
     if not machine.used_ports:
         return Judgement("ports", "ok", "8000, 8001, 8002 and 8003 are free")
@@ -165,6 +175,7 @@ CHECKS: tuple[Callable[[Machine], Judgement], ...] = (
     check_shared_memory,
     check_memory,
     check_cores,
+    check_descriptors,
     check_ports,
     check_run_dir,
 )

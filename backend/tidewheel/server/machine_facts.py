@@ -22,6 +22,7 @@ from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.server import ServeError, launch
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.locate import locate
+from tidewheel.server.processes import raise_descriptor_limit
 from tidewheel.server.workdir import SHARED_MEMORY, WorkDir
 from tidewheel_kernels.native.library import NativeUnavailable, find_compiler
 
@@ -74,6 +75,7 @@ class Machine:
     memory_bytes: int | None  # available to this process
     num_cores: int
     core_limit: float | None  # of the container
+    num_descriptors: int  # open files that a process may have
     used_ports: tuple[int, ...]
     run_dir: str
     run_dir_obstacle: str
@@ -99,6 +101,7 @@ def read_machine(tritonserver: str | None = None, environment: Mapping[str, str]
         memory_bytes=available_host_bytes(),
         num_cores=len(os.sched_getaffinity(0)),
         core_limit=read_core_limit(CPU_LIMIT),
+        num_descriptors=raise_descriptor_limit(),
         used_ports=tuple(port for port in DEFAULT_PORTS if _is_used(port)),
         run_dir=folder,
         run_dir_obstacle=run_dir_obstacle,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import time
@@ -16,6 +17,8 @@ from typing import NamedTuple
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
+MAX_DESCRIPTORS = 1 << 16
+GOOD_DESCRIPTORS = 1024  # Triton takes 65 with two models, and one for each connection
 _libc = ctypes.CDLL(None, use_errno=True)
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -121,6 +124,16 @@ def signal_all(processes: Iterable[Process], number: signal.Signals) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit of open files, which its children inherit, as far as it may; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_DESCRIPTORS
+    limit = max(soft, MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> bool:

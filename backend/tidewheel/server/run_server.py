@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidewheel.engine.folder import CURRENT, engine_dir, engine_dirs, read_status
+from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
-from tidewheel.health_endpoint import READY
-from tidewheel.server import ServeError, launch, repository
+from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.health import DRAINING, Health
@@ -35,6 +36,7 @@ class ServeOptions:
     settings: Mapping[str, str]
     endpoints: Endpoints
     drain_s: float = 30.0
+    restart: bool = True  # after a death, without a session
     model_control: launch.ModelControl = "none"
     open_apis: tuple[launch.ClosedApi, ...] = ()
     repository_poll_s: int | None = None  # with `poll`; None: Triton's 15
@@ -57,7 +59,8 @@ class _Plan:
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
     """Run until asked to stop, or until `session`, run beside the ready server, ends; return the exit code.
 
-    Raise `ServeError` or `ConfigError` if the server cannot start or a part dies. No process is left.
+    Raise `ServeError` or `ConfigError` if the server cannot start, or dies and is not to start again. No process is
+    left.
     """
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
@@ -68,6 +71,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         _server_log(options.log_file) as log,
     ):
         plan = _prepare(options, install, work)
+        if warning := _descriptor_warning():
+            console.note(f"warning: {warning}")
         console.note(f"starting tritonserver ({install.origin})")
         triton = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
         with (
@@ -77,8 +82,10 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 plan.environment,
                 signals=signals,
                 log=log,
-                on_line=console.server_line,
                 guard=lifeline.pid,
+                work=work,
+                note=console.note,
+                on_line=console.server_line,
             ) as supervisor,
         ):
             if warning := control_warning(options):
@@ -86,10 +93,10 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
             if _wait_ready(supervisor, plan):
                 health.server = READY
                 _announce(console, plan, log.version, with_endpoints=session is None)
-                _stay(supervisor, plan.endpoints, health, session)
+                _stay(supervisor, plan, console, health, session, options)
                 health.server = DRAINING
                 console.note(_farewell(supervisor, options.drain_s))
-                supervisor.drain(engine_dirs(), options.drain_s, plan.endpoints)
+                supervisor.drain(options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
 
 
@@ -117,6 +124,16 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         endpoints=endpoints,
         # Front ends identify their repository by an entry's real path.
         engines={name: engine_dir((models / name).resolve().parent, name) / CURRENT for name in names},
+    )
+
+
+def _descriptor_warning() -> str:
+    limit = processes.raise_descriptor_limit()
+    if limit >= processes.GOOD_DESCRIPTORS:
+        return ""
+    return (
+        f"{limit} open files are allowed, one for each connection, and clients beyond wait without an answer: "
+        f"allow {processes.GOOD_DESCRIPTORS} or more (ulimit -Hn)"
     )
 
 
@@ -185,10 +202,15 @@ def _deployed(console: Console, plan: _Plan) -> list[DeployedModel]:
 
 
 def _stay(
-    supervisor: Supervisor, endpoints: Endpoints, health: Health, session: Callable[[Endpoints], None] | None
+    supervisor: Supervisor,
+    plan: _Plan,
+    console: Console,
+    health: Health,
+    session: Callable[[Endpoints], None] | None,
+    options: ServeOptions,
 ) -> None:
     """Return when asked to stop, or when `session` is over."""
-    guest = None if session is None else threading.Thread(target=session, args=(endpoints,), daemon=True)
+    guest = None if session is None else threading.Thread(target=session, args=(plan.endpoints,), daemon=True)
     if guest is not None:
         guest.start()
 
@@ -196,7 +218,27 @@ def _stay(
         health.raise_if_given_up()
         return guest is not None and not guest.is_alive()
 
-    supervisor.watch(is_over)
+    if guest is not None:
+        supervisor.watch(is_over)
+        return
+    can_reload = options.restart and options.model_control == "explicit"
+    reload = TritonHttp(plan.endpoints.authority(plan.endpoints.http)).reload if can_reload else None
+    died_at = 0.0
+    while not supervisor.stop_requested:
+        try:
+            if supervisor.condition.state == "restarting" and _wait_ready(supervisor, plan):
+                health.server = READY
+                console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
+            supervisor.watch(is_over, reload)
+        except CrashLoop:
+            raise
+        except ServeError as error:
+            if not options.restart:
+                raise
+            console.note(f"{error}\ntidewheel: starting the server again")
+            died_at = time.monotonic()
+            health.server = Readiness("starting", str(error).splitlines()[0])
+            supervisor.restart(error)
 
 
 def _farewell(supervisor: Supervisor, drain_s: float) -> str:

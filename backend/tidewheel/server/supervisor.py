@@ -3,23 +3,26 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM, strsignal
+from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
+from tidewheel.adapter.presence import Mark, read_mark
 from tidewheel.engine.connection import drain
-from tidewheel.engine.launcher import stop_engine
-from tidewheel.server import ServeError, processes
-from tidewheel.server.console import Phase
+from tidewheel.engine.folder import engine_dirs, read_status
+from tidewheel.engine.launcher import RestartPolicy, stop_engine
+from tidewheel.server import Condition, ServeError, State, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
+from tidewheel.server.revival import Restarts, Revival
 from tidewheel.server.server_log import LogLine, ServerLog
+from tidewheel.server.server_process import ServerProcess
 from tidewheel.server.triton_http import TritonHttp
+from tidewheel.server.workdir import WorkDir, remove_shared_memory
 
 POLL_S = 0.1
 LOOK_S = 0.5  # between two looks at all processes
@@ -29,11 +32,13 @@ DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
 ENGINE_GRACE_S = 5.0
-_READ_BYTES = 1 << 16
 
 
 class Supervisor:
-    """Owner of tritonserver and every process below this one, which end with the `with` block."""
+    """Owner of tritonserver and every process below this one, which end with the `with` block.
+
+    Any thread may read `condition`.
+    """
 
     def __init__(
         self,
@@ -43,35 +48,29 @@ class Supervisor:
         signals: StopSignals,
         log: ServerLog,
         guard: int,  # process that is not ended with the others
-        on_line: Callable[[LogLine, Phase], None],
+        work: WorkDir,
+        note: Callable[[str], None],
+        on_line: Callable[[LogLine, State], None],
     ) -> None:
+        self.condition = Condition("starting", "the server is starting")
+        self._command, self._environment = command, environment
         self._signals = signals
         self._guard = guard
+        self._work = work
         self._log = log
+        self._note = note
         self._on_line = on_line
-        self._phase: Phase = "loading"
+        self._restarts = Restarts(RestartPolicy())
+        self._served_since = 0.0
+        self._revivals: list[Revival] = []
+        self._next_look = 0.0
+        self._watched: set[tuple[int, int]] = set()  # stubs, by process id and start
         self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
+        self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
         processes.adopt_orphans()
-        # In its own session: Ctrl-C reaches only this process, which ends the others in order.
-        self._server = subprocess.Popen(  # noqa: S603 - the located program
-            list(command),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert self._server.stdout is not None
-        self._output = self._server.stdout.fileno()
-        os.set_blocking(self._output, False)
-        self._selector.register(self._output, selectors.EVENT_READ, self._read_output)
-        started = processes.read(self._server.pid)
-        assert started is not None  # not reaped before `poll`
-        self._watch = processes.Watch(started)
-        if self._watch.fileno is not None:
-            self._selector.register(self._watch.fileno, selectors.EVENT_READ, lambda: None)
+        self._server = self._start()
 
     @property
     def stop_requested(self) -> bool:
@@ -88,51 +87,72 @@ class Supervisor:
             on_tick()
             if self.stop_requested:
                 return False
-            has_ended = self._server.poll() is not None
+            has_ended = self._server.has_ended()
             if has_ended:
-                self._read_output()
+                self._server.read_output()
             if self._log.failure is not None:
                 raise ServeError(f"model {self._log.failure.model!r} cannot be loaded: {self._log.failure.reason}")
             if has_ended:
-                raise ServeError(f"tritonserver ended at its start ({self._exit()}): {self._log.last_words()}")
-        self._phase = "ready"
+                raise ServeError(f"tritonserver ended at its start ({self._server.exit()}): {self._log.last_words()}")
+        self._served_since = time.monotonic()
+        self.condition = Condition("ready")
         return True
 
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        """Return when asked to stop or `is_over()`. Raise `ServeError` if tritonserver or a stub dies."""
-        next_look = 0.0
+    def watch(self, is_over: Callable[[], bool], reload: Callable[[str], None] | None = None) -> None:
+        """Return when asked to stop or `is_over()`. Raise `ServeError` if a death ended more than one model.
+
+        `reload` loads one model again, or raises OSError.
+        """
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
-            if self._watch.has_ended():
-                self._read_output()
-                raise ServeError(f"tritonserver died ({self._exit()}); it printed last:\n{self._log.quote()}")
-            if time.monotonic() < next_look:
+            if self._server.has_ended():
+                self._server.read_output()
+                raise ServeError(f"tritonserver died ({self._server.exit()})\nIt printed last:\n{self._log.quote()}")
+            if time.monotonic() < self._next_look:
                 continue
-            next_look = time.monotonic() + LOOK_S
-            if (stub := self._find_dead_stub()) is not None:
-                end = "ending the server, its supervisor may start it again"
-                raise ServeError(f"a front end died (stub process {stub.pid}): {end}")
+            self._next_look = time.monotonic() + LOOK_S
+            if (dead := self._find_dead_stub()) is not None:
+                self._replace_stub(*dead, reload)
+            for revival in [revival for revival in self._revivals if revival.is_over]:
+                self._end_revival(revival)
             processes.reap(keep=self._server.pid)
 
-    def drain(self, engine_dirs: Sequence[Path], limit_s: float, endpoints: Endpoints) -> None:
+    def restart(self, error: ServeError) -> None:
+        """End and start all but the engines, unless asked to stop. Raise `CrashLoop` after too many."""
+        reason = str(error).splitlines()[0]
+        was_serving = self.condition.state == "ready"
+        self.condition = Condition("restarting", reason)
+        self._kill_all_but_engines()
+        self._server.close()
+        remove_shared_memory(self._work.shm_prefix)
+        start = time.monotonic() + self._count_death(reason, was_serving=was_serving)
+        while time.monotonic() < start and not self.stop_requested:
+            self._pump(POLL_S)
+        if not self.stop_requested:
+            self._log.failure = None
+            self._unreaped, self._replaced = {}, set()
+            self._server = self._start()
+
+    def drain(self, limit_s: float, endpoints: Endpoints) -> None:
         """Refuse new requests; let the others end, after the limit with an error.
 
         A connection keeps Triton from unloading models, which clients would read as an unknown model. Afterwards
         Triton would wait for every idle one, so it is ended.
         """
         self._begin_stop()
+        folders = engine_dirs()
         end = time.monotonic() + limit_s
-        idle = _drain_engines(engine_dirs)
+        idle = _drain_engines(folders)
         has_others = idle is None or _has_other_backends(endpoints)
         with endpoints.connect() if idle is not None else contextlib.nullcontext():
-            self._server.send_signal(SIGTERM)
+            self._server.ask_to_end()
             while idle is False and time.monotonic() < end and not self.was_forced:
                 if self._wait_server(POLL_S):
                     return
-                idle = _drain_engines(engine_dirs)
+                idle = _drain_engines(folders)
         if idle is False and not self.was_forced:
-            for engine_dir in engine_dirs:
-                stop_engine(engine_dir, FINAL_ANSWERS_S)
+            for folder in folders:
+                stop_engine(folder, FINAL_ANSWERS_S)
         if not self._wait_server(max(end - time.monotonic(), SETTLE_S) if has_others else SETTLE_S):
             # Stubs would wait for a server that is gone.
             stubs = processes.children(self._server.pid)
@@ -147,14 +167,8 @@ class Supervisor:
         while self._descendants() and time.monotonic() < end and not self.was_forced:
             self._pump(POLL_S)
             processes.reap(keep=self._server.pid)
-        while left := self._descendants():
-            processes.signal_all(left, SIGKILL)
-            time.sleep(POLL_S / 10)
-            processes.reap(keep=self._server.pid)
+        self._kill(self._descendants)
         self._server.wait()
-
-    def _descendants(self) -> list[processes.Process]:
-        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
 
     def __enter__(self) -> Supervisor:
         return self
@@ -162,56 +176,123 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.condition = Condition("failed", str(error))
         self.end_all(0.0 if self.was_forced else DEATH_GRACE_S if error else ENGINE_GRACE_S)
+        self._server.close()
         self._selector.close()
-        if self._server.stdout is not None:
-            self._server.stdout.close()
 
-    def _find_dead_stub(self) -> processes.Process | None:
-        """Return a stub that Triton did not end. Triton never reaps it, and its model answers no more."""
+    def _start(self) -> ServerProcess:
+        return ServerProcess(self._command, self._environment, self._selector, self._note_output)
+
+    def _note_output(self, data: bytes) -> None:
+        for line in self._log.feed(data):
+            self._on_line(line, self.condition.state)
+
+    def _descendants(self) -> list[processes.Process]:
+        return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
+
+    def _all_but_engines(self) -> list[processes.Process]:
+        """Return the processes that end with a front end. New front ends join an engine that lives."""
+        statuses = [read_status(folder) for folder in engine_dirs()]
+        engines = [status.pid for status in statuses if status is not None and status.is_alive]
+        kept = {*engines, *(process.pid for pid in engines for process in processes.descendants(pid))}
+        return [process for process in self._descendants() if process.pid not in kept]
+
+    def _kill_all_but_engines(self) -> None:
+        """End them at once: clients notice by their connections."""
+        self._forget_revivals()
+        self._server.stop_watching()
+        self._kill(self._all_but_engines)
+        self._server.wait()
+
+    def _kill(self, find: Callable[[], list[processes.Process]]) -> None:
+        while left := find():
+            processes.signal_all(left, SIGKILL)
+            time.sleep(POLL_S / 10)
+            processes.reap(keep=self._server.pid)
+
+    def _find_dead_stub(self) -> tuple[processes.Process, Mark | None] | None:
+        """Return a stub that Triton did not end. Triton never starts it again, and its model answers no more.
+
+        One with a mark died while it served. Without one, it loaded, was unloaded or is of a foreign backend.
+        """
         now = time.monotonic()
-        children = processes.children(self._server.pid)
-        ended = [child for child in children if child.state == "Z" and STUB_NAME.startswith(child.name)]
-        self._unreaped = {stub: self._unreaped.get(stub, now) for stub in ended}
-        return next((stub for stub, since in self._unreaped.items() if now - since >= REAP_GRACE_S), None)
+        stubs = [child for child in processes.children(self._server.pid) if STUB_NAME.startswith(child.name)]
+        for stub in stubs:
+            self._watch_stub(stub)
+        self._unreaped = {stub: self._unreaped.get(stub, now) for stub in stubs if stub.state == "Z"}
+        for stub, since in self._unreaped.items():
+            mark = read_mark(stub.pid, stub.started)
+            if stub not in self._replaced and (mark is not None or now - since >= REAP_GRACE_S):
+                return stub, mark
+        return None
+
+    def _watch_stub(self, stub: processes.Process) -> None:
+        """Look again as soon as it ends."""
+        if (stub.pid, stub.started) in self._watched:
+            return
+        self._watched.add((stub.pid, stub.started))
+        watch = processes.Watch(stub)
+        if (descriptor := watch.fileno) is None:
+            return
+
+        def end() -> None:
+            self._selector.unregister(descriptor)
+            watch.close()
+            self._next_look = 0.0
+
+        self._selector.register(descriptor, selectors.EVENT_READ, end)
+
+    def _replace_stub(self, stub: processes.Process, mark: Mark | None, reload: Callable[[str], None] | None) -> None:
+        """Load the model again if none of its clients waits. Otherwise raise `ServeError`.
+
+        Triton lets clients of a dead stub wait until their connections break.
+        """
+        whose = f" of model {mark.model!r}" if mark is not None else ""
+        reason = f"a front end{whose} died (stub process {stub.pid})"
+        if reload is None or mark is None or mark.num_open:
+            raise ServeError(reason)
+        self._replaced.add(stub)
+        self._note(f"{reason}; loading the model again")
+        self._revivals.append(Revival(mark.model, reload, self._count_death(reason, was_serving=True)))
+
+    def _end_revival(self, revival: Revival) -> None:
+        self._revivals.remove(revival)
+        if revival.failure:
+            raise ServeError(revival.failure)
+        self._note(f"model {revival.model!r} is loaded again")
+
+    def _count_death(self, reason: str, *, was_serving: bool) -> float:
+        """Return the delay of the next start."""
+        now = time.monotonic()
+        served_s = now - self._served_since if was_serving else 0.0
+        self._served_since = now
+        return self._restarts.next_delay_s(served_s, reason)
 
     def _begin_stop(self) -> None:
         """Stop watching, because an ended process would keep the selector from waiting."""
-        self._phase = "stopping"
-        if self._watch.fileno is not None:
-            self._selector.unregister(self._watch.fileno)
-        self._watch.close()
+        if self.condition.state != "failed":
+            self.condition = Condition("draining", "the server is shutting down")
+        self._forget_revivals()
+        self._server.stop_watching()
+
+    def _forget_revivals(self) -> None:
+        for revival in self._revivals:
+            revival.cancel()
+        self._revivals.clear()
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
             key.data()
 
-    def _read_output(self) -> None:
-        while True:
-            try:
-                data = os.read(self._output, _READ_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                if self._output in self._selector.get_map():
-                    self._selector.unregister(self._output)
-                return
-            for line in self._log.feed(data):
-                self._on_line(line, self._phase)
-
     def _wait_server(self, limit_s: float) -> bool:
         end = time.monotonic() + limit_s
-        while self._server.poll() is None:
+        while not self._server.has_ended():
             if time.monotonic() >= end or self.was_forced:
                 return False
             self._pump(POLL_S)
         return True
-
-    def _exit(self) -> str:
-        returncode = self._server.poll()
-        if returncode is None:
-            return "no exit status"
-        return f"signal {-returncode}, {strsignal(-returncode)}" if returncode < 0 else f"exit code {returncode}"
 
 
 def _has_other_backends(endpoints: Endpoints) -> bool:

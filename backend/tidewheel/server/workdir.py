@@ -20,6 +20,7 @@ RUN_DIR = "TIDEWHEEL_RUN_DIR"
 _YOUNG_S = 60.0  # a younger folder without a lock may be in the making
 _END_GRACE_S = 1.0  # for processes whose supervisor is gone
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where Triton's stubs exchange tensors
+ENVIRONMENTS = Path("/tmp")  # noqa: S108 - where each Triton makes a folder `python_env_*`, which a killed one leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +97,28 @@ def _is_left_over(root: Path) -> bool:
 def remove(root: Path, shared_memory: Path = SHARED_MEMORY) -> bool:
     """End a server's processes, and remove its folder and shared memory. Return whether the folder is gone."""
     _end_processes(str(WorkDir(root).run))
-    for region in shared_memory.glob(f"{_shm_prefix(root)}*"):
-        with contextlib.suppress(OSError):
-            region.unlink()
+    remove_shared_memory(_shm_prefix(root), shared_memory)
+    with contextlib.suppress(OSError):
+        remove_environments(WorkDir(root).backends.stat().st_mtime)  # made right before Triton was started
     shutil.rmtree(root, ignore_errors=True)
     return not root.exists()
+
+
+def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY) -> None:
+    for region in shared_memory.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            region.unlink()
+
+
+def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
+    """Remove this user's empty `python_env_*` made since then, unless a Triton lives, whose they may be."""
+    if any(process.name == "tritonserver" and process.state != "Z" for process in processes.snapshot()):
+        return
+    for folder in parent.glob("python_env_*"):
+        with contextlib.suppress(OSError):  # not empty, or gone
+            info = folder.lstat()
+            if info.st_uid == os.getuid() and info.st_mtime >= since:
+                folder.rmdir()
 
 
 def _end_processes(run_dir: str) -> None:

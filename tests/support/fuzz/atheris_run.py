@@ -13,10 +13,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["tidewheel", "jinja2"]):
-    from support.fuzz.mutations import mutate
-    from support.fuzz.seeds import SEEDS
-    from support.fuzz.targets import TARGETS
+from support.fuzz.mutations import mutate
 
 MAX_BYTES = 1 << 16
 INPUT_S, MEMORY_MB = 20, 4096
@@ -24,15 +21,23 @@ INPUT_S, MEMORY_MB = 20, 4096
 
 def fuzz_all(seconds: str) -> int:
     """Fuzz each target in a process, which the fuzzer ends. Return how many broke."""
+    from support.fuzz.targets import TARGETS
+
     command = [sys.executable, "-m", "support.fuzz.atheris_run", seconds]
     return sum(subprocess.run([*command, name], check=False).returncode != 0 for name in TARGETS)
 
 
 def fuzz(name: str, seconds: int) -> None:
-    target, folder = TARGETS[name], Path("build/fuzz") / name
+    folder = Path("build/fuzz") / name
     folder.mkdir(parents=True, exist_ok=True)
-    for number, seed in enumerate(SEEDS[name]):
-        (folder / f"seed-{number}").write_bytes(seed)
+    with atheris.instrument_imports(include=["tidewheel"]):
+        from support.fuzz.seeds import SEEDS
+        from support.fuzz.targets import TARGETS
+
+        target = TARGETS[name]
+        for number, seed in enumerate(SEEDS[name]):
+            (folder / f"seed-{number}").write_bytes(seed)
+            target(seed)  # imports what it needs
 
     def mutated(data: bytes, max_size: int, seed: int) -> bytes:
         rng = random.Random(seed)

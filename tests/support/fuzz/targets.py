@@ -39,6 +39,8 @@ from tidewheel.workload.trace_files import read_trace
 
 MAX_PROMPT_BYTES = 1 << 16
 VOCAB_SIZE = 420
+REFUSED = 1  # exit code of a child
+MORE_MEMORY = 1 << 30  # bytes that a child may take
 _DTYPES: dict[str, Any] = {
     "TYPE_STRING": np.object_, "TYPE_INT32": np.int32, "TYPE_FP32": np.float32, "TYPE_UINT64": np.uint64,
     "TYPE_BOOL": np.bool_,
@@ -218,28 +220,30 @@ def _encode(made: Tokenizer) -> list[list[int]]:
     return [made.encode(text).tolist() for text in ("Hello  world!", "日本語\n\x00🎉", "a" * 300)]
 
 
+def chat_template(data: bytes) -> None:
+    """Compile and render a template in a process, as an entry does."""
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    _ends_well(lambda: ChatTemplate(data.decode("utf-8", "replace"), tokens).render(_CONVERSATION))
+
+
 def _ends_well(job: Callable[[], object]) -> bool:
     """Run in a child with limits and return whether it ended without an error. Raise an undocumented one."""
     if child := os.fork():
         _, status = os.waitpid(child, 0)
-        assert status in (0, 1 << 8) or os.WIFSIGNALED(status), "an undocumented error"
+        assert os.WIFSIGNALED(status) or status in (0, REFUSED << 8), "an undocumented error"
         return status == 0
-    code = 2
+    code = REFUSED + 1
     try:
-        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+        memory = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MORE_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CPU, (5, 5))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         job()
         code = 0
     except (ConfigError, InvalidRequest, MemoryError):
-        code = 1
+        code = REFUSED
     finally:
         os._exit(code)
-
-
-def chat_template(data: bytes) -> None:
-    """Compile and render a template. A run without an end, or of all memory, is what its process is for."""
-    template = ChatTemplate(data.decode("utf-8", "replace"), {"bos_token": "<s>", "eos_token": "</s>"})
-    template.render(_CONVERSATION)
 
 
 # --- the others ------------------------------------------------------------------------------------------------

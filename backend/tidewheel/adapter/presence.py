@@ -1,0 +1,74 @@
+"""Mark of a front end that serves, from which a supervisor tells its death from an unload."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from tidewheel.engine.process_handle import process_start_ticks
+from tidewheel.private_dir import private_dir, run_dir
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "front_ends"
+
+
+class Mark(NamedTuple):
+    model: str
+    num_open: int  # requests without their last response
+
+
+class Presence:
+    """Mark of this process, with a count of its open requests. Without room for it, there is none."""
+
+    def __init__(self, model: str) -> None:
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._descriptor: int | None = None
+        try:
+            self._path = _path(private_dir(run_dir() / _FOLDER), os.getpid(), process_start_ticks(os.getpid()))
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            os.write(self._descriptor, _count(0) + model.encode())
+        except OSError as error:
+            log.warning("%s: cannot be marked as ready, so its death would be noticed late: %s", model, error)
+
+    def open_request(self) -> None:
+        self._add(1)
+
+    def close_request(self) -> None:
+        self._add(-1)
+
+    def remove(self) -> None:
+        with self._lock:
+            if self._descriptor is not None:
+                self._path.unlink(missing_ok=True)
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _add(self, change: int) -> None:
+        with self._lock:
+            self._num_open += change
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):
+                    os.pwrite(self._descriptor, _count(self._num_open), 0)
+
+
+def read_mark(pid: int, start_ticks: int) -> Mark | None:
+    """Return the mark that a process of this run folder left."""
+    try:
+        count, _, model = _path(run_dir() / _FOLDER, pid, start_ticks).read_text().partition(" ")
+        return Mark(model, int(count))
+    except (OSError, ValueError):
+        return None
+
+
+def _path(folder: Path, pid: int, start_ticks: int | None) -> Path:
+    return folder / f"{pid}-{start_ticks}"
+
+
+def _count(number: int) -> bytes:
+    return b"%08d " % number

@@ -1,0 +1,47 @@
+"""Marks of front ends in the run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tidewheel.adapter.presence import Mark, Presence, read_mark
+from tidewheel.engine.process_handle import process_start_ticks
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+def mine() -> Mark | None:
+    return read_mark(os.getpid(), process_start_ticks(os.getpid()) or 0)
+
+
+@pytest.mark.usefixtures("run_dir")
+def test_a_mark_counts_open_requests_until_it_is_removed() -> None:
+    assert mine() is None
+    presence = Presence("a model")
+    assert mine() == Mark("a model", 0)
+    for _ in range(3):
+        presence.open_request()
+    presence.close_request()
+    assert mine() == Mark("a model", 2)
+    assert read_mark(os.getpid(), 1) is None  # an earlier process of this number
+    presence.remove()
+    presence.remove()
+    presence.close_request()
+    assert mine() is None
+
+
+def test_a_mark_that_cannot_be_written_is_no_error(run_dir: Path) -> None:
+    run_dir.mkdir(mode=0o700)
+    (run_dir / "front_ends").mkdir(mode=0o700)
+    (run_dir / "front_ends" / f"{os.getpid()}-{process_start_ticks(os.getpid())}").mkdir()
+    presence = Presence("a model")
+    presence.open_request()
+    presence.remove()
+    assert mine() is None

@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long test-processors fuzz lint docs lines aot bench \
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long test-processors faults fuzz lint docs lines aot bench \
 	bench-gpu clean
 
 venv: $(STAMP)
@@ -45,16 +45,22 @@ check: lint
 
 # One thread of torch in each: parts run beside each other, and the models of tests are small.
 test-unit: venv
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels --ignore tests/e2e tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m 'not e2e and not gpu and not slow' --ignore tests/kernels --ignore tests/e2e \
+		--ignore tests/faults tests
 
 # In a process of its own: triton-lang reads TRITON_INTERPRET when it is imported.
 test-kernels: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
 # Folders with such tests: the others need not be imported.
-E2E := tests/e2e tests/server
+E2E := tests/e2e tests/faults tests/server
 test-e2e: venv
 	$(BIN)/pytest -q -m 'e2e and not slow' $(E2E)
+
+# Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
+REPEAT ?= 1
+faults: venv
+	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e tests/faults || exit 1; done
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,26 @@ def test_a_line_without_an_end_does_not_grow() -> None:
     lines = [line for _ in range(40) for line in log.feed(b"x" * 10_000)]
     assert lines
     assert max(len(line.message) for line in lines) < 100_000
+
+
+class FullDisk(io.BytesIO):
+    has_room = False
+
+    def write(self, data: Any) -> int:
+        if not self.has_room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_copy_on_a_full_disk() -> None:
+    disk = FullDisk()
+    log = ServerLog(disk)
+    problem, line = log.feed(b"one\n")
+    assert problem.is_problem and "No space left on device" in problem.message
+    assert [line, *log.feed(b"two\n")] == [LogLine("", "", "one"), LogLine("", "", "two")]
+    disk.has_room = True
+    log.feed(b"three\n")
+    assert disk.getvalue() == b"three\n"
 
 
 def test_version() -> None:

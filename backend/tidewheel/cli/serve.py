@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         where.add_argument(f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s")
-    how = parser.add_argument_group("how")
+    _add_manner(parser.add_argument_group("how"))
+
+
+def _add_manner(how: argparse._ArgumentGroup) -> None:
     how.add_argument(
         "--drain-s",
         type=_seconds,
@@ -73,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="record scheduling decisions of --model in DIR, for tidewheel simulate; no text, no tokens",
     )
+    how.add_argument("--allow-faults", action="store_true", help="serve with TIDEWHEEL_FAULTS set: for tests")
     how.add_argument("-v", "--verbose", action="store_true", help="show all that tritonserver and its stubs print")
 
 
@@ -146,6 +150,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         tritonserver=args.tritonserver,
         triton_arguments=tuple(args.triton_arg),
         log_file=args.log_file,
+        allow_faults=args.allow_faults,
         verbose=args.verbose,
     )
 

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 STOP_GRACE_S = 3.0
 LATE = "loading for too long"
 MAX_LOG_BYTES = 16 << 20  # until it is set aside at a start
+FAULTS = "TIDEWHEEL_FAULTS"  # module to run in place of the engine's, which fails on purpose
+FAULTS_ALLOWED = "TIDEWHEEL_FAULTS_ALLOWED"  # set by `tidewheel serve --allow-faults`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +282,20 @@ def record_death(engine_dir: Path, pid: int, start_ticks: int, window_s: float) 
 
 
 def engine_command() -> list[str]:
-    return [python_executable(), "-P", "-m", "tidewheel.engine.process"]
+    return [python_executable(), "-P", "-m", _engine_module()]
+
+
+def _engine_module() -> str:
+    """Return the module of the engine, or that of a test's. Raise `ConfigError` unless the latter is allowed."""
+    faults = os.environ.get(FAULTS)
+    if faults is None:
+        return "tidewheel.engine.process"
+    if os.environ.get(FAULTS_ALLOWED) != "1":
+        raise ConfigError(
+            f"{FAULTS} is {faults!r}, which makes the engine fail on purpose: unset it (it is for tests)"
+        )
+    log.warning("%s is %s: this engine fails on purpose", FAULTS, faults)
+    return faults
 
 
 def python_executable() -> str:

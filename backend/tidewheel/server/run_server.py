@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
+from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
@@ -42,6 +43,7 @@ class ServeOptions:
     tritonserver: str | None = None
     triton_arguments: tuple[str, ...] = ()
     log_file: Path | None = None
+    allow_faults: bool = False
     verbose: bool = False
 
 
@@ -103,7 +105,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
     names = repository.entries(models)
     endpoints = options.endpoints.chosen()
     launch.assemble(install, work.backends)
-    environment = launch.environment(install, work)
+    environment = launch.environment(install, work) | ({FAULTS_ALLOWED: "1"} if options.allow_faults else {})
     command = launch.command(
         install,
         models,
@@ -163,7 +165,7 @@ def _server_log(path: Path | None) -> Iterator[ServerLog]:
         yield ServerLog()
         return
     try:
-        copy = path.open("wb")
+        copy = path.open("wb", buffering=0)
     except OSError as error:
         raise ServeError(f"--log-file {str(path)!r} cannot be written: {error.strerror}") from None
     with copy:

@@ -66,7 +66,8 @@ class ServerLog:
     """Parser of server output, which keeps the last lines, the version and the first failed load."""
 
     def __init__(self, copy: IO[bytes] | None = None) -> None:
-        self._copy = copy
+        self._copy = copy  # unbuffered
+        self._has_failed = False
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._syntax_error = ""
@@ -76,13 +77,24 @@ class ServerLog:
         self.failure: LoadFailure | None = None
 
     def feed(self, data: bytes) -> list[LogLine]:
-        if self._copy is not None:
-            self._copy.write(data)
-            self._copy.flush()
+        """Return the complete lines. Copy them as far as the disk takes them."""
+        problem = self._copied(data)
         *complete, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
         if len(self._rest) > _MAX_LINE:
             complete, self._rest = [*complete, self._rest], ""
-        return [self._note(text) for text in complete]
+        return [*problem, *(self._note(text) for text in complete)]
+
+    def _copied(self, data: bytes) -> list[LogLine]:
+        """Return a line about the first of several failures."""
+        had_failed, self._has_failed = self._has_failed, False
+        if self._copy is not None:
+            try:
+                self._copy.write(data)
+            except OSError as error:
+                self._has_failed = True
+                if not had_failed:
+                    return [LogLine("W", "", f"the log file cannot be written, lines are lost: {error.strerror}")]
+        return []
 
     def last_words(self) -> str:
         lines = [line for line in self._kept if line.message.strip()]

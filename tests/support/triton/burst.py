@@ -32,10 +32,13 @@ class Burst:
         self.num_final = 0
         self.finals: Counter[str] = Counter()  # by request id
 
-    def send(self, prompt: str, max_tokens: int) -> str:
+    def send(self, prompt: str | list[int], max_tokens: int, **tensors: Any) -> str:
+        """Send a request for a greedy stream; `tensors` are more inputs of it. Return its id."""
         request_id = f"{self.num_sent}"
         client = self.clients[self.num_sent % len(self.clients)]
-        inputs = grpc_inputs(prompt, stream=True, return_token_ids=True, max_tokens=max_tokens, **GREEDY)
+        prompts: dict[str, Any] = {"text_input": prompt} if isinstance(prompt, str) else {"input_ids": prompt}
+        values = {**prompts, **GREEDY, "stream": True, "return_token_ids": True, "max_tokens": max_tokens, **tensors}
+        inputs = grpc_inputs(**values)
         client.async_stream_infer(self.model, inputs, request_id=request_id, enable_empty_final_response=True)
         self.tokens[request_id] = []
         self.num_sent += 1
@@ -55,14 +58,29 @@ class Burst:
             self.num_final += 1
             self.finals[response.id] += 1
 
+    def receive_until_all_run(self) -> None:
+        """Receive until each request has its first token or has ended."""
+        while self.num_final < self.num_sent and not all(self.tokens.values()):
+            self.receive()
+
     def finish(self) -> None:
         while self.num_final < self.num_sent:
             self.receive()
 
-    def close(self) -> None:
+    def close(self, *, cancel: bool = False) -> None:
         for client in self.clients:
-            client.stop_stream()
+            client.stop_stream(cancel_requests=cancel)
             client.close()
+
+
+@contextlib.contextmanager
+def bursting(server: Server, num_clients: int = 4) -> Iterator[Burst]:
+    """Cancel at the end what still runs."""
+    burst = Burst(server, num_clients)
+    try:
+        yield burst
+    finally:
+        burst.close(cancel=True)
 
 
 @contextlib.contextmanager

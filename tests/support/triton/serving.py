@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,14 @@ def wait_for(condition: Callable[[], Any], limit_s: float, what: str) -> Any:
             return value
         time.sleep(0.05)
     pytest.fail(f"{what}: not within {limit_s} s")
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Return whether it has, reaped or not."""
+    try:
+        return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 @dataclass
@@ -105,14 +113,17 @@ class Server:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def engine_process(self) -> psutil.Process | None:
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Return the living ones with this word in their command."""
+        found = []
         for process in self.descendants():
-            try:
-                if "tidewheel.engine.process" in " ".join(process.cmdline()):
-                    return process
-            except psutil.Error:
-                continue
-        return None
+            with contextlib.suppress(psutil.Error):
+                if word in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def engine_process(self) -> psutil.Process | None:
+        return next(iter(self.processes("--engine-dir")), None)
 
     def readiness(self, path: str = "ready") -> tuple[int, str]:
         """Return status and state of `/ready` or `/live`."""
@@ -128,12 +139,15 @@ class Server:
             return False
 
 
-def start_server(*arguments: str, log: Path) -> Server:
+def start_server(
+    *arguments: str, log: Path, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Server:
+    """Start `tidewheel serve`, behind a `prefix` that executes the command after it."""
     http, grpc, metrics, health = free_ports(4)
-    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
+    command = [*prefix, sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     command += ["--health-port", str(health)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     return Server(process, http, grpc, metrics, log, health)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import requests
 
-from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, texts
+from support.faults.nothing_lost import Recorded, nothing_lost, triton_log
+from support.triton.burst import bursting
+from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream
 
 pytestmark = pytest.mark.e2e
 
@@ -34,11 +35,33 @@ BAD_PARAMETERS: list[tuple[str, list[str]]] = [
     ('{"stop": [""]}', ["stop", "empty string"]),
     ('{"logit_bias": {"-1": 1}}', ["logit_bias", "-1"]),
     ('{"logprobs": 1000000000}', ["logprobs", "1000000000", "20"]),
+    ('{"logprobs": -1}', ["logprobs", "-1", "0"]),
+    ('{"n": 1000000000}', ["n", "1000000000"]),
+    ('{"n": -1}', ["n", "-1", "1"]),
+    ('{"logit_bias": {"4096": 1}}', ["logit_bias", "4096", "4095"]),
     ('{"max_tokens": 4', ["sampling_parameters"]),
     ("[1, 2]", ["sampling_parameters"]),
     ("[" * 5000, ["sampling_parameters"]),
 ]
-UNSUPPORTED = ['{"best_of": 3}', '{"guided_json": {}}', '{"prompt_logprobs": 1}', '{"prompt_embeds": "AAAA"}']
+ENDLESS: list[dict[str, Any]] = [
+    {"stop": ["x"] * 100_000},
+    {"stop": "x" * (1 << 20)},
+    {"logit_bias": dict.fromkeys(map(str, range(1_000_000)), 1)},
+]
+UNSUPPORTED = [
+    '{"allowed_token_ids": [4096]}',
+    '{"best_of": 3}',
+    '{"guided_json": {}}',
+    '{"prompt_logprobs": 1}',
+    '{"prompt_embeds": "AAAA"}',
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table(server: Server, recorded: Recorded) -> Iterator[None]:
+    """Check once for the whole table: nothing is lost. Allocators keep some of the largest bodies."""
+    with nothing_lost(server, recorded, spare_bytes=192 << 20):
+        yield
 
 
 def short(value: Any) -> str:
@@ -61,6 +84,12 @@ def test_over_http(server: Server, path: str, parameters: str, words: list[str])
     assert response.status_code == 400
     for word in ["[TW-INPUT]", *words]:
         assert word in response.text
+
+
+@pytest.mark.parametrize("parameters", ENDLESS, ids=short)
+def test_lists_without_end(server: Server, parameters: dict[str, Any]) -> None:
+    with pytest.raises(StreamError, match=r"\[TW-TOO-LARGE\] sampling_parameters"):
+        grpc_stream(server, grpc_inputs("Hello", sampling_parameters=json.dumps(parameters)))
 
 
 @pytest.mark.parametrize("parameters", UNSUPPORTED)
@@ -105,20 +134,17 @@ def test_ten_megabytes_over_grpc(server: Server) -> None:
         grpc_stream(server, grpc_inputs("x" * 10_000_000))
 
 
-def test_malformed_http_bodies(server: Server) -> None:
-    for body in (b"{", b"[" * 200, b'{"text_input": 5}', b'{"text_input": ["a", "b"]}'):
-        assert server.post("demo/generate", body).status_code in (400, 500)  # Triton's own answers, both seen
-    assert requests.get(f"{server.http}/v2/health/live", timeout=5).status_code == 200
-
-
-def test_neighbours_notice_nothing(
-    server: Server, reference: Callable[[str, int], tuple[list[int], list[int], str]]
-) -> None:
-    greedy = {"temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 60, "ignore_eos": True}
-    expected = reference("Databases are", 60)[2]
-    assert server.generate("Databases are", **greedy)["text_output"] == "Databases are" + expected
-    inputs = grpc_inputs("Databases are", stream=True, exclude_input_in_output=True, **greedy)
-    for parameters, _ in BAD_PARAMETERS[:8]:
-        with pytest.raises(StreamError):
-            grpc_stream(server, grpc_inputs("Hello", sampling_parameters=parameters))
-    assert "".join(texts(grpc_stream(server, inputs))) == expected
+def test_ids_of_requests(server: Server) -> None:
+    """Two of one id at once, one used again, one with line breaks, and one of a megabyte."""
+    ids = ["same", "same", "same", "two\nlines \x1b[31m", "x" * (1 << 20)]
+    with bursting(server, num_clients=1) as burst:
+        for number, request_id in enumerate(ids):
+            burst.tokens[request_id] = []
+            inputs = grpc_inputs("The server", max_tokens=4, return_token_ids=True)
+            burst.clients[0].async_stream_infer("demo", inputs, request_id=request_id)
+            burst.num_sent += 1
+            if number == 1:
+                burst.finish()
+        burst.finish()
+        assert burst.errors == []
+        assert "\x1b[31m" not in triton_log(server).read_text(errors="replace")

@@ -1,0 +1,93 @@
+"""Models that are loaded again, unloaded and ended under load."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from support.faults.nothing_lost import (
+    CANARIES,
+    Recorded,
+    assert_prefixes,
+    assert_serves,
+    assert_survived,
+    nothing_lost,
+    record,
+    streaming_canaries,
+)
+from support.faults.service import serving
+from support.triton.burst import bursting
+from support.triton.serving import Server, has_ended, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LIMIT_S = 60.0
+LONG = 900
+
+
+def control(server: Server, model: str, action: str) -> requests.Response:
+    return requests.post(f"{server.http}/v2/repository/models/{model}/{action}", timeout=LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def explicit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Serve models that clients may load."""
+    with serving(tmp_path_factory.mktemp("control"), "--model-control", "explicit") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tokens(explicit: Server) -> Recorded:
+    return record(explicit)
+
+
+def test_reload_under_load(explicit: Server, tokens: Recorded) -> None:
+    with nothing_lost(explicit, tokens) as canaries:
+        assert control(explicit, "demo", "load").ok
+        canaries.finish()
+
+
+def test_a_reload_that_fails_keeps_the_old_model(explicit: Server, tokens: Recorded) -> None:
+    path = explicit.log.parent / "repository" / "demo" / "config.pbtxt"
+    config = path.read_text()
+    with nothing_lost(explicit, tokens):
+        path.write_text(config + 'parameters { key: "max_num_seq" value: { string_value: "4" } }\n')
+        answer = control(explicit, "demo", "load")
+        path.write_text(config)
+        assert not answer.ok
+        assert "max_num_seqs" in answer.text
+
+
+def test_unload_under_load(explicit: Server, tokens: Recorded) -> None:
+    with streaming_canaries(explicit) as canaries:
+        assert control(explicit, "demo_infer", "unload").ok
+        assert control(explicit, "demo", "unload").ok
+        assert_survived(canaries, tokens)
+    wait_for(lambda: not explicit.processes("triton_python_backend_stub"), LIMIT_S, "the end of the front ends")
+    assert control(explicit, "demo", "load").ok
+    assert control(explicit, "demo_infer", "load").ok
+    assert_serves(explicit, tokens)
+
+
+@pytest.mark.parametrize("drain_s", [30, 1])
+def test_sigterm_under_load(tmp_path: Path, drain_s: int) -> None:
+    """Streams end by themselves, or with `TW-DRAINING` when the time is over."""
+    with serving(tmp_path, "--drain-s", str(drain_s)) as server:
+        recorded = record(server)
+        left = server.descendants()
+        with streaming_canaries(server) as canaries, bursting(server) as burst:
+            if drain_s < 30:
+                for _ in CANARIES:
+                    burst.send("A long story", LONG)
+                burst.receive_until_all_run()
+            server.process.send_signal(signal.SIGTERM)
+            canaries.finish()
+            burst.finish()
+            assert_prefixes(canaries, recorded)
+            assert all(error.startswith("[TW-DRAINING]") for error in canaries.errors + burst.errors)
+        assert server.process.wait(LIMIT_S) == 0
+        wait_for(lambda: all(map(has_ended, left)), LIMIT_S, "the end of its processes")

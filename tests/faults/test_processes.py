@@ -1,0 +1,97 @@
+"""Processes of a server that are killed or paused from outside."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from faults.conftest import Case
+from support.faults.nothing_lost import (
+    CANARIES,
+    Recorded,
+    assert_serves,
+    assert_survived,
+    record,
+    shared_memory,
+    shm_prefix,
+    streaming_canaries,
+)
+from support.faults.service import serving
+from support.triton.burst import bursting
+from support.triton.serving import Server, has_ended, wait_for
+
+pytestmark = pytest.mark.e2e
+
+TOLD_LIMIT_S = 30.0
+BACK_LIMIT_S = 60.0
+PROMPT_PROCESS = "tidewheel.frontend.prompt_process"
+
+
+def stub_of(server: Server, model: str) -> psutil.Process:
+    stubs = server.processes("triton_python_backend_stub")
+    return next(stub for stub in stubs if f"/{model}/" in " ".join(stub.cmdline()))
+
+
+def shared_memory_files(server: Server) -> set[tuple[str, int]]:
+    """Return names and inodes of the server's regions."""
+    paths = shared_memory(server).glob(f"{shm_prefix(server)}*")
+    return {(path.name, path.stat().st_ino) for path in paths}
+
+
+@pytest.fixture
+def mortal(tmp_path: Path) -> Iterator[Server]:
+    """Serve for one test, which may end it."""
+    with serving(tmp_path) as server:
+        yield server
+
+
+def test_killed_prompt_processes_are_replaced(server: Server, recorded: Recorded, case: Case) -> None:
+    with case():
+        for process in server.processes(PROMPT_PROCESS):
+            process.kill()
+        with bursting(server) as burst:
+            for prompt in CANARIES:
+                burst.send(prompt, 20)
+            burst.finish()
+            assert all(error.startswith("[TW-INTERNAL]") for error in burst.errors), burst.errors
+        with streaming_canaries(server) as later:
+            assert_survived(later, recorded)
+
+
+def test_a_paused_prompt_process_delays_only_its_own(server: Server, case: Case) -> None:
+    with case() as canaries:
+        paused = server.processes(PROMPT_PROCESS)[0]
+        paused.suspend()
+        try:
+            with bursting(server) as burst:
+                for prompt in CANARIES:
+                    burst.send(prompt, 20)
+                canaries.finish()
+                paused.resume()
+                burst.finish()
+                assert burst.errors == []
+        finally:
+            paused.resume()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda one: one.name)
+def test_a_dead_front_end_is_told_and_started_again(mortal: Server, number: signal.Signals) -> None:
+    """Every stream ends, with an error or with its connection; the next server leaves nothing of the last."""
+    recorded, left, regions = record(mortal), mortal.descendants(), shared_memory_files(mortal)
+    with bursting(mortal, num_clients=len(CANARIES)) as burst:
+        for prompt in CANARIES:
+            burst.send(prompt, 900)
+        burst.receive_until_all_run()
+        stub_of(mortal, "demo").send_signal(number)
+        burst.finish()
+        assert len(burst.errors) == len(CANARIES)
+    wait_for(mortal.is_ready, BACK_LIMIT_S, "a server that is ready again")
+    assert_serves(mortal, recorded)
+    old = [process for process in left if not has_ended(process)]
+    assert not any(process.name().startswith(("tritonserver", "triton_python_b")) for process in old)
+    assert regions & shared_memory_files(mortal) == set()

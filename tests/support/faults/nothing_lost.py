@@ -1,0 +1,248 @@
+"""What a fault may not cost: tokens of other streams, answers, blocks, memory, descriptors, threads, the service."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from support.triton.burst import GREEDY, Burst, bursting
+from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream, token_ids, wait_for
+
+CANARIES = (
+    "The Python interpreter",
+    "A database transaction",
+    "To open a file",
+    "Indexes are",
+    "The server",
+    "A tuple is",
+    "Databases are",
+    "The function returns",
+)
+CANARY_TOKENS = 120
+SHORT_CANARY_TOKENS = 24
+SERVED_AGAIN_S = 60.0
+SETTLE_S = 20.0  # for figures, cancels, closed connections
+SPARE_THREADS = 8  # gRPC starts some of its own
+SPARE_DESCRIPTORS = 8
+SPARE_BYTES = 96 << 20  # of an allocator, after one case
+BAD_LOG = re.compile(
+    r"Segmentation|SIGSEGV|Traceback|device-side assert|illegal memory|double free|leak detected|not healthy"
+)
+
+Recorded = dict[str, list[int]]  # tokens by prompt
+
+
+def record(server: Server) -> Recorded:
+    """Run each canary alone, and all of them at once, so that later cases find a warm server."""
+    recorded = {prompt: _ask(server, prompt, CANARY_TOKENS) for prompt in CANARIES}
+    with streaming_canaries(server) as canaries:
+        assert_survived(canaries, recorded)
+    return recorded
+
+
+def _ask(server: Server, prompt: str, count: int) -> list[int]:
+    inputs = grpc_inputs(prompt, stream=True, return_token_ids=True, max_tokens=count, **GREEDY)
+    return token_ids(grpc_stream(server, inputs))
+
+
+@contextmanager
+def streaming_canaries(server: Server) -> Iterator[Burst]:
+    """Start greedy streams, each of which has its first token."""
+    with bursting(server, num_clients=1) as canaries:
+        for prompt in CANARIES:
+            canaries.send(prompt, CANARY_TOKENS)
+        canaries.receive_until_all_run()
+        yield canaries
+
+
+@contextmanager
+def nothing_lost(
+    server: Server, recorded: Recorded, *, ends: str = "", log: str = "", spare_bytes: int = SPARE_BYTES
+) -> Iterator[Burst]:
+    """Run a case beside greedy streams, and check afterwards.
+
+    `ends`: tag of the errors that may end those streams. `log`: pattern of lines that the case may leave in the logs.
+    """
+    before = Footprint.of(server)
+    ledger = Ledger.of(server)
+    logs = Logs(server)
+    with streaming_canaries(server) as canaries:
+        yield canaries
+        canaries.finish()
+        if ends:
+            assert all(error.startswith(f"[{ends}") for error in canaries.errors), canaries.errors
+            assert_prefixes(canaries, recorded)
+        else:
+            assert_survived(canaries, recorded)
+        assert canaries.answers.empty(), "an answer after the last"
+    assert_serves(server, recorded)
+    wait_for(lambda: is_idle(server), SETTLE_S, "all blocks back")
+    wait_for(lambda: Ledger.of(server).since(ledger).is_balanced(), SETTLE_S, "every request in one count")
+    before.assert_back(server, spare_bytes)
+    logs.assert_quiet(log)
+
+
+# --- tokens -------------------------------------------------------------------------------------------------------
+
+
+def assert_survived(canaries: Burst, recorded: Recorded) -> None:
+    canaries.finish()
+    assert canaries.errors == []
+    assert list(canaries.tokens.values()) == [recorded[prompt] for prompt in CANARIES]
+
+
+def assert_prefixes(canaries: Burst, recorded: Recorded) -> None:
+    """Check that a stream that was cut off has the tokens up to there."""
+    for tokens, prompt in zip(canaries.tokens.values(), CANARIES, strict=True):
+        assert tokens == recorded[prompt][: len(tokens)]
+
+
+def assert_serves(server: Server, recorded: Recorded) -> None:
+    """Wait until the server is ready and answers; every answer is right."""
+
+    def answers() -> bool:
+        try:
+            for prompt in CANARIES[:5]:
+                assert _ask(server, prompt, SHORT_CANARY_TOKENS) == recorded[prompt][:SHORT_CANARY_TOKENS]
+        except StreamError as error:
+            assert str(error).startswith("[TW-ENGINE-DEAD retry_after_ms="), error
+            return False
+        return server.is_ready() and server.readiness()[0] == 200
+
+    wait_for(answers, SERVED_AGAIN_S, "five right answers")
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def is_idle(server: Server) -> bool:
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    return sum(server.metric(name) for name in names) == 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    received: float  # by our front ends
+    ended: Counter[str]  # by the name of its count
+    tritons: float  # by Triton's counts
+
+    @classmethod
+    def of(cls, server: Server) -> Ledger:
+        counts: Counter[str] = Counter()
+        for sample, value in server.metrics().items():
+            counts[sample.partition("{")[0]] += int(value)
+        names = ("vllm:request_success_total", "tidewheel_requests_rejected_total", "tidewheel_requests_failed_total")
+        return cls(
+            received=counts["tidewheel_requests_received_total"],
+            ended=Counter({name: counts[name] for name in names}),
+            tritons=counts["nv_inference_request_success"] + counts["nv_inference_request_failure"],
+        )
+
+    def since(self, other: Ledger) -> Ledger:
+        ended = Counter({name: count - other.ended[name] for name, count in self.ended.items()})
+        return Ledger(self.received - other.received, ended, self.tritons - other.tritons)
+
+    def is_balanced(self) -> bool:
+        """Triton refuses requests that no front end sees."""
+        return self.received == self.ended.total() <= self.tritons
+
+
+# --- the host -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footprint:
+    threads: int
+    descriptors: int
+    memory: int
+    shared_memory: int  # touched bytes of Triton's regions
+    processes: Counter[str]
+
+    @classmethod
+    def of(cls, server: Server) -> Footprint:
+        threads = descriptors = memory = 0
+        names: Counter[str] = Counter()
+        for process in [psutil.Process(server.process.pid), *server.descendants()]:
+            try:
+                with process.oneshot():
+                    threads += process.num_threads()
+                    descriptors += process.num_fds()
+                    memory += process.memory_info().rss - process.memory_info().shared
+                    names[process.name().strip()] += 1
+            except psutil.Error:
+                continue
+        regions = [path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*")]
+        return cls(threads, descriptors, memory, sum(regions), names)
+
+    def assert_back(self, server: Server, spare_bytes: int) -> None:
+        def difference() -> dict[str, object]:
+            now = Footprint.of(server)
+            limits = {
+                "threads": SPARE_THREADS,
+                "descriptors": SPARE_DESCRIPTORS,
+                "memory": spare_bytes,
+                "shared_memory": spare_bytes,
+            }
+            grown = {name: getattr(now, name) - getattr(self, name) for name in limits}
+            more: dict[str, object] = {name: by for name, by in grown.items() if by > limits[name]}
+            return more if now.processes == self.processes else {**more, "processes": (self.processes, now.processes)}
+
+        deadline = time.monotonic() + SETTLE_S
+        while (left := difference()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == {}, f"more than before the case: {left}"
+
+
+def run_dir(server: Server) -> Path:
+    """Return the folder below which engines have theirs."""
+    environments = (process.environ() for process in server.descendants() if process.name() == "tritonserver")
+    return Path(next(environments)["TIDEWHEEL_RUN_DIR"])
+
+
+def shm_prefix(server: Server) -> str:
+    return f"tidewheel_{run_dir(server).parent.name.removeprefix('tidewheel-serve-')}_"
+
+
+def shared_memory(server: Server) -> Path:
+    """Return /dev/shm as the server sees it, which may have one of its own."""
+    return Path(f"/proc/{server.process.pid}/root/dev/shm")
+
+
+# --- logs ---------------------------------------------------------------------------------------------------------
+
+
+def triton_log(server: Server) -> Path:
+    """Return the file for what `tidewheel serve` does not show."""
+    return server.log.with_name("triton.log")
+
+
+class Logs:
+    """What the server and its engines write from now on."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._starts = {path: path.stat().st_size for path in self._paths()}
+
+    def _paths(self) -> list[Path]:
+        engines = run_dir(self._server).glob("*/*/engine.log")
+        paths = {path.resolve() for path in (self._server.log, triton_log(self._server), *engines)}
+        return sorted(path for path in paths if path.is_file())
+
+    def text(self) -> str:
+        pieces = []
+        for path in self._paths():
+            with path.open(errors="replace") as log:
+                log.seek(self._starts.get(path, 0))
+                pieces.append(log.read())
+        return "".join(pieces)
+
+    def assert_quiet(self, allowed: str) -> None:
+        bad = [line for line in self.text().splitlines() if BAD_LOG.search(line)]
+        assert [line for line in bad if not (allowed and re.search(allowed, line))] == []

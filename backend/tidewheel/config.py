@@ -82,7 +82,7 @@ class EngineConfig(SchedulingSettings):
     revision: str = ""  # branch, tag or commit of a Hugging Face id; empty: the main branch
     download_dir: str = ""  # folder where models of a Hugging Face id are kept; empty: Hugging Face's cache
     tokenizer: str = ""  # a folder; empty: the model's
-    dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless both have bfloat16
+    dtype: DType = "auto"  # auto: bfloat16 or the files' float16; on a CPU float32, unless it and files have bfloat16
     device: Device = "auto"  # auto: cuda if torch sees a GPU
     load_format: LoadFormat = "auto"  # dummy: random weights made on the device
     seed: int = 0  # start of the random draws of requests that bring none

@@ -464,7 +464,7 @@ def test_memory_of_a_gpu(gpu: None, repository: Path, parameter: tuple[str, str]
 def test_weights_that_do_not_fit_on_a_gpu(gpu: None, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 2 * GIB))
     (found,) = check(repository).findings
-    assert matches("the weights need … a GPU has 0.0 GiB free", found.message)
+    assert matches("the weights need … a GPU has 1 MiB free", found.message)
 
 
 def test_engines_that_share_a_gpu(gpu: None, repository: Path, write: WriteEntry) -> None:

@@ -43,7 +43,6 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
         assert "the log file cannot be written" in server.log.read_text()
 
 
-@pytest.mark.xfail(reason="a load that fails once is final: it is not tried again", strict=True)
 def test_weights_that_are_away_for_one_reload(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     shutil.copytree(WEIGHTS, weights)

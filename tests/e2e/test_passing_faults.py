@@ -48,9 +48,9 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("repository")
+    root = tmp_path_factory.mktemp("passing_faults")
+    folder, log = root / "repository", root / "serve.log"
     shutil.copytree(REPOSITORY / "demo", folder / "demo")
-    log = folder.parent / "serve.log"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIDEWHEEL_RUN_DIR", str(run_dir))
         arguments = ("--model-repository", str(folder), "--model-control", "explicit", "--models", "demo")
@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Iterator[
 
 
 def weights(server: Server) -> Path:
-    return server.log.parent.joinpath("repository0", "demo", "1", "weights", "model.safetensors")
+    return server.log.parent.joinpath("repository", "demo", "1", "weights", "model.safetensors")
 
 
 def status(run_dir: Path) -> dict[str, Any]:

@@ -94,14 +94,16 @@ def test_a_stopped_engine_is_told_and_survives(server: Server) -> None:
     wait_for(is_published(server, 1), LIMIT_S, "the metric")
 
 
-def test_an_engine_that_is_given_up_ends_the_server(server: Server, repository: Path) -> None:
+def test_an_engine_that_cannot_start_is_tried_until_it_can(server: Server, repository: Path) -> None:
     engine = engine_of(server)
-    (repository / "demo" / "1" / "weights" / "config.json").write_text('{"architectures": ["Unheard"]}')
+    config = repository / "demo" / "1" / "weights" / "config.json"
+    text = config.read_text()
+    config.write_text('{"architectures": ["Unheard"]}')
     engine.kill()
-    assert server.process.wait(LIMIT_S) == 1
-    text = server.log.read_text()
-    assert "error: an engine is given up: demo: " in text
-    assert "Unheard" in text
+    wait_for(lambda: server.readiness()[0] == 503, LIMIT_S, "the failure")
+    assert server.readiness("live")[0] == 200
+    config.write_text(text)
+    assert engine_of(server).pid != engine.pid
 
 
 @pytest.fixture

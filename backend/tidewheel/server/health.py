@@ -15,7 +15,6 @@ from tidewheel.server.endpoints import Endpoints
 LOOK_S = 0.2
 ASK_S = 1.0  # between two requests to tritonserver
 STARTING = Readiness("starting", "the server loads its models")
-DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class Health:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
-from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.health_endpoint import DRAINING, READY, Readiness
 from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
-from tidewheel.server.health import DRAINING, Health
+from tidewheel.server.health import Health
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals

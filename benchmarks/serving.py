@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -29,9 +29,11 @@ class Address(NamedTuple):
 
 
 @contextmanager
-def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700) -> Iterator[Address]:
+def served(
+    folder: Path, settings: Mapping[str, object], *, ports: int = 18_700, arguments: Sequence[str] = ()
+) -> Iterator[Address]:
     """Serve a Hugging Face folder on `ports` and the three that follow (HTTP, gRPC, metrics, health)."""
-    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder)]
+    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder), *arguments]
     for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
         command += [option, str(ports + offset)]
     for key, value in settings.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from faults.conftest import Case
-from support.faults.nothing_lost import CANARIES, Recorded, is_idle
+from support.faults.nothing_lost import CANARIES, Recorded, check, is_idle
 from support.faults.raw_streams import RawStream
 from support.faults.service import MAX_RUNNING
 from support.triton.burst import bursting
@@ -48,13 +48,16 @@ def wait_cancelled(server: Server, count: float) -> None:
 
 def test_cancelled_grpc_streams(server: Server, case: Case) -> None:
     """More than can run, so that some are cancelled as they wait; some prompts are computed in parts."""
-    before = num_cancelled(server)
+    before, computed = num_cancelled(server), server.metric("vllm:iteration_tokens_total_sum")
+    count = MAX_RUNNING + 8
     with case():
         with bursting(server) as burst:
-            for index in range(MAX_RUNNING + 8):
+            for index in range(count):
                 burst.send(LONG_PROMPT if index % 4 == 0 else "A long story", LONG)
             burst.receive()
-        wait_cancelled(server, before + MAX_RUNNING + 8)
+        wait_cancelled(server, before + count)
+    with check("blocks"):
+        assert server.metric("vllm:iteration_tokens_total_sum") - computed < count * LONG / 2
 
 
 def test_streams_cancelled_as_they_end(server: Server, case: Case) -> None:

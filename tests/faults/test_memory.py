@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from faults.conftest import Case
-from support.faults.nothing_lost import CANARIES, CANARY_TOKENS, Recorded
+from support.faults.nothing_lost import CANARIES, CANARY_TOKENS, SPARE_BYTES, Recorded
 from support.faults.service import BLOCK_SIZE, NUM_BLOCKS
 from support.triton.burst import bursting
 from support.triton.serving import Server
 
 pytestmark = pytest.mark.e2e
+
+NUM_LONG = 80
+LONG_PROMPT_BYTES = 2_000_000
 
 
 def test_more_than_the_cache_holds_is_preempted_and_exact(server: Server, recorded: Recorded, case: Case) -> None:
@@ -36,3 +39,15 @@ def test_what_never_fits_is_refused_at_once(server: Server, case: Case) -> None:
         burst.finish()
         assert [len(tokens) for tokens in burst.tokens.values()] == [0, 0, 10]
         assert all(error.startswith("[TW-TOO-LARGE]") for error in burst.errors)
+
+
+def test_many_requests_leave_no_memory(server: Server, case: Case) -> None:
+    """Prompts are refused and served by turns."""
+    assert NUM_LONG * LONG_PROMPT_BYTES > 1.5 * SPARE_BYTES
+    with case(), bursting(server) as burst:
+        for number in range(NUM_LONG):
+            burst.send("x" * LONG_PROMPT_BYTES, 2)
+            burst.send("word " * 500, 2)
+            if number % 4 == 3:
+                burst.finish()
+        assert len(burst.errors) == NUM_LONG

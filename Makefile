@@ -9,7 +9,7 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long test-processors faults fuzz lint docs lines aot bench \
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults fuzz lint docs lines aot bench \
 	bench-gpu clean
 
 venv: $(STAMP)
@@ -28,10 +28,11 @@ demo: venv
 serve: venv
 	$(BIN)/tidewheel serve --model-repository model_repository --models demo,demo_infer
 
-# Parts run at once, the longest first; each prints when it is done. Three keep two cores busy: servers are often waited for.
-TEST_JOBS ?= 3
+# Parts run at once, the longest first; each prints when it is done. Four keep two cores busy: servers are often waited for.
+TEST_JOBS ?= 4
 test: venv
-	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --keep-going --output-sync=target test-unit test-e2e test-kernels lint
+	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --keep-going --output-sync=target \
+		test-unit test-e2e test-faults test-kernels lint
 
 lint: venv
 	$(BIN)/ruff check .
@@ -52,10 +53,12 @@ test-unit: venv
 test-kernels: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
-# Folders with such tests: the others need not be imported.
-E2E := tests/e2e tests/faults tests/server
 test-e2e: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' $(E2E)
+	$(BIN)/pytest -q -m 'e2e and not slow' tests/e2e
+
+# What breaks a running server, and the processes of `serve`.
+test-faults: venv
+	$(BIN)/pytest -q -m 'e2e and not slow' tests/faults tests/server
 
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1

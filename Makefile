@@ -9,8 +9,8 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults fuzz lint docs lines aot bench \
-	bench-gpu clean
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults marathon soak fuzz \
+	lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -64,6 +64,14 @@ test-faults: venv
 REPEAT ?= 1
 faults: venv
 	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e tests/faults || exit 1; done
+
+# The demo model under load and random faults, and without faults near its capacity; RECORD=1 writes benchmarks/results.
+marathon: MINUTES ?= 30
+soak: MINUTES ?= 20
+soak: MARATHON_ARGS += --faults none --load 0.8
+marathon soak: venv
+	PYTHONPATH=tests $(BIN)/python -m support.marathon.run --name $@ --minutes $(MINUTES) $(if $(RATE),--rate $(RATE)) \
+		$(if $(RECORD),--record) $(MARATHON_ARGS)
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests

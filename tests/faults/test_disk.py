@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from support.faults.nothing_lost import CANARIES, Logs, assert_serves, nothing_lost, record
+from support.faults.own_mounts import may_mount, with_mounts
 from support.faults.service import SETTINGS, serving
 from support.triton.burst import bursting
 from support.triton.serving import WEIGHTS, Server, StreamError, grpc_inputs, grpc_stream, wait_for
@@ -57,20 +57,10 @@ def test_weights_that_are_away_for_one_reload(tmp_path: Path) -> None:
             wait_for(lambda: not ask(server), LIMIT_S, "an answer")
 
 
-def small_shared_memory(megabytes: int) -> tuple[str, ...]:
-    """Return a command that runs the one behind it with a /dev/shm of its own."""
-    script = f'mount -t tmpfs -o size={megabytes}m tmpfs /dev/shm && exec "$@"'
-    return ("unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh")
-
-
-def may_mount() -> bool:
-    return subprocess.run([*small_shared_memory(1), "true"], capture_output=True, check=False).returncode == 0
-
-
 @pytest.mark.skipif(not may_mount(), reason="this user may mount nothing")
 def test_shared_memory_that_is_full(tmp_path: Path) -> None:
     """Large prompts do not fit: their requests end, small ones are served."""
-    with serving(tmp_path, prefix=small_shared_memory(SHARED_MEMORY_MB)) as server:
+    with serving(tmp_path, prefix=with_mounts({"/dev/shm": SHARED_MEMORY_MB})) as server:
         recorded = record(server)
         with nothing_lost(server, recorded, spare_bytes=256 << 20), bursting(server, num_clients=1) as burst:
             for _ in range(4):

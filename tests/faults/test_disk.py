@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LIMIT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_MEMORY_MB = 64
+SHARED_MEMORY_MB = 96  # two front ends take 16 each
 RUN_DIR_MB = 16
-LARGE_BYTES = 40 << 20
+LARGE_BYTES = 20 << 20
 
 
 def kill_engine(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -60,11 +61,12 @@ def test_a_step_without_memory_ends_its_longest_chunk(server: Server, case: Case
         assert ask(server, Fault.OUT_OF_MEMORY.prompt(after=0, length=200)).startswith("[TW-INTERNAL]")
 
 
+@pytest.mark.parametrize("fault", [Fault.RAISES, pytest.param(Fault.RAISES_IN_LAUNCH, marks=pytest.mark.slow)])
 def test_a_step_that_raises_ends_all_and_the_next_engine_serves(
-    server: Server, case: Case, mortal: psutil.Process
+    server: Server, case: Case, mortal: psutil.Process, fault: Fault
 ) -> None:
     with case(ends=DEAD, log="Traceback"):
-        assert ask(server, Fault.RAISES.prompt()).startswith(f"[{DEAD} retry_after_ms=")
+        assert ask(server, fault.prompt()).startswith(f"[{DEAD} retry_after_ms=")
     assert has_ended(mortal)
 
 
@@ -100,7 +102,8 @@ def test_an_engine_that_aborts_in_a_step(server: Server, case: Case) -> None:
         assert ask(server, Fault.ABORTS.prompt()).startswith(f"[{DEAD} retry_after_ms=")
 
 
-def test_a_pause_is_survived(server: Server, case: Case) -> None:
+@pytest.mark.parametrize("pause_s", [0.0, pytest.param(7.0, marks=pytest.mark.slow)])
+def test_a_pause_is_survived(server: Server, case: Case, pause_s: float) -> None:
     with case() as canaries:
         paused = engine(server)
         paused.suspend()
@@ -108,6 +111,7 @@ def test_a_pause_is_survived(server: Server, case: Case) -> None:
             for prompt in CANARIES:
                 burst.send(prompt, 8)
             wait_for(lambda: paused.status() == psutil.STATUS_STOPPED, 10, "a stopped engine")
+            time.sleep(pause_s)
             paused.resume()
             burst.finish()
             assert burst.errors == canaries.errors == []

@@ -71,8 +71,8 @@ def nothing_lost(
 
     `ends`: tag of the errors that may end those streams. `log`: pattern of lines that the case may leave in the logs.
     """
-    before = Footprint.of(server)
-    ledger = Ledger.settled(server)
+    wait_for(lambda: server.readiness()[0] == 200 and is_idle(server), SERVED_AGAIN_S, "the end of earlier faults")
+    before, ledger = Footprint.of(server), Ledger.settled(server)
     logs = Logs(server)
     with streaming_canaries(server) as canaries:
         yield canaries

@@ -70,7 +70,7 @@ def test_a_full_waiting_set_refuses_the_rest(server: Server, recorded: Recorded,
     ("prompt", "count", "full_of"),
     [
         (LONG_PROMPT, 2 * MAX_WAITING_TOKENS // 1000, f"of {MAX_WAITING_TOKENS} tokens, and this prompt has"),
-        ([7, 8], 300, f"of {MAX_WAITING} requests$"),
+        pytest.param([7, 8], 300, f"of {MAX_WAITING} requests$", marks=pytest.mark.slow),
     ],
     ids=["tokens", "requests"],
 )
@@ -126,6 +126,7 @@ class Held(queue.Queue[tuple[Any, Any]]):
         super().put(item, block, timeout)
 
 
+@pytest.mark.slow
 def test_grpc_streams_of_a_slow_reader_delay_nobody(server: Server, case: Case) -> None:
     with case() as canaries, bursting(server, num_clients=6) as slow:
         slow.answers = held = Held()

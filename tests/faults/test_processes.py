@@ -81,6 +81,7 @@ def test_killed_prompt_processes_are_replaced(server: Server, recorded: Recorded
             assert_survived(later, recorded)
 
 
+@pytest.mark.slow
 def test_a_paused_prompt_process_delays_only_its_own(server: Server, case: Case) -> None:
     with case() as canaries, bursting(server) as burst:
         with suspended(prompt_processes(server)[:1]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,11 +30,29 @@ pytestmark = pytest.mark.e2e
 TOLD_LIMIT_S = 30.0
 BACK_LIMIT_S = 60.0
 PROMPT_PROCESS = "tidewheel.frontend.prompt_process"
+RECEIVED = "tidewheel_requests_received_total"
 
 
 def stub_of(server: Server, model: str) -> psutil.Process:
     stubs = server.processes("triton_python_backend_stub")
     return next(stub for stub in stubs if f"/{model}/" in " ".join(stub.cmdline()))
+
+
+def prompt_processes(server: Server) -> list[psutil.Process]:
+    """Return those of `demo`, not of its twin."""
+    front_end = stub_of(server, "demo").pid
+    return [process for process in server.processes(PROMPT_PROCESS) if process.ppid() == front_end]
+
+
+@contextmanager
+def suspended(processes: list[psutil.Process]) -> Iterator[None]:
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
 
 
 def shared_memory_files(server: Server) -> set[tuple[str, int]]:
@@ -62,20 +81,34 @@ def test_killed_prompt_processes_are_replaced(server: Server, recorded: Recorded
             assert_survived(later, recorded)
 
 
+@pytest.mark.slow
 def test_a_paused_prompt_process_delays_only_its_own(server: Server, case: Case) -> None:
-    with case() as canaries:
-        paused = server.processes(PROMPT_PROCESS)[0]
-        paused.suspend()
-        try:
-            with bursting(server) as burst:
-                for prompt in CANARIES:
-                    burst.send(prompt, 20)
-                canaries.finish()
-                paused.resume()
-                burst.finish()
-                assert burst.errors == []
-        finally:
-            paused.resume()
+    with case() as canaries, bursting(server) as burst:
+        with suspended(prompt_processes(server)[:1]):
+            for prompt in CANARIES:
+                burst.send(prompt, 20)
+            canaries.finish()
+        burst.finish()
+        assert burst.errors == []
+
+
+def test_a_prompt_that_takes_too_long_ends_alone(server: Server, recorded: Recorded, case: Case) -> None:
+    """The kernel ends its process by SIGPROF when its CPU time is up; here the test does."""
+    with case(), bursting(server, num_clients=1) as burst:
+        busy = prompt_processes(server)
+        with suspended(busy):
+            received = server.metric(RECEIVED)
+            for prompt in CANARIES:
+                burst.send(prompt, 20)
+            wait_for(lambda: server.metric(RECEIVED) >= received + len(CANARIES), 30, "all prompts")
+            for process in busy:
+                process.send_signal(signal.SIGPROF)
+        burst.finish()
+        assert len(burst.errors) == len(busy)
+        assert all("could not be tokenised within" in error for error in burst.errors), burst.errors
+        served = [tokens for tokens in burst.tokens.values() if tokens]
+        assert len(served) == len(CANARIES) - len(busy)
+        assert all(tokens in [recorded[prompt][:20] for prompt in CANARIES] for tokens in served)
 
 
 @pytest.mark.slow

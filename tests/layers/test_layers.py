@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -215,6 +216,15 @@ def test_nothing_unpickles() -> None:
         names = {name.split(".")[0] for name in imports(path)}
         assert not names & banned, module
         assert "torch.load(" not in path.read_text(), module
+
+
+def test_durations_are_monotonic() -> None:
+    """A wall clock may jump. It is read for the age of a file, and for the date in a template or a report."""
+    readers = {
+        m for m, path in MODULES.items() if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
+    }
+    dated = {"tidewheel.server.workdir", "tidewheel.frontend.chat_template", "tidewheel.bench.environment"}
+    assert readers == dated
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

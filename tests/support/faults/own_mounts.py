@@ -16,7 +16,7 @@ _STEP = 1 << 20
 
 def with_mounts(megabytes: dict[str, int]) -> tuple[str, ...]:
     """Return a command that runs the one behind it with file systems of its own at these paths."""
-    mounts = [f"mount -t tmpfs -o size={size}m tmpfs '{path}'" for path, size in megabytes.items()]
+    mounts = [f"mount -t tmpfs -o size={size}m,mode=0700 tmpfs '{path}'" for path, size in megabytes.items()]
     return ("unshare", "--mount", "--map-root-user", "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh")
 
 

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tidewheel_kernels import launch_config
-
-NUM_MULTIPROCESSORS = 132
 # Attributes by number: 75 and 76 are the parts of the capability, 0 of a function its threads.
 SOURCE = """
 typedef unsigned long long u64;
@@ -81,5 +78,4 @@ def stub_driver() -> Iterator[Launches]:
         active.get_current_stream = lambda _device: 0
         active.get_current_device = lambda: 0
         driver.set_active(active)
-        launch_config.multiprocessors.cache_clear()
         yield launches

@@ -7,7 +7,7 @@ triton-lang compiles a kernel for types, for addresses and numbers that are mult
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ MAX_LAUNCHES = 512  # kept for each kernel
 ALIGNMENT = 16
 # Versions whose compiled kernels run with the same arguments; the tests have the oldest and the newest.
 FIRST_VERSION, END_VERSION = (3, 6), (3, 10)
+Direct = Callable[[tuple[int, ...], tuple[Any, ...]], object]  # of grid and stream, and arguments
 _RUNTIME = knobs.runtime  # whose hooks profilers set
 
 
@@ -45,8 +46,8 @@ class Launch:
         self._constants = tuple(constants.values())
         self._named = {**constants, **options}
         self._binds = binds()
-        # Compiled kernel and its `run`, by device and dtypes, for tensors that are aligned.
-        self._compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        # By device and dtypes, for tensors that are aligned.
+        self._compiled: dict[tuple[Any, ...], Direct] = {}
         self._aligned: tuple[int, ...] = ()  # indices of tensors whose alignment is compiled in
 
     def __call__(self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], *others: Any) -> None:
@@ -59,16 +60,11 @@ class Launch:
             return
         active = driver.active
         device = active.get_current_device()
-        found = self._compiled.get((device, *[tensor.dtype for tensor in tensors]))
-        if found is None:
+        compiled = self._compiled.get((device, *[tensor.dtype for tensor in tensors]))
+        if compiled is None:
             self._through_triton(grid, tensors, others)
             return
-        compiled, run = found
-        # Without metadata and hooks, for nothing listens.
-        run(
-            *grid, active.get_current_stream(device), compiled.function, compiled.packed_metadata, None, None, None,
-            *addresses, *others, *self._constants,
-        )  # fmt: skip
+        compiled((*grid, active.get_current_stream(device)), (*addresses, *others, *self._constants))
 
     def _through_triton(
         self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], others: Sequence[Any]
@@ -86,4 +82,18 @@ class Launch:
         self._aligned = tuple(i for i, pointer in pointers if not pointer.do_not_specialize_on_alignment)
         if not any(tensors[i].data_ptr() % ALIGNMENT for i in self._aligned):
             key = driver.active.get_current_device(), *[tensor.dtype for tensor in tensors]
-            self._compiled[key] = compiled, compiled.run
+            self._compiled[key] = _direct(compiled)
+
+
+def _direct(compiled: Any) -> Direct:
+    """Return a call of a compiled kernel that does what `CudaLauncher` does, if there is no memory to allocate."""
+    run, metadata, hooks = compiled.run, compiled.packed_metadata, (None, None, None)
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        return lambda place, arguments: run(*place, compiled.function, metadata, *hooks, *arguments)
+    launch, kernel = run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    no_scratch = None, None
+    if hasattr(run, "kernel_signature"):  # from 3.7 on one C function serves all signatures
+        fixed = *kernel, metadata, *hooks, *no_scratch, run.arg_annotations, run.kernel_signature
+        return lambda place, arguments: launch(*place, *fixed, arguments)
+    fixed = *kernel, *no_scratch, metadata, *hooks
+    return lambda place, arguments: launch(*place, *fixed, *arguments)

@@ -24,6 +24,7 @@ from tidewheel_kernels import AttentionMetadata
 from tidewheel_kernels.launch_config import compile_target
 
 DEVICE, STREAM = 3, 77
+METADATA = object()  # for hooks
 ALIGNMENT = 16
 LEAST_ADDRESS = 1 << 40  # no other number comes near
 I32, I64, F32 = torch.int32, torch.int64, torch.float32
@@ -40,20 +41,34 @@ class Recorder:
 
     def compile(self, src: Any, **_: Any) -> Any:
         """Stand in for triton-lang's compiler, which is asked once for each specialisation."""
+        from triton.backends.nvidia import driver
+
         function = next(self._functions)
+        run: Any = driver.CudaLauncher.__new__(driver.CudaLauncher)
+        sizes = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+        vars(run).update(dict.fromkeys(sizes, 0), num_ctas=1, launch=self._launch)
+        vars(run).update(launch_cooperative_grid="cooperative", launch_pdl="pdl", gsan_enabled=False)
+        if not hasattr(driver, "make_launcher"):  # 3.6 compiles a launcher for each signature
+            run.arg_annotations, run.kernel_signature = ("annotations", function), ("signature", function)
         return SimpleNamespace(
-            run=self._run, function=function, packed_metadata=(function, "metadata"),
-            launch_metadata=lambda grid, stream, *arguments: grid,
+            run=run, function=function, packed_metadata=("metadata", function),
+            launch_metadata=lambda grid, stream, *arguments: METADATA,
         )  # fmt: skip
 
-    def _run(self, *arguments: Any) -> None:
-        launch, (metadata, *_), passed = arguments[:6], arguments[6:9], arguments[9:]
-        self.num_bound += metadata is None
-        self.launches.append((*launch, *map(_plain, passed)))
+    def _launch(self, *arguments: Any) -> None:
+        """Stand in for triton-lang's C launcher, to which hooks and their metadata make no difference."""
+        if isinstance(arguments[-1], tuple):
+            arguments = (*arguments[:-1], *arguments[-1])
+        self.num_bound += not any(value is METADATA for value in arguments)
+        self.launches.append(tuple(map(_plain, arguments)))
 
 
 def _plain(argument: Any) -> Any:
-    """Return a tensor's address, and the address and layout of a descriptor."""
+    """Return a tensor's address, a descriptor's address and layout, and None for what serves hooks."""
+    from triton.knobs import HookChain
+
+    if argument is METADATA or isinstance(argument, HookChain):
+        return None
     if isinstance(argument, torch.Tensor):
         return argument.data_ptr()
     if hasattr(argument, "block_shape"):

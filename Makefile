@@ -118,10 +118,11 @@ lines:
 	$(call count,tests,tests)
 
 # Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is
-# supported; registers, stack and shared memory as a table.
+# supported; registers, stack and shared memory as a table. Compares bound launches with triton-lang's own under both.
 aot: venv $(AOT_VENV)/.installed
 	$(BIN)/python -m tidewheel_kernels.aot --all
 	PYTHONPATH=kernels $(AOT_VENV)/bin/python -m tidewheel_kernels.aot --all
+	for python in $(BIN) $(AOT_VENV)/bin; do PYTHONPATH=kernels:tests $$python/python -m support.kernels.launch_comparison || exit 1; done
 
 $(AOT_VENV)/.installed:
 	$(PYTHON) -m venv $(AOT_VENV)

@@ -55,6 +55,7 @@ LAYERS = {
     "tidewheel.baseline": 5,
     "tidewheel.server": 6,
     "tidewheel.entries": 6,
+    "tidewheel.gateway": 6,
     "tidewheel.bench": 7,
     "tidewheel.simulate": 7,
     "tidewheel.workload": 7,
@@ -64,6 +65,8 @@ LAYERS = {
 # What stands in a layer by itself and may not be reached from some that lie above it.
 FORBIDDEN = [
     ("tidewheel.simulate", "tidewheel_kernels"),
+    ("tidewheel.gateway", "tidewheel.engine"),
+    ("tidewheel.gateway", "tidewheel.frontend"),
     ("tidewheel.workload", "tidewheel.bench"),
     ("tidewheel.workload", "tidewheel.simulate"),
     ("tidewheel_kernels", "tidewheel"),
@@ -77,6 +80,7 @@ WITHOUT_TORCH = [
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
     "tidewheel.entries.checking",
+    "tidewheel.gateway.run_gateway",
     "tidewheel.bench.suites",
     "tidewheel.bench.pictures",
     "tidewheel.workload.trace_files",

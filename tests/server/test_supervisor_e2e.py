@@ -232,6 +232,23 @@ def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: P
     assert end.endswith("the last: tritonserver died (signal 9, Killed)")
 
 
+def test_the_gateway_outlives_tritonserver_and_is_started_again(folder: Path) -> None:
+    arguments = ("--model-repository", str(repository(folder)))
+    server = wait_ready(start_server(*arguments, log=folder / "log", with_gateway=True))
+    traces = Traces(server, folder)
+    assert f"http://127.0.0.1:{server.openai_port}/v1" in server.log.read_text()
+    (gateway,) = server.processes("cli.main gateway")
+    traces.tritonserver.kill()
+    wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
+    assert server.processes("cli.main gateway") == [gateway]
+    gateway.kill()
+    wait_for(lambda: "the gateway died" in server.log.read_text(), RESTART_LIMIT_S, "the notice")
+    wait_for(server.is_ready, RESTART_LIMIT_S, "another gateway")
+    traces = Traces(server, folder)
+    assert stop_server(server) == 0
+    traces.assert_nothing_left()
+
+
 def stubs(server: Server) -> list[psutil.Process]:
     return [process for process in server.descendants() if process.name().startswith("triton_python_b")]
 

@@ -119,6 +119,8 @@ def describe_endpoints(endpoints: Endpoints, models: Sequence[DeployedModel]) ->
         f"  metrics   http://{endpoints.authority(endpoints.metrics)}/metrics",
         f"  readiness http://{endpoints.authority(endpoints.health)}/ready",
     ]
+    if endpoints.openai is not None:
+        lines.append(f"  OpenAI    http://{endpoints.authority(endpoints.openai)}/v1")
     example = next((m.name for m in models if m.decoupled and m.backend == BACKEND), None)
     if example is not None:
         lines += ["", "Try it:", *_examples(example, endpoints)]

@@ -12,7 +12,8 @@ from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
-from tidewheel.server.endpoints import Endpoints, is_loopback
+from tidewheel.server.endpoints import Endpoints, check_keys, is_loopback
+from tidewheel.server.gateway_process import GatewayProcess
 from tidewheel.server.health import DRAINING, Health
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
@@ -35,6 +36,7 @@ class ServeOptions:
     model_name: str = ""  # empty: last part of `model`
     settings: Mapping[str, str]
     endpoints: Endpoints
+    api_keys: Path | None = None  # of the gateway
     drain_s: float = 30.0
     restart: bool = True  # after a death, without a session
     model_control: launch.ModelControl = "none"
@@ -62,6 +64,8 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
     Raise `ServeError` or `ConfigError` if the server cannot start, or dies and is not to start again. No process is
     left.
     """
+    if options.endpoints.openai is not None:
+        check_keys(options.endpoints.host, options.api_keys)
     console = Console(verbose=options.verbose)
     install = locate(options.tritonserver)
     with (
@@ -87,13 +91,16 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
                 note=console.note,
                 on_line=console.server_line,
             ) as supervisor,
+            _gateway(options, plan.endpoints, supervisor, console) as gateway,
         ):
             if warning := control_warning(options):
                 console.note(f"warning: {warning}")
             if _wait_ready(supervisor, plan):
                 health.server = READY
+                if gateway is not None:
+                    gateway.wait_ready()
                 _announce(console, plan, log.version, with_endpoints=session is None)
-                _stay(supervisor, plan, console, health, session, options)
+                _stay(supervisor, plan, console, health, gateway, session, options)
                 health.server = DRAINING
                 console.note(_farewell(supervisor, options.drain_s))
                 supervisor.drain(options.drain_s, plan.endpoints)
@@ -172,6 +179,14 @@ def _server_log(path: Path | None) -> Iterator[ServerLog]:
         yield ServerLog(copy)
 
 
+def _gateway(
+    options: ServeOptions, endpoints: Endpoints, supervisor: Supervisor, console: Console
+) -> contextlib.AbstractContextManager[GatewayProcess | None]:
+    if endpoints.openai is None:
+        return contextlib.nullcontext()
+    return GatewayProcess(endpoints, options.api_keys, pids=supervisor.spared, note=console.note)
+
+
 def _wait_ready(supervisor: Supervisor, plan: _Plan) -> bool:
     server = TritonHttp(plan.endpoints.authority(plan.endpoints.http))
     progress = LoadProgress(plan.engines)
@@ -206,6 +221,7 @@ def _stay(
     plan: _Plan,
     console: Console,
     health: Health,
+    gateway: GatewayProcess | None,
     session: Callable[[Endpoints], None] | None,
     options: ServeOptions,
 ) -> None:
@@ -216,6 +232,8 @@ def _stay(
 
     def is_over() -> bool:
         health.raise_if_given_up()
+        if gateway is not None:
+            gateway.watch()
         return guest is not None and not guest.is_alive()
 
     if guest is not None:

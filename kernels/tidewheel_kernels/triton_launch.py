@@ -93,7 +93,7 @@ def _direct(compiled: Any) -> Direct:
     launch, kernel = run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     no_scratch = None, None
     if hasattr(run, "kernel_signature"):  # from 3.7 on one C function serves all signatures
-        fixed = *kernel, metadata, *hooks, *no_scratch, run.arg_annotations, run.kernel_signature
+        fixed: tuple[Any, ...] = *kernel, metadata, *hooks, *no_scratch, run.arg_annotations, run.kernel_signature
         return lambda place, arguments: launch(*place, *fixed, arguments)
     fixed = *kernel, *no_scratch, metadata, *hooks
     return lambda place, arguments: launch(*place, *fixed, *arguments)

@@ -223,12 +223,17 @@ def test_nothing_unpickles() -> None:
 
 
 def test_durations_are_monotonic() -> None:
-    """A wall clock may jump. It is read for the age of a file, and for the date in a template or a report."""
+    """A wall clock may jump. It is read for the age of a file, and for dates in templates, answers and reports."""
     readers = {
         m for m, path in MODULES.items() if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
     }
-    dated = {"tidewheel.server.workdir", "tidewheel.frontend.chat_template", "tidewheel.bench.environment"}
-    assert readers == dated
+    assert readers == {
+        "tidewheel.server.workdir",
+        "tidewheel.frontend.chat_template",
+        "tidewheel.gateway.answering",
+        "tidewheel.gateway.application",
+        "tidewheel.bench.environment",
+    }
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

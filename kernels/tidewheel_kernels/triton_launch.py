@@ -91,9 +91,9 @@ def _direct(compiled: Any) -> Direct:
     if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
         return lambda place, arguments: run(*place, compiled.function, metadata, *hooks, *arguments)
     launch, kernel = run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
-    no_scratch = None, None
+    no_scratch = (None, None)
+    fixed: tuple[Any, ...] = (*kernel, *no_scratch, metadata, *hooks)
     if hasattr(run, "kernel_signature"):  # from 3.7 on one C function serves all signatures
-        fixed: tuple[Any, ...] = *kernel, metadata, *hooks, *no_scratch, run.arg_annotations, run.kernel_signature
+        fixed = (*kernel, metadata, *hooks, *no_scratch, run.arg_annotations, run.kernel_signature)
         return lambda place, arguments: launch(*place, *fixed, arguments)
-    fixed = *kernel, *no_scratch, metadata, *hooks
     return lambda place, arguments: launch(*place, *fixed, *arguments)

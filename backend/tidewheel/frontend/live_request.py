@@ -100,6 +100,8 @@ class LiveRequest:
         with self._lock:
             if self._ending is None:
                 self._ending = ending
+                if ending.error is not None:  # whose frames hold the request and its prompt
+                    ending.error.__traceback__ = ending.error.__context__ = None
             must_tell = self._is_at_engine and self._num_open > 0
             self._is_at_engine = False
             return must_tell

@@ -51,6 +51,7 @@ class Workers(Generic[T]):
                 self._work(item)
             except BaseException:  # a panic of a library, too, must not end the thread
                 logger.exception("a front-end thread failed at one request")
+            del item  # with its prompt, before the wait for another
 
 
 class Watcher:

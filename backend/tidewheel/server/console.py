@@ -13,14 +13,14 @@ from tqdm import tqdm
 
 from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.server import State
+from tidewheel.health_endpoint import State
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.server_log import LogLine, without_places
 from tidewheel.server.triton_http import DeployedModel
 from tidewheel.version import __version__
 
-_SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "restarting": "W"}
+_SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 _FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
 _STEPS = 1000

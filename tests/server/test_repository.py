@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tidewheel.server.repository import (
     load_again,
     mirror,
     parse_settings,
+    resolve_model,
     select,
     served_name,
     write_entry,
@@ -79,6 +81,12 @@ def test_neither_folder_nor_id(tmp_path: Path, text: str) -> None:
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         write_entry(tmp_path / "repository", str(tmp_path), "x", {})
+
+
+def test_a_config_that_is_no_file_is_left_to_the_load(tmp_path: Path) -> None:
+    """It says what it is; it is not missing."""
+    os.mkfifo(tmp_path / "config.json")
+    assert resolve_model(str(tmp_path)) == str(tmp_path)
 
 
 def test_served_names(model: Path) -> None:

@@ -27,7 +27,7 @@ def resolve_model(model: str) -> str:
     """Return a folder or Hugging Face id. Raise `ConfigError` for anything else."""
     folder = Path(model).expanduser()
     if model and folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").exists():
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
         return str(folder.resolve())
     if not _HUB_ID.fullmatch(model):

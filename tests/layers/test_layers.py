@@ -29,6 +29,7 @@ LAYERS = {
     "tidewheel.errors": 0,
     "tidewheel.private_dir": 0,
     "tidewheel.regular_files": 0,
+    "tidewheel.byte_sizes": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,
     "tidewheel.engine_arguments": 0,

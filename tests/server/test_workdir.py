@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tidewheel.errors import ConfigError
 from tidewheel.server import processes
 from tidewheel.server.processes import Process
 from tidewheel.server.workdir import remove_environments, sweep, work_dir
@@ -51,6 +52,15 @@ def test_gone_after_an_error(tmp_path: Path, shared_memory: Path) -> None:
     with pytest.raises(RuntimeError), work_dir(tmp_path, shared_memory) as work:
         raise RuntimeError
     assert not work.root.exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, shared_memory: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"file cannot be written \(File exists\): make room, or set TIDE"),
+        work_dir(tmp_path / "file", shared_memory),
+    ):
+        pass
 
 
 def test_two_servers_have_different_prefixes(tmp_path: Path, shared_memory: Path) -> None:

@@ -59,8 +59,18 @@ class Presence:
 
 def read_mark(pid: int, start_ticks: int) -> Mark | None:
     """Return the mark that a process of this run folder left."""
+    return _read(_path(run_dir() / _FOLDER, pid, start_ticks))
+
+
+def front_ends(model: str) -> set[str]:
+    """Return a name of each front end that served or serves the model."""
+    marks = ((path, _read(path)) for path in (run_dir() / _FOLDER).glob("*"))
+    return {path.name for path, mark in marks if mark is not None and mark.model == model}
+
+
+def _read(path: Path) -> Mark | None:
     try:
-        count, _, model = _path(run_dir() / _FOLDER, pid, start_ticks).read_text().partition(" ")
+        count, _, model = path.read_text().partition(" ")
         return Mark(model, int(count))
     except (OSError, ValueError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import typing
@@ -19,6 +20,7 @@ from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
+ORIGIN = "tidewheel_origin"  # file in an entry whose other files are links: path of the entry that they are from
 
 # Read by Triton's Python backend.
 TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
@@ -88,9 +90,16 @@ class ModelSettings:
         return self.frontend.REPORT_CUSTOM_METRICS and not self.engine.disable_log_stats
 
 
+def real_entry(folder: Path) -> Path:
+    """Return the folder of the entry, which names it if it holds links to its files."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path((folder / ORIGIN).read_text(encoding="utf-8")).resolve()
+    return folder.resolve()
+
+
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
     config = json.loads(args["model_config"])
-    folder, version = Path(args["model_repository"]).resolve(), args["model_version"]
+    folder, version = real_entry(Path(args["model_repository"])), args["model_version"]
     entry = ModelEntry(
         name=args["model_name"],
         folder=folder,

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from tidewheel.batch import TopLogprobs
+from tidewheel.byte_sizes import MIB
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.info import RunnerInfo
@@ -23,7 +24,6 @@ QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
 
-_MIB = 1 << 20
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]  # sums stay within 64 bits
 
 
@@ -244,7 +244,7 @@ from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 def _mib(size: int) -> str:
-    return f"{size / _MIB:,.1f} MiB"
+    return f"{size / MIB:,.1f} MiB"
 
 
 def _ns(seconds: float | None) -> int:

@@ -65,7 +65,13 @@ def streaming_canaries(server: Server) -> Iterator[Burst]:
 
 @contextmanager
 def nothing_lost(
-    server: Server, recorded: Recorded, *, ends: str = "", log: str = "", spare_bytes: int = SPARE_BYTES
+    server: Server,
+    recorded: Recorded,
+    *,
+    ends: str = "",
+    log: str = "",
+    spare_bytes: int = SPARE_BYTES,
+    spare_descriptors: int = SPARE_DESCRIPTORS,
 ) -> Iterator[Burst]:
     """Run a case beside greedy streams, and check afterwards.
 
@@ -86,7 +92,7 @@ def nothing_lost(
     assert_serves(server, recorded)
     wait_for(lambda: is_idle(server), SETTLE_S, "all blocks back")
     wait_for(lambda: Ledger.of(server).since(ledger).is_balanced(), SETTLE_S, "every request in one count")
-    before.assert_back(server, spare_bytes)
+    before.assert_back(server, spare_bytes, spare_descriptors)
     logs.assert_quiet(log)
 
 
@@ -207,12 +213,12 @@ class Footprint:
         regions = [path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*")]
         return cls(threads, descriptors, memory, sum(regions), names)
 
-    def assert_back(self, server: Server, spare_bytes: int) -> None:
+    def assert_back(self, server: Server, spare_bytes: int, spare_descriptors: int = SPARE_DESCRIPTORS) -> None:
         def difference() -> dict[str, object]:
             now = Footprint.of(server)
             limits = {
                 "threads": SPARE_THREADS,
-                "descriptors": SPARE_DESCRIPTORS,
+                "descriptors": spare_descriptors,
                 "memory": spare_bytes,
                 "shared_memory": spare_bytes,
             }

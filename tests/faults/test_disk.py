@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from support.faults.nothing_lost import (
     run_dir,
     streaming_canaries,
 )
+from support.faults.own_mounts import OwnMount, may_mount, with_mounts
 from support.faults.service import SETTINGS, serving
 from support.triton.burst import bursting
 from support.triton.serving import WEIGHTS, Server, StreamError, grpc_inputs, grpc_stream, wait_for
@@ -72,17 +72,6 @@ def test_weights_that_are_away_for_one_reload(tmp_path: Path) -> None:
             wait_for(lambda: not ask(server), LIMIT_S, "an answer")
 
 
-def with_mounts(*mounts: tuple[Path, int]) -> tuple[str, ...]:
-    """Return a command that runs the one behind it with file systems of its own, of so many megabytes."""
-    steps = [f"mount -t tmpfs -o size={megabytes}m,mode=0700 tmpfs {path}" for path, megabytes in mounts]
-    return ("unshare", "--mount", "--map-root-user", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh")
-
-
-def may_mount() -> bool:
-    command = [*with_mounts((SHARED_MEMORY, 1)), "true"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
 needs_mount = pytest.mark.skipif(not may_mount(), reason="this user may mount nothing")
 
 
@@ -91,7 +80,7 @@ def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Serve with a small /dev/shm, and with a small file system for the run directory."""
     with tempfile.TemporaryDirectory(prefix="tw-") as run:  # a short path, for unix sockets
         folder = tmp_path_factory.mktemp("cramped")
-        prefix = with_mounts((SHARED_MEMORY, SHARED_MEMORY_MB), (Path(run), RUN_DIR_MB))
+        prefix = with_mounts({str(SHARED_MEMORY): SHARED_MEMORY_MB, run: RUN_DIR_MB})
         with serving(folder, prefix=prefix, variables={"TIDEWHEEL_RUN_DIR": run}) as server:
             yield server
 
@@ -104,17 +93,12 @@ def tokens(cramped: Server) -> Recorded:
 @contextmanager
 def filled(server: Server, folder: Path) -> Iterator[None]:
     """Leave no room in a file system that only the server has."""
-    filler = Path(f"/proc/{server.process.pid}/root{folder}/filler")
-    try:
-        with pytest.raises(OSError, match="No space"), filler.open("wb", buffering=0) as file:
-            for size in (1 << 20, 1 << 12):
-                with suppress(OSError):
-                    while True:
-                        file.write(bytes(size))
-            file.write(bytes(1 << 12))
-        yield
-    finally:
-        filler.unlink()
+    with OwnMount(server, str(folder)) as mount:
+        mount.fill()
+        try:
+            yield
+        finally:
+            mount.free()
 
 
 @needs_mount

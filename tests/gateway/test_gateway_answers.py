@@ -242,3 +242,60 @@ def test_a_client_that_goes_away_cancels(gateway: RunningGateway, triton: FakeTr
     finally:
         release.set()
     assert "hang_ups_total 2" in gateway.get("/metrics").text
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def test_a_call_of_a_tool(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=f"<think>Hm.</think>{CALL}\n{CALL}")
+    choice = gateway.chat(tools=TOOLS, chat_template_kwargs={"enable_thinking": True}).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"] == "Hm."
+    first, second = choice["message"]["tool_calls"]
+    assert first["id"] != second["id"]
+    assert first["type"] == "function"
+    assert first["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert triton.asked[0].sampling["skip_special_tokens"] is False
+    assert json.loads(triton.asked[0].inputs["messages"]) == {
+        "messages": [{"role": "user", "content": "one two"}],
+        "tools": TOOLS,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    (only,) = gateway.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]["tool_calls"]
+    assert only["function"] == first["function"]
+
+
+def test_a_call_in_a_stream(gateway: RunningGateway, triton: FakeTriton) -> None:
+    def answer(asked: Asked) -> Answer:
+        for piece in ("<think>H", "m.</think>", "Wait.", CALL[:9], CALL[9:]):
+            yield response(asked.message, text_output=piece, finish_reason="None")
+        yield from say(asked, text_output="")
+
+    triton.answer = answer
+    choices = [event["choices"][0] for event in events(gateway.chat(tools=TOOLS, stream=True))]
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[0] == {"role": "assistant", "reasoning_content": "H"}
+    assert deltas[1:3] == [{"reasoning_content": "m."}, {"content": "Wait."}]
+    (call,) = deltas[3]["tool_calls"]
+    assert call["index"] == 0
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert deltas[4:] == [{}]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["tool_calls"]
+
+
+def test_no_call_is_looked_for_unless_there_are_tools(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=CALL)
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = gateway.chat(**fields).json()["choices"][0]
+        assert choice["message"]["content"] == CALL
+        assert choice["finish_reason"] == "stop"
+    assert all(isinstance(json.loads(asked.inputs["messages"]), list) for asked in triton.asked)
+
+
+def test_a_call_that_is_cut_is_text(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=CALL[:30], finish_reason="length")
+    choice = gateway.chat(tools=TOOLS).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL[:30], "length")

@@ -20,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_key_option(parser)
     parser.add_argument(
+        "--reasoning",
+        choices=("tagged", "always", "off"),
+        default="tagged",
+        help="what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
+        "always, up to </think>, for templates that write the tag themselves; off, nothing",
+    )
+    parser.add_argument(
         "--max-body-mb", type=int, default=16, metavar="MB", help="largest body of a request (default: %(default)s)"
     )
     parser.add_argument(
@@ -59,5 +66,6 @@ def run(args: argparse.Namespace) -> int:
             api_keys=args.api_keys,
             max_body_mb=args.max_body_mb,
             drain_s=args.drain_s,
+            reasoning=args.reasoning,
         )
     )

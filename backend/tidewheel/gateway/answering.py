@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from tidewheel.gateway.bodies import Ask
+from tidewheel.gateway.spoken import Listener, Reasoning, Spoken, ToolCall
 from tidewheel_client import Chunk, Completion, TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
@@ -45,8 +46,9 @@ class Usage:
 class Answer:
     """Writer of the answer to one request."""
 
-    def __init__(self, ask: Ask, request_id: str) -> None:
+    def __init__(self, ask: Ask, request_id: str, reasoning: Reasoning) -> None:
         self._ask = ask
+        self._reasoning = reasoning
         self._usage = Usage()
         name, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
         if ask.stream and ask.is_chat:
@@ -57,7 +59,11 @@ class Answer:
             "created": int(time.time()),
             "model": ask.model,
         }
-        self._lengths: dict[int, int] = {}  # characters so far, by choice
+        # By choice.
+        self._lengths: dict[int, int] = {}  # characters so far
+        self._listeners: dict[int, Listener] = {}
+        self._num_calls: dict[int, int] = {}
+        self._begun: set[int] = set()  # the role was sent
 
     def whole(self, chunks: Sequence[tuple[int, Chunk]]) -> bytes:
         """Return the answer. Each chunk comes with the number of its prompt."""
@@ -81,7 +87,10 @@ class Answer:
 
     def _event(self, number: int, chunk: Chunk) -> bytes:
         self._usage.add(number, chunk)
-        event = {**self._head, "choices": [self._choice(number, chunk)]}
+        choice = self._choice(number, chunk)
+        if choice.get("delta") == {} and not any(choice[key] for key in choice.keys() - {"index"}):
+            return b""  # the text is held back
+        event = {**self._head, "choices": [choice]}
         options = self._ask.stream_options
         if options.include_usage or options.continuous_usage_stats:
             event["usage"] = self._usage.as_json() if options.continuous_usage_stats else None
@@ -89,21 +98,50 @@ class Answer:
 
     def _choice(self, number: int, part: Chunk | Completion) -> Json:
         index = number * self._ask.n + part.index
-        is_first, before = index not in self._lengths, self._lengths.get(index, 0)
+        before = self._lengths.get(index, 0)
         self._lengths[index] = before + len(part.text)
-        choice: Json = {"index": index, **self._content(part, is_first=is_first), "logprobs": None}
+        choice: Json = {"index": index, **self._content(part, index), "logprobs": None}
         if part.logprobs is not None and self._ask.top_logprobs is not None:
             choice["logprobs"] = self._logprobs(part.logprobs, before)
         choice |= _end(part.finish_reason)
+        if choice["finish_reason"] == "stop" and self._num_calls.get(index):
+            choice["finish_reason"] = "tool_calls"
         if self._ask.params["return_token_ids"]:
             choice["token_ids"] = part.token_ids or ()
         return choice
 
-    def _content(self, part: Chunk | Completion, *, is_first: bool) -> Json:
+    def _content(self, part: Chunk | Completion, index: int) -> Json:
         if not self._ask.is_chat:
             return {"text": part.text}
-        role = {"role": "assistant"} if is_first else {}
-        return {"delta" if self._ask.stream else "message": {**role, "content": part.text}}
+        if index not in self._listeners:
+            self._listeners[index] = Listener(self._ask.tools, self._reasoning)
+        spoken = self._listeners[index].push(part.text)
+        if part.finish_reason is not None:
+            spoken += self._listeners[index].end()
+        said = self._said(spoken, index)
+        role = {} if index in self._begun else {"role": "assistant"}
+        if not self._ask.stream:
+            return {"message": {**role, "content": None if spoken.calls else "", **said}}
+        if not said and part.finish_reason is None:
+            return {"delta": {}}
+        self._begun.add(index)
+        return {"delta": {**role, **said}}
+
+    def _said(self, spoken: Spoken, index: int) -> Json:
+        said: Json = {"content": spoken.content} if spoken.content else {}
+        if spoken.reasoning:
+            said["reasoning_content"] = spoken.reasoning
+        first = self._num_calls.get(index, 0)
+        calls = spoken.calls[: max(1 - first, 0)] if self._ask.has_one_call else spoken.calls
+        self._num_calls[index] = first + len(calls)
+        if calls:
+            said["tool_calls"] = [self._call(one, number) for number, one in enumerate(calls, start=first)]
+        return said
+
+    def _call(self, call: ToolCall, number: int) -> Json:
+        place = {"index": number} if self._ask.stream else {}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {**place, "id": call.id, "type": "function", "function": function}
 
     def _logprobs(self, entries: Sequence[Mapping[int, TokenLogprob]], offset: int) -> Json:
         count = self._ask.top_logprobs or 0

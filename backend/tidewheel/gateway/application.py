@@ -19,6 +19,7 @@ from tidewheel.gateway.api_keys import Account, ApiKeys
 from tidewheel.gateway.bodies import Ask
 from tidewheel.gateway.counters import CONTENT_TYPE, Counters, merge
 from tidewheel.gateway.openai_errors import BodyTooLarge
+from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Upstreams
 from tidewheel_client import Chunk, codec
 from tidewheel_client.request_errors import (
@@ -39,10 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    def __init__(self, upstreams: Upstreams, keys: ApiKeys, *, max_body_bytes: int) -> None:
+    def __init__(
+        self, upstreams: Upstreams, keys: ApiKeys, *, max_body_bytes: int, reasoning: Reasoning = "tagged"
+    ) -> None:
         self._upstreams = upstreams
         self._keys = keys
         self._max_body_bytes = max_body_bytes
+        self._reasoning = reasoning
         self._counters = Counters()
         self._started = int(time.time())
 
@@ -140,19 +144,20 @@ class Gateway:
         async with contextlib.aclosing(self._ask(ask, request_id)) as responses:
             async for number, news in responses:
                 chunks += [(number, chunk) for chunk in news]
-        return _json(Answer(ask, request_id).whole(chunks), headers={"x-request-id": request_id})
+        return _json(Answer(ask, request_id, self._reasoning).whole(chunks), headers={"x-request-id": request_id})
 
     async def _stream(self, request: web.Request, ask: Ask) -> web.StreamResponse:
         """Answer with events from the first output on. An error before it is an answer of its own."""
         request_id = _request_id(request, ask)
-        answer = Answer(ask, request_id)
+        answer = Answer(ask, request_id, self._reasoning)
         response = web.StreamResponse(headers=_STREAM_HEADERS | {"x-request-id": request_id})
         try:
             async with contextlib.aclosing(self._ask(ask, request_id)) as responses:
                 async for number, news in responses:
                     if not response.prepared:
                         await response.prepare(request)
-                    await response.write(answer.events(number, news))
+                    if events := answer.events(number, news):
+                        await response.write(events)
             await response.write(answer.end())
         except RequestError as error:
             if not response.prepared:

@@ -44,6 +44,10 @@ class ChatBody(_Body, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True):
@@ -67,6 +71,8 @@ class Ask(NamedTuple):
     stream_options: StreamOptions
     top_logprobs: int | None  # None: no log-probabilities
     is_chat: bool
+    tools: frozenset[str] | None = None  # names of functions; None: no calls are looked for
+    has_one_call: bool = False
 
 
 def parse(data: bytes) -> dict[str, Any]:
@@ -90,9 +96,13 @@ def read_chat(fields: dict[str, Any]) -> Ask:
     limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
     limits = {name: limit for name, limit in limits.items() if limit is not None}
     params |= limits or {"max_tokens": MOST_TOKENS}
-    messages = msgspec.json.encode([_message(message) for message in body.messages]).decode()
+    tools = body.tools if _may_call(body) else []
+    if tools:
+        params.setdefault("skip_special_tokens", False)  # a mark of a call may be a special token
     top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _ask(body, params, [{"messages": messages}], top_logprobs, is_chat=True)
+    ask = _ask(body, params, [{"messages": _conversation(body, tools)}], top_logprobs, is_chat=True)
+    names = frozenset(str(_name(tool)) for tool in tools) if tools else None
+    return ask._replace(tools=names, has_one_call=not body.parallel_tool_calls)
 
 
 def read_completion(fields: dict[str, Any]) -> Ask:
@@ -156,6 +166,25 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     """Leave out nulls, which clients send back with an answer, and give OpenAI's developer the older name."""
     kept = {key: value for key, value in message.items() if value is not None}
     return kept | {"role": "system"} if kept.get("role") == "developer" else kept
+
+
+def _may_call(body: ChatBody) -> bool:
+    if body.tool_choice not in ("auto", "none"):
+        raise Unsupported("tool_choice forces a call: structured output is not offered; use auto or none")
+    return body.tool_choice == "auto"
+
+
+def _conversation(body: ChatBody, tools: list[dict[str, Any]]) -> str:
+    """Return what the backend takes as `messages`."""
+    messages = [_message(message) for message in body.messages]
+    parts = {"messages": messages, "tools": tools, "chat_template_kwargs": body.chat_template_kwargs}
+    given = {name: part for name, part in parts.items() if part}
+    return msgspec.json.encode(given if given.keys() - {"messages"} else messages).decode()
+
+
+def _name(tool: dict[str, Any]) -> object:
+    function = tool.get("function")  # the backend checks it
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[dict[str, object]]:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from tidewheel.gateway.api_keys import ApiKeys
 from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.spoken import Reasoning
 from tidewheel.gateway.upstreams import Address, Upstreams
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import check_keys
@@ -30,6 +31,7 @@ class GatewayOptions:
     api_keys: Path | None = None
     max_body_mb: int = 16
     drain_s: float = 30.0
+    reasoning: Reasoning = "tagged"
 
 
 def serve_gateway(options: GatewayOptions) -> int:
@@ -39,7 +41,10 @@ def serve_gateway(options: GatewayOptions) -> int:
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # malformed requests are answered, not logged
     processes.raise_descriptor_limit()
     gateway = Gateway(
-        Upstreams(options.upstreams), ApiKeys(options.api_keys), max_body_bytes=options.max_body_mb << 20
+        Upstreams(options.upstreams),
+        ApiKeys(options.api_keys),
+        max_body_bytes=options.max_body_mb << 20,
+        reasoning=options.reasoning,
     )
     asyncio.run(_serve(gateway, options))
     return 0

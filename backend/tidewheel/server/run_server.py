@@ -5,12 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.health_endpoint import READY, Readiness
-from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
+from tidewheel.server import CrashLoop, ServeError, launch, model_control, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.health import DRAINING, Health
@@ -222,7 +223,7 @@ def _stay(
         supervisor.watch(is_over)
         return
     can_reload = options.restart and options.model_control == "explicit"
-    reload = TritonHttp(plan.endpoints.authority(plan.endpoints.http)).reload if can_reload else None
+    reload = partial(model_control.reload, plan.endpoints.authority(plan.endpoints.grpc)) if can_reload else None
     died_at = 0.0
     while not supervisor.stop_requested:
         try:

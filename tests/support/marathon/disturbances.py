@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import psutil
 import requests
+import tritonclient.grpc as grpcclient
 
 from support.faults.nothing_lost import CANARIES
 from support.faults.own_mounts import OwnMount
@@ -145,16 +146,13 @@ def _reload(target: Target, _: float) -> None:
     numbers = ('"160"', '"168"')
     old, new = numbers if numbers[0] in path.read_text() else reversed(numbers)
     path.write_text(path.read_text().replace(old, new))
-    answer = requests.post(f"{target.server.http}/v2/repository/models/demo/load", timeout=60)
-    assert answer.ok, answer.text
+    # Over HTTP, Triton would let all connections wait that share the thread of this one.
+    with grpcclient.InferenceServerClient(target.server.grpc) as client:
+        client.load_model("demo")
 
 
-ENGINE, PROMPTS, TRITON, GUARD = (
-    "--engine-dir",
-    "tidewheel.frontend.prompt_process",
-    "tritonserver",
-    "server.lifeline",
-)
+ENGINE, PROMPTS, GUARD = "--engine-dir", "tidewheel.frontend.prompt_process", "tidewheel.server.lifeline"
+TRITON = "bin/tritonserver"
 KINDS: dict[str, Kind] = {
     "engine killed": Kind(_kill(ENGINE), is_lethal=True),
     "engine paused": Kind(_pause(ENGINE)),

@@ -55,6 +55,7 @@ from support.triton.serving import (
 )
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.environment import command_line, environment
+from tidewheel.server import model_control
 from tidewheel.server.workdir import RUN_DIR
 
 MEGABYTES = {"disk": 64, "/dev/shm": 256}
@@ -119,6 +120,8 @@ async def _measure(target: Target, options: argparse.Namespace) -> Run:
     prompt_ids = {prompt: tokenizer.encode(prompt).ids for prompt in PROMPTS}
     capacity = await _capacity(server, prompt_ids)
     rate = options.rate or options.load * capacity - CANARIES_PER_S * CANARY_TOKENS / MEAN_TOKENS
+    for model in ("demo", "demo_infer"):  # front ends that start later inherit more descriptors of Triton's
+        await asyncio.to_thread(model_control.reload, server.grpc, model)
     before = await asyncio.to_thread(at_rest, server, target.disk)
     print(
         f"capacity {capacity:.1f} requests/s; {rate:.1f} are offered, beside {CANARIES_PER_S:g} canaries", flush=True

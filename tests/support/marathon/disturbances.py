@@ -209,12 +209,15 @@ class Disturber:
         except Exception as error:
             fault.surprise = f"{type(error).__name__}: {error}"
         fault.ended = self._now()
-        while not await asyncio.to_thread(self._has_recovered, fault.ended):
-            if self._now() > fault.ended + RECOVERY_LIMIT_S:
-                fault.recovered = math.inf
-                return
+        fault.recovered = await self._recovery(fault.ended)
+        print(f"{fault.began:6.0f} s  {name}: recovery {fault.recovery_s:.1f} s  {fault.surprise}", flush=True)
+
+    async def _recovery(self, since: float) -> float:
+        while not await asyncio.to_thread(self._has_recovered, since):
+            if self._now() > since + RECOVERY_LIMIT_S:
+                return math.inf
             await asyncio.sleep(POLL_S)
-        fault.recovered = self._now()
+        return self._now()
 
     def _has_recovered(self, since: float) -> bool:
         """Return whether the server is ready and each kind of canary, sent since then, was answered at once."""

@@ -17,7 +17,7 @@ from support.marathon.page import figures, render, timeline
 from support.marathon.traffic import CANCELLED_SHARE, CLASSES, PROMPTS, TENANTS, WAYS, asks
 
 SECONDS = 600.0
-REST = Rest(0.0, 0.0, 1e9, 200.0, 100.0, 1e7, 30.0, {"tritonserver": 1, "python": 5})
+REST = Rest(0.0, 0.0, 1e9, 200.0, 100.0, 1e7, ["run/engine.log"], {"tritonserver": 1, "python": 5})
 
 
 def marathon() -> Run:
@@ -83,7 +83,7 @@ BREAKS: dict[str, Callable[[Run], None]] = {
     "shared memory, MiB": after(shared_memory=1e8),
     "descriptors": after(descriptors=220.0),
     "threads": after(threads=120.0),
-    "files of the run folder": after(files=50.0),
+    "files of the run folder": after(files=[f"run/{number}" for number in range(20)]),
     "processes that came or went": after(processes={"tritonserver": 1, "python": 4}),
     "exit status of serve": lambda run: setattr(run, "exit_status", 1),
     "left by the ended server": lambda run: run.left_over.append("process 4711"),
@@ -132,7 +132,7 @@ def test_no_criterion_is_left_out() -> None:
 
 def test_a_server_that_is_gone_fails() -> None:
     run = marathon()
-    run.after = Rest(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, {})
+    run.after = Rest(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, [], {})
     assert {"KV blocks in use at the end", "private memory, MiB", "threads"} <= set(failed(judge(run)))
 
 

@@ -30,7 +30,9 @@ class Presence:
         self._num_open = 0
         self._descriptor: int | None = None
         try:
-            self._path = _path(private_dir(run_dir() / _FOLDER), os.getpid(), process_start_ticks(os.getpid()))
+            folder = private_dir(run_dir() / _FOLDER)
+            _sweep(folder)
+            self._path = _path(folder, os.getpid(), process_start_ticks(os.getpid()))
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             os.write(self._descriptor, _count(0) + model.encode())
         except OSError as error:
@@ -74,6 +76,13 @@ def _read(path: Path) -> Mark | None:
         return Mark(model, int(count))
     except (OSError, ValueError):
         return None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the marks of processes that are gone. Zombies keep theirs, for the supervisor."""
+    for mark in folder.glob("*-*"):
+        if not Path("/proc", mark.name.partition("-")[0]).exists():
+            mark.unlink(missing_ok=True)
 
 
 def _path(folder: Path, pid: int, start_ticks: int | None) -> Path:

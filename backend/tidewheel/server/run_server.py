@@ -5,13 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
 from tidewheel.private_dir import unwritable
-from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
+from tidewheel.server import CrashLoop, ServeError, launch, model_control, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, check_keys, is_loopback
 from tidewheel.server.gateway_process import GatewayProcess
@@ -167,7 +168,7 @@ def _reload(options: ServeOptions, models: Path, endpoints: Endpoints) -> Callab
     if _is_closed(options):
         return lambda name: repository.load_again(models / name)
     if options.model_control == "explicit":
-        return TritonHttp(endpoints.authority(endpoints.http)).reload
+        return partial(model_control.reload, endpoints.authority(endpoints.grpc))
     return None
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import psutil
 import requests
+import tritonclient.grpc as grpcclient
 
 from support.faults.nothing_lost import CANARIES
 from support.faults.own_mounts import OwnMount
@@ -145,16 +146,13 @@ def _reload(target: Target, _: float) -> None:
     numbers = ('"160"', '"168"')
     old, new = numbers if numbers[0] in path.read_text() else reversed(numbers)
     path.write_text(path.read_text().replace(old, new))
-    answer = requests.post(f"{target.server.http}/v2/repository/models/demo/load", timeout=60)
-    assert answer.ok, answer.text
+    # Over HTTP, Triton would let all connections wait that share the thread of this one.
+    with grpcclient.InferenceServerClient(target.server.grpc) as client:
+        client.load_model("demo")
 
 
-ENGINE, PROMPTS, TRITON, GUARD = (
-    "--engine-dir",
-    "tidewheel.frontend.prompt_process",
-    "tritonserver",
-    "server.lifeline",
-)
+ENGINE, PROMPTS, GUARD = "--engine-dir", "tidewheel.frontend.prompt_process", "tidewheel.server.lifeline"
+TRITON = "bin/tritonserver"
 KINDS: dict[str, Kind] = {
     "engine killed": Kind(_kill(ENGINE), is_lethal=True),
     "engine paused": Kind(_pause(ENGINE)),
@@ -211,12 +209,15 @@ class Disturber:
         except Exception as error:
             fault.surprise = f"{type(error).__name__}: {error}"
         fault.ended = self._now()
-        while not await asyncio.to_thread(self._has_recovered, fault.ended):
-            if self._now() > fault.ended + RECOVERY_LIMIT_S:
-                fault.recovered = math.inf
-                return
+        fault.recovered = await self._recovery(fault.ended)
+        print(f"{fault.began:6.0f} s  {name}: recovery {fault.recovery_s:.1f} s  {fault.surprise}", flush=True)
+
+    async def _recovery(self, since: float) -> float:
+        while not await asyncio.to_thread(self._has_recovered, since):
+            if self._now() > since + RECOVERY_LIMIT_S:
+                return math.inf
             await asyncio.sleep(POLL_S)
-        fault.recovered = self._now()
+        return self._now()
 
     def _has_recovered(self, since: float) -> bool:
         """Return whether the server is ready and each kind of canary, sent since then, was answered at once."""

@@ -64,7 +64,7 @@ class Rest:
     descriptors: float
     threads: float
     shared_memory: float  # bytes
-    files: float  # in the run folder
+    files: list[str]  # of the run folder and logs
     processes: dict[str, int]  # by name
 
 

@@ -55,6 +55,7 @@ from support.triton.serving import (
 )
 from tidewheel.bench.driver import Driver, Limits, Progress
 from tidewheel.bench.environment import command_line, environment
+from tidewheel.server import model_control
 from tidewheel.server.workdir import RUN_DIR
 
 MEGABYTES = {"disk": 64, "/dev/shm": 256}
@@ -117,12 +118,12 @@ async def _measure(target: Target, options: argparse.Namespace) -> Run:
     server, seconds = target.server, 60 * options.minutes
     tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
     prompt_ids = {prompt: tokenizer.encode(prompt).ids for prompt in PROMPTS}
+    for model in ("demo", "demo_infer"):  # front ends that start later inherit more descriptors of Triton's
+        await asyncio.to_thread(model_control.reload, server.grpc, model)
     capacity = await _capacity(server, prompt_ids)
     rate = options.rate or options.load * capacity - CANARIES_PER_S * CANARY_TOKENS / MEAN_TOKENS
     before = await asyncio.to_thread(at_rest, server, target.disk)
-    print(
-        f"capacity {capacity:.1f} requests/s; {rate:.1f} are offered, beside {CANARIES_PER_S:g} canaries", flush=True
-    )
+    print(f"capacity {capacity:.1f} requests/s; offered: {rate:.1f}, and {CANARIES_PER_S:g} canaries", flush=True)
     progress = Progress(start=time.perf_counter())
     watch = Watch(server, progress)
     async with _opened(server) as traffic:

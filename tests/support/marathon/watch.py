@@ -22,7 +22,7 @@ INTERVAL_S = 2.0
 REST_LIMIT_S = 30.0
 STEADY_LOOKS = 6  # half a second apart
 LOADED = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-GONE = Rest(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, {})
+GONE = Rest(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan, [], {})
 CRASH = re.compile(r"Segmentation|SIGSEGV|device-side assert|illegal memory|double free|leak detected")
 
 
@@ -70,7 +70,7 @@ def _look(server: Server, disk: OwnMount) -> Rest:
     now = Footprint.of(server)
     running, waiting, kv_use = loaded(server)
     return Rest(
-        kv_use, running + waiting, now.memory, now.descriptors, now.threads, now.shared_memory, len(disk.files()),
+        kv_use, running + waiting, now.memory, now.descriptors, now.threads, now.shared_memory, disk.files(),
         dict(dict(now.processes)),
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from tidewheel.engine.messages import (
     CloseSession,
     Delta,
     Deltas,
+    Drain,
     Dropped,
     EngineInfo,
     Failed,
@@ -34,7 +35,7 @@ from tidewheel.engine.messages import (
     encoder,
 )
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
-from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.health_endpoint import DRAINING, READY, Readiness
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -96,6 +97,7 @@ class EngineClient:
         self._poller = self._make_poller()
         self._info: EngineInfo | None = None
         self._is_ready = False
+        self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
         self._problem = ""  # of the last start of an engine
@@ -142,6 +144,8 @@ class EngineClient:
         if not self._is_ready or hang is None:
             reason = self._problem or "the engine is being started"
             return Readiness("starting" if self._info is None else "reloading", reason)
+        if self._is_draining:
+            return DRAINING
         return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
     def add(self, message: AddRequest | CloseSession) -> None:
@@ -274,6 +278,8 @@ class EngineClient:
                 self._is_ready = True
                 self._problem = ""
                 self._settled.set()
+            case Drain():
+                self._is_draining = True
             case Dropped():
                 self._disconnect(message.error.to_error())
             case Failed():
@@ -287,7 +293,7 @@ class EngineClient:
         self._connection.close()
         self._connection = None
         self._hang = None
-        self._is_ready = False
+        self._is_ready = self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._poller = self._make_poller()
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)

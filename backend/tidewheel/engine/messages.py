@@ -19,7 +19,7 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 4
+PROTOCOL = 5
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
@@ -83,7 +83,7 @@ class Ping(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Order to refuse all new requests. Accepted ones continue."""
+    """Order to refuse all new requests. Accepted ones continue. The engine passes it on to its front ends."""
 
 
 class Goodbye(Message, frozen=True):
@@ -236,7 +236,7 @@ class Room(Message, WaitingRoom, frozen=True):
     received: list[int]  # keys of requests since the last `Room`
 
 
-FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room
+FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room | Drain
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -13,7 +13,7 @@ from tidewheel.adapter.presence import Mark, read_mark
 from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import RestartPolicy, stop_engine
-from tidewheel.health_endpoint import READY, Readiness, State
+from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
 from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import BACKEND
@@ -294,7 +294,7 @@ class Supervisor:
     def _begin_stop(self) -> None:
         """Stop watching, because an ended process would keep the selector from waiting."""
         if self.readiness.state != "stopped":
-            self.readiness = Readiness("draining", "the server is shutting down")
+            self.readiness = DRAINING
         self._forget_revivals()
         self._server.stop_watching()
 

@@ -9,7 +9,7 @@ import pytest
 import requests
 
 from support.triton.serving import wait_for
-from tidewheel.health_endpoint import DRAINING, READY, Readiness
+from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.server import ServeError, health
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.health import STARTING, Health

@@ -10,7 +10,7 @@ from support.triton.serving import wait_for
 from tidewheel.adapter.presence import Presence
 from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.server import CrashLoop
-from tidewheel.server.revival import Restarts, Revival
+from tidewheel.server.revival import Restarts, Revival, Revivals
 
 
 def test_delays_grow_and_a_crash_loop_ends() -> None:
@@ -53,3 +53,20 @@ def test_a_revival_that_is_cancelled_loads_nothing(tmp_path: Path, monkeypatch: 
     revival = Revival("demo", lambda _: pytest.fail("loaded"), 3600.0)
     revival.cancel()
     assert not revival.is_over
+
+
+def test_what_is_told_of_revivals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+    notes: list[str] = []
+    revivals = Revivals(notes.append)
+    revivals.start("grown", lambda _: None, while_it_serves=True)
+    assert revivals.look() == ""
+    revivals.start("demo", lambda _: None)
+    assert revivals.look() == "demo"
+    assert notes == []
+    Presence("demo")
+    assert revivals.look() == ""
+    assert "model 'demo' is loaded again after " in notes[0]
+    revivals.start("demo", lambda _: None, 3600.0)
+    revivals.cancel()
+    assert revivals.look() == ""

@@ -20,6 +20,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 import tidewheel_client as tc
+from support.faults.nothing_lost import shared_memory, shm_prefix
 from support.triton.serving import (
     REPOSITORY,
     WEIGHTS,
@@ -27,12 +28,13 @@ from support.triton.serving import (
     StreamError,
     grpc_inputs,
     grpc_stream,
+    has_ended,
     start_server,
     stop_server,
     wait_for,
     wait_ready,
 )
-from tidewheel.server.supervisor import ENGINE_GRACE_S, SETTLE_S
+from tidewheel.server.supervisor import ENGINE_GRACE_S, MAX_SHARED_BYTES, SETTLE_S
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e
@@ -155,6 +157,26 @@ def test_refused_prompts_are_not_kept(shared: Server) -> None:
             grpc_stream(shared, grpc_inputs("x" * size), model="mine")
     after = tritonserver.memory_info()
     assert (after.rss - after.shared) - (before.rss - before.shared) < count * size
+
+
+def shared_bytes(server: Server) -> int:
+    return sum(path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*"))
+
+
+def test_grown_shared_memory_is_given_back_while_requests_run(shared: Server) -> None:
+    before, old = shared_bytes(shared), front_end(shared)
+    with connect(shared) as client:
+        stream = client.stream("A tuple is", **LONG)
+        next(stream)
+        with pytest.raises(StreamError, match="TW-TOO-LARGE"):
+            grpc_stream(shared, grpc_inputs("x" * (MAX_SHARED_BYTES + 1)), model="mine")
+        wait_for(
+            lambda: "of shared memory; loading it again" in shared.log.read_text(), RESTART_LIMIT_S, "the notice"
+        )
+        assert stream.read().finish_reason == "length"
+        wait_for(lambda: has_ended(old), RESTART_LIMIT_S, "the end of the old front end")
+        assert client.generate("x", max_tokens=1).finish_reason == "length"
+    wait_for(lambda: shared_bytes(shared) <= before, RESTART_LIMIT_S, "the memory")
 
 
 def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tidewheel.errors import ConfigError
 from tidewheel.server import processes
 from tidewheel.server.processes import Process
-from tidewheel.server.workdir import remove_environments, sweep, work_dir
+from tidewheel.server.workdir import remove_environments, shared_bytes, sweep, work_dir
 
 
 @pytest.fixture
@@ -138,3 +138,16 @@ def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: P
         for process in started:
             process.kill()
             process.communicate()
+
+
+def test_the_memory_of_a_region_is_that_of_the_process_which_names_it(shared_memory: Path) -> None:
+    for name in ("tidewheel_one_r", "tidewheel_one_s"):
+        (shared_memory / name).write_bytes(b"x" * 8192)
+    command = ["/bin/sh", "-c", "read line", "tidewheel_one_r", "tidewheel_gone"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        try:
+            assert shared_bytes(process.pid, "tidewheel_", shared_memory) == 8192
+            assert shared_bytes(process.pid, "other_", shared_memory) == 0
+        finally:
+            process.kill()
+    assert shared_bytes(process.pid, "tidewheel_", shared_memory) == 0

@@ -34,8 +34,11 @@ class Restarts:
 class Revival:
     """Thread that has a model loaded again after a delay. It is over when a new front end serves the model."""
 
-    def __init__(self, model: str, reload: Callable[[str], None], delay_s: float) -> None:
+    def __init__(
+        self, model: str, reload: Callable[[str], None], delay_s: float, *, while_it_serves: bool = False
+    ) -> None:
         self.model = model
+        self.while_it_serves = while_it_serves
         self._reload = reload
         self._delay_s = delay_s
         self._before = front_ends(model)
@@ -70,3 +73,31 @@ class Revival:
                 num_failures += 1
                 self._delay_s = RestartPolicy().delay_s(num_failures)
                 self._failure = f"model {self.model!r} cannot be loaded again, and is tried again: {error}"
+
+
+class Revivals:
+    """Revivals that are not over."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._open: list[Revival] = []
+
+    def start(
+        self, model: str, reload: Callable[[str], None], delay_s: float = 0.0, *, while_it_serves: bool = False
+    ) -> None:
+        self._open.append(Revival(model, reload, delay_s, while_it_serves=while_it_serves))
+
+    def look(self) -> str:
+        """Tell how they go. Return a model without a front end, or nothing."""
+        for revival in self._open:
+            if failure := revival.new_failure():
+                self._note(failure)
+        for revival in [revival for revival in self._open if revival.is_over]:
+            self._open.remove(revival)
+            self._note(f"model {revival.model!r} is loaded again after {revival.age_s:.1f} s")
+        return next((revival.model for revival in self._open if not revival.while_it_serves), "")
+
+    def cancel(self) -> None:
+        for revival in self._open:
+            revival.cancel()
+        self._open.clear()

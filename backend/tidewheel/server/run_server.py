@@ -284,7 +284,7 @@ def _stay(
         try:
             if supervisor.readiness.state == "starting" and _wait_ready(supervisor, plan):
                 console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
-            supervisor.watch(is_over, plan.reload)
+            supervisor.watch(is_over, plan.reload, may_give_back=_is_closed(options))
         except CrashLoop:
             raise
         except ServeError as error:

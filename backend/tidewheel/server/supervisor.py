@@ -10,6 +10,7 @@ from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
 from tidewheel.adapter.presence import Mark, read_mark
+from tidewheel.byte_sizes import shown_bytes
 from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import RestartPolicy, stop_engine
@@ -19,11 +20,11 @@ from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
-from tidewheel.server.revival import Restarts, Revival
+from tidewheel.server.revival import Restarts, Revivals
 from tidewheel.server.server_log import LogLine, ServerLog
 from tidewheel.server.server_process import ServerProcess
 from tidewheel.server.triton_http import TritonHttp
-from tidewheel.server.workdir import WorkDir, remove_shared_memory
+from tidewheel.server.workdir import WorkDir, remove_shared_memory, shared_bytes
 
 POLL_S = 0.1
 LOOK_S = 0.5  # between two looks at all processes
@@ -32,6 +33,8 @@ DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
 MISSED_S = 60.0  # clients of a dead front end have gone by then
+MAX_SHARED_BYTES = 128 << 20  # of a front end, with which Triton passes tensors on
+GIVE_BACK_S = 60.0  # at least, between two front ends that give it back
 SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
 ENGINE_GRACE_S = 5.0
 
@@ -65,12 +68,14 @@ class Supervisor:
         self._on_line = on_line
         self._restarts = Restarts(RestartPolicy())
         self._served_since = 0.0
-        self._revivals: list[Revival] = []
+        self._revivals = Revivals(note)
         self._next_look = 0.0
         self._watched: set[tuple[int, int]] = set()  # stubs, by process id and start
         self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
         self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
         self._paused: list[str] = []  # models
+        self._serving: dict[processes.Process, str] = {}  # stubs and their models
+        self._next_give_back = 0.0
         self._num_open = 0  # requests at living front ends
         self._missed = ("", 0.0)  # death with clients that still wait, and until when it matters
         self._selector = selectors.DefaultSelector()
@@ -104,7 +109,13 @@ class Supervisor:
         self.readiness = READY
         return True
 
-    def watch(self, is_over: Callable[[], bool], reload: Callable[[str], None] | None = None) -> None:
+    def watch(
+        self,
+        is_over: Callable[[], bool],
+        reload: Callable[[str], None] | None = None,
+        *,
+        may_give_back: bool = False,  # while `reload` keeps the old front end until the new one serves
+    ) -> None:
         """Return when asked to stop or `is_over()`. Raise `ServeError` after a death that ends all.
 
         `reload` starts a load of one model again, or raises OSError.
@@ -121,7 +132,8 @@ class Supervisor:
                 self._replace_stub(*dead, reload)
             if self._num_open == 0 and time.monotonic() < self._missed[1]:
                 raise ServeError(f"{self._missed[0]}, and its clients wait")
-            self._look_after_revivals()
+            if reload is not None and may_give_back and time.monotonic() >= self._next_give_back:
+                self._give_back_memory(reload)
             self.readiness = self._judge()
             processes.reap(keep=self._server.pid)
 
@@ -209,7 +221,7 @@ class Supervisor:
 
     def _kill_all_but_engines(self) -> None:
         """End them at once: clients notice by their connections."""
-        self._forget_revivals()
+        self._revivals.cancel()
         self._server.stop_watching()
         self._kill(self._all_but_engines)
         self._server.wait()
@@ -231,6 +243,7 @@ class Supervisor:
             self._watch_stub(stub)
         marks = {stub: read_mark(stub.pid, stub.started) for stub in stubs}
         self._num_open = sum(mark.num_open for stub, mark in marks.items() if mark and stub.state != "Z")
+        self._serving = {stub: mark.model for stub, mark in marks.items() if mark and stub.state != "Z"}
         self._paused = [mark.model for stub, mark in marks.items() if mark and stub.state == "T"]
         self._unreaped = {stub: self._unreaped.get(stub, now) for stub in stubs if stub.state == "Z"}
         for stub, since in self._unreaped.items():
@@ -267,19 +280,22 @@ class Supervisor:
         if mark.num_open:
             self._missed = (reason, time.monotonic() + MISSED_S)
         self._note(f"{reason}; loading the model again")
-        self._revivals.append(Revival(mark.model, reload, self._count_death(reason, was_serving=True)))
+        self._revivals.start(mark.model, reload, self._count_death(reason, was_serving=True))
 
-    def _look_after_revivals(self) -> None:
-        for revival in self._revivals:
-            if failure := revival.new_failure():
-                self._note(failure)
-        for revival in [revival for revival in self._revivals if revival.is_over]:
-            self._revivals.remove(revival)
-            self._note(f"model {revival.model!r} is loaded again after {revival.age_s:.1f} s")
+    def _give_back_memory(self, reload: Callable[[str], None]) -> None:
+        """Replace a front end whose shared memory has grown, because Triton never shrinks it. Its requests end."""
+        for stub, model in self._serving.items():
+            if (size := shared_bytes(stub.pid, self._work.shm_prefix)) > MAX_SHARED_BYTES:
+                self._next_give_back = time.monotonic() + GIVE_BACK_S
+                self._note(
+                    f"a front end of model {model!r} holds {shown_bytes(size)} of shared memory; loading it again"
+                )
+                self._revivals.start(model, reload, while_it_serves=True)
+                return
 
     def _judge(self) -> Readiness:
-        if self._revivals:
-            return Readiness("reloading", f"{self._revivals[0].model}: its front end died")
+        if model := self._revivals.look():
+            return Readiness("reloading", f"{model}: its front end died")
         if self._paused:
             return Readiness("hung", f"{self._paused[0]}: its front end is paused")
         return READY
@@ -295,13 +311,8 @@ class Supervisor:
         """Stop watching, because an ended process would keep the selector from waiting."""
         if self.readiness.state != "stopped":
             self.readiness = DRAINING
-        self._forget_revivals()
+        self._revivals.cancel()
         self._server.stop_watching()
-
-    def _forget_revivals(self) -> None:
-        for revival in self._revivals:
-            revival.cancel()
-        self._revivals.clear()
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):

@@ -122,6 +122,12 @@ def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY) -> No
             region.unlink()
 
 
+def shared_bytes(pid: int, prefix: str, shared_memory: Path = SHARED_MEMORY) -> int:
+    """Return the memory of the region that a stub was started with."""
+    regions = [shared_memory / argument for argument in processes.arguments(pid) if argument.startswith(prefix)]
+    return sum(region.stat().st_blocks * 512 for region in regions if region.exists())
+
+
 def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:
     """Remove this user's empty `python_env_*` made since then, unless a Triton lives, whose they may be."""
     if any(process.name == "tritonserver" and process.state != "Z" for process in processes.snapshot()):

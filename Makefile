@@ -9,8 +9,8 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-long test-processors faults fuzz lint docs lines aot bench \
-	bench-gpu clean
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults marathon soak fuzz \
+	lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -28,10 +28,11 @@ demo: venv
 serve: venv
 	$(BIN)/tidewheel serve --model-repository model_repository --models demo,demo_infer
 
-# Parts run at once, the longest first; each prints when it is done. Three keep two cores busy: servers are often waited for.
-TEST_JOBS ?= 3
+# Parts run at once, the longest first; each prints when it is done. Four keep two cores busy: servers are often waited for.
+TEST_JOBS ?= 4
 test: venv
-	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --keep-going --output-sync=target test-unit test-e2e test-kernels lint
+	@$(MAKE) --no-print-directory --jobs=$(TEST_JOBS) --keep-going --output-sync=target \
+		test-unit test-e2e test-faults test-kernels lint
 
 lint: venv
 	$(BIN)/ruff check .
@@ -52,15 +53,25 @@ test-unit: venv
 test-kernels: venv
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/pytest -q -m 'not gpu and not slow' tests/kernels
 
-# Folders with such tests: the others need not be imported.
-E2E := tests/e2e tests/faults tests/server
 test-e2e: venv
-	$(BIN)/pytest -q -m 'e2e and not slow' $(E2E)
+	$(BIN)/pytest -q -m 'e2e and not slow' tests/e2e
+
+# What breaks a running server, and the processes of `serve`.
+test-faults: venv
+	$(BIN)/pytest -q -m 'e2e and not slow' tests/faults tests/server
 
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1
 faults: venv
 	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e tests/faults || exit 1; done
+
+# The demo model under load and random faults, and without faults near its capacity; RECORD=1 writes benchmarks/results.
+marathon: MINUTES ?= 30
+soak: MINUTES ?= 20
+soak: MARATHON_ARGS += --faults none --load 0.8
+marathon soak: venv
+	PYTHONPATH=tests $(BIN)/python -m support.marathon.run --name $@ --minutes $(MINUTES) $(if $(RATE),--rate $(RATE)) \
+		$(if $(RECORD),--record) $(MARATHON_ARGS)
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
@@ -107,10 +118,11 @@ lines:
 	$(call count,tests,tests)
 
 # Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is
-# supported; registers, stack and shared memory as a table.
+# supported; registers, stack and shared memory as a table. Compares bound launches with triton-lang's own under both.
 aot: venv $(AOT_VENV)/.installed
 	$(BIN)/python -m tidewheel_kernels.aot --all
 	PYTHONPATH=kernels $(AOT_VENV)/bin/python -m tidewheel_kernels.aot --all
+	for python in $(BIN) $(AOT_VENV)/bin; do PYTHONPATH=kernels:tests $$python/python -m support.kernels.launch_comparison || exit 1; done
 
 $(AOT_VENV)/.installed:
 	$(PYTHON) -m venv $(AOT_VENV)

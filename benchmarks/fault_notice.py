@@ -143,7 +143,7 @@ class Server:
 def killed(server: Server) -> Delays:
     began = kill(ENGINE)
     told = server.told(began)
-    return told | server.back(began + told["not_ready"])
+    return told | server.back(began + max(told.values()))
 
 
 def away(server: Server) -> Delays:
@@ -165,7 +165,7 @@ def stopped(server: Server) -> Delays:
 
 def hung(server: Server) -> Delays:
     engine, watch = find(ENGINE), hang_watch()
-    server.send(input_ids=HANGS, max_tokens=100)
+    server.send(input_ids=HANGS, max_tokens=100, ignore_eos=True)
     told = server.told(detected(watch))
     until(lambda: not engine.is_running())
     return told | server.back(time.monotonic())
@@ -174,13 +174,13 @@ def hung(server: Server) -> Delays:
 def front_end(server: Server) -> Delays:
     began = kill("triton_python_backend_stub")
     told = server.told(began)
-    return told | server.back(began + told["not_ready"])
+    return told | server.back(began + max(told.values()))
 
 
 def tritonserver(server: Server) -> Delays:
     began = kill("tritonserver")
     told = server.told(began)
-    return told | server.back(began + told["not_ready"])
+    return told | server.back(began + max(told.values()))
 
 
 def draining(server: Server) -> Delays:

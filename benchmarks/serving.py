@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +29,16 @@ class Address(NamedTuple):
     model: str
     metrics: str
     health: str
+
+
+def free_ports(count: int) -> int:
+    """Return the first of so many free ports in a row, below those that the system gives."""
+    while True:
+        first = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 @contextmanager

@@ -22,6 +22,7 @@ class PerfMetrics:
     kv_cache_reused_blocks: int
     kv_cache_alloc_new_blocks: int
     priority: int  # 1 CRITICAL to 4 LOW: as requested, or the best the tenant may have
+    num_cached_tokens: int = 0  # of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,14 @@ class Completion:
     cumulative_logprob: float | None = None
     perf: PerfMetrics | None = None
     index: int = 0
+
+    @classmethod
+    def of_sequences(cls, request_id: str, chunks: Iterable[Chunk]) -> tuple[Completion, ...]:
+        """Return one per sequence."""
+        by_index: dict[int, list[Chunk]] = {}
+        for chunk in chunks:
+            by_index.setdefault(chunk.index, []).append(chunk)
+        return tuple(cls.from_chunks(request_id, by_index[index]) for index in sorted(by_index))
 
     @classmethod
     def from_chunks(cls, request_id: str, chunks: Iterable[Chunk]) -> Completion:

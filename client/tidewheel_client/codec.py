@@ -140,7 +140,8 @@ def _split(token_ids: tuple[int, ...] | None, counts: Sequence[int | None]) -> l
 def _perf(outputs: Mapping[str, tuple[Any, ...]], index: int) -> PerfMetrics | None:
     if not all(outputs.get(name) for name in _PERF):
         return None
-    return PerfMetrics(**{name: outputs[name][index] for name in _PERF})
+    cached = _element(outputs, "num_cached_tokens", index) or 0
+    return PerfMetrics(**{name: outputs[name][index] for name in _PERF}, num_cached_tokens=cached)
 
 
 def _unpack(datatype: str, raw: bytes) -> tuple[Any, ...]:

@@ -7,10 +7,33 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+from tritonclient.grpc import service_pb2
 
 from tidewheel_client import codec
 from tidewheel_client.answers import Chunk, Completion
 from tidewheel_client.request_errors import Cancelled, InvalidRequest, ServerUnavailable, from_rpc, from_text
+
+
+class Arrivals:
+    """Reader of a request's responses, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._finished: set[int] = set()  # sequences
+        self.is_over = False  # every sequence has ended
+
+    def take(self, response: service_pb2.ModelInferResponse) -> list[Chunk]:
+        chunks = codec.decode(response)
+        self.is_over = all(chunk.finish_reason is not None for chunk in chunks)
+        return [chunk for chunk in chunks if len(chunks) == 1 or self._is_news(chunk)]
+
+    def _is_news(self, chunk: Chunk) -> bool:
+        """Return False for a sequence that has ended, which responses repeat."""
+        if chunk.index in self._finished:
+            return False
+        if chunk.finish_reason is not None:
+            self._finished.add(chunk.index)
+            return True
+        return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
 
 
 class Stream(Iterator[Chunk]):
@@ -25,8 +48,8 @@ class Stream(Iterator[Chunk]):
         self._url = url
         self._cancelled = False
         self._ended = False
+        self._arrivals = Arrivals()
         self._chunks: deque[Chunk] = deque()  # received, not yet returned
-        self._finished: set[int] = set()  # sequences
         self.request_id = request_id
         self.finish_reason: str | None = None
 
@@ -39,9 +62,8 @@ class Stream(Iterator[Chunk]):
             response = self._receive()
             if response is None:
                 raise StopIteration
-            chunks = codec.decode(response)
-            self._ended = all(chunk.finish_reason is not None for chunk in chunks)
-            self._chunks.extend(chunk for chunk in chunks if len(chunks) == 1 or self._is_news(chunk))
+            self._chunks.extend(self._arrivals.take(response))
+            self._ended = self._arrivals.is_over
         chunk = self._chunks.popleft()
         if self._ended and not self._chunks:
             self.finish_reason = chunk.finish_reason
@@ -63,10 +85,7 @@ class Stream(Iterator[Chunk]):
         chunks = list(self)
         if not chunks or self.finish_reason is None:
             raise Cancelled("the stream was cancelled before its end")
-        by_index: dict[int, list[Chunk]] = {}
-        for chunk in chunks:
-            by_index.setdefault(chunk.index, []).append(chunk)
-        return tuple(Completion.from_chunks(self.request_id, by_index[index]) for index in sorted(by_index))
+        return Completion.of_sequences(self.request_id, chunks)
 
     def __enter__(self) -> Stream:
         return self
@@ -77,15 +96,6 @@ class Stream(Iterator[Chunk]):
         if self.finish_reason is None:
             self.cancel()
         self._close()
-
-    def _is_news(self, chunk: Chunk) -> bool:
-        """Return False for a sequence that has ended, which responses repeat."""
-        if chunk.index in self._finished:
-            return False
-        if chunk.finish_reason is not None:
-            self._finished.add(chunk.index)
-            return True
-        return bool(chunk.text or chunk.token_ids or chunk.num_output_tokens)
 
     def _close(self) -> None:
         """Read the end of the call, which Triton would else see as cancelled late."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -125,7 +125,7 @@ def test_a_stream_never_brings_the_prompt(stream: bool, exclude: bool, echo: boo
     assert (request.echo and not request.stream) is echo
 
 
-STATS = RequestStats(arrival_ns=1, first_scheduled_ns=2, num_reused_blocks=5, num_new_blocks=6)
+STATS = RequestStats(arrival_ns=1, first_scheduled_ns=2, num_reused_blocks=5, num_new_blocks=6, num_cached_tokens=64)
 CHUNK = Chunk(
     text="né",
     token_ids=[5, 6],
@@ -154,7 +154,7 @@ def test_every_output_but_the_text_has_a_batch_dimension() -> None:
         "num_input_tokens": [[4]], "num_output_tokens": [[2]], "arrival_time_ns": [[1]],
         "first_scheduled_time_ns": [[2]], "kv_cache_reused_blocks": [[5]], "kv_cache_alloc_new_blocks": [[6]],
         "kv_cache_alloc_total_blocks": [[11]], "acceptance_rate": [[0.0]], "total_accepted_draft_tokens": [[0]],
-        "total_draft_tokens": [[0]],
+        "total_draft_tokens": [[0]], "num_cached_tokens": [[64]],
     }  # fmt: skip
     declared = {spec.name: spec.data_type.removeprefix("TYPE_") for spec in TRTLLM_OUTPUTS}
     for tensor in tensors:
@@ -174,7 +174,7 @@ def sent(one_by_one: bool, *responses: list[Chunk]) -> list[tuple[dict[str, Any]
 def test_a_response_for_each_sequence_with_news() -> None:
     first, second = Chunk(text="a", token_ids=[1]), Chunk(text="b", token_ids=[2])
     quiet = Chunk(text="")
-    last = [dataclasses.replace(chunk, finish_reason="stop") for chunk in (quiet, second)]
+    last = [msgspec.structs.replace(chunk, finish_reason="stop") for chunk in (quiet, second)]
     assert sent(True, [first, second], [quiet, second], last) == [
         ({"text_output": [b"a"], "sequence_index": [[0]]}, 0),
         ({"text_output": [b"b"], "sequence_index": [[1]]}, 0),
@@ -185,5 +185,5 @@ def test_a_response_for_each_sequence_with_news() -> None:
 
 
 def test_a_twin_answers_once_with_all_sequences() -> None:
-    last = [dataclasses.replace(CHUNK, text=text, logprobs=None, cumulative_logprob=None) for text in "ab"]
+    last = [msgspec.structs.replace(CHUNK, text=text, logprobs=None, cumulative_logprob=None) for text in "ab"]
     assert sent(False, last) == [({"text_output": [b"a", b"b"]}, 1)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -250,6 +250,7 @@ CHUNK = Chunk(
         last_token_ns=4,
         num_reused_blocks=5,
         num_new_blocks=6,
+        num_cached_tokens=64,
         priority=2,
     ),
 )
@@ -281,7 +282,7 @@ def test_every_output() -> None:
         "cum_log_probs": [-2.0], "output_log_probs": [[-0.5, -1.5]],
         "num_input_tokens": [4], "num_output_tokens": [2], "token_ids": [5, 6],
         "arrival_time_ns": [1], "first_scheduled_time_ns": [2], "first_token_time_ns": [3], "last_token_time_ns": [4],
-        "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6], "priority": [2],
+        "kv_cache_reused_blocks": [5], "kv_cache_alloc_new_blocks": [6], "num_cached_tokens": [64], "priority": [2],
     }  # fmt: skip
     assert logprobs == [
         {
@@ -313,7 +314,7 @@ def test_a_chunk_in_the_middle() -> None:
 
 
 def test_an_element_for_each_sequence() -> None:
-    second = dataclasses.replace(CHUNK, text="z", token_ids=[9], logprobs=[], stats=None, cumulative_logprob=-3.0)
+    second = msgspec.structs.replace(CHUNK, text="z", token_ids=[9], logprobs=[], stats=None, cumulative_logprob=-3.0)
     outputs = several([CHUNK, second], EVERYTHING)
     del outputs["logprobs"]
     assert outputs == {
@@ -322,7 +323,7 @@ def test_an_element_for_each_sequence() -> None:
         "output_log_probs": [[-0.5, -1.5], [0.0, 0.0]], "num_input_tokens": [4], "num_output_tokens": [2, 1],
         "token_ids": [5, 6, 9], "arrival_time_ns": [1, 0], "first_scheduled_time_ns": [2, 0],
         "first_token_time_ns": [3, 0], "last_token_time_ns": [4, 0], "kv_cache_reused_blocks": [5, 0],
-        "kv_cache_alloc_new_blocks": [6, 0], "priority": [2, 0],
+        "kv_cache_alloc_new_blocks": [6, 0], "num_cached_tokens": [64, 0], "priority": [2, 0],
     }  # fmt: skip
 
 

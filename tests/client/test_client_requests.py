@@ -12,6 +12,7 @@ from support.triton.grpc_triton import Answer, Asked, FakeTriton, response
 from tidewheel_client import Chunk, Client, InvalidRequest, PerfMetrics, TokenLogprob
 
 PERF = {
+    "num_cached_tokens": 48,
     "arrival_time_ns": 1,
     "first_scheduled_time_ns": 2,
     "first_token_time_ns": 3,

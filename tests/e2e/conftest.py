@@ -14,7 +14,8 @@ CLEAR = 1e-3  # rounding in float32 moves a logit of the demo model by about 1e-
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "serve.log"
-    running = wait_ready(start_server("--model-repository", str(REPOSITORY), "--models", "demo,demo_infer", log=log))
+    arguments = ("--model-repository", str(REPOSITORY), "--models", "demo,demo_infer")
+    running = wait_ready(start_server(*arguments, log=log, with_gateway=True))
     yield running
     assert stop_server(running) == 0, log.read_text()
 

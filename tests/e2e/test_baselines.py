@@ -20,6 +20,7 @@ from support.triton.serving import (
     grpc_stream,
     start_server,
     stop_server,
+    wait_for,
     wait_ready,
 )
 from support.triton.serving import token_ids as streamed_ids
@@ -37,6 +38,7 @@ PROMPTS = [
 ]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "repetition_penalty": 1.0}
 NUM_REQUESTS = 48
+COUNTS = ("request_success", "count", "exec_count")
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +66,32 @@ class Baseline:
     def __init__(self, server: Server, model: str) -> None:
         self.server, self.model = server, model
         self.client = grpcclient.InferenceServerClient(server.grpc)
+        self.before = self.counts()
+        self.answers: list[grpcclient.InferResult] = []
 
     def infer(self, prompt: str, max_tokens: int) -> tuple[list[int], str, str]:
         """Token ids, text and finish reason."""
-        inputs = [with_batch_dimension(tensor) for tensor in grpc_inputs(prompt, max_tokens=max_tokens)]
-        result = self.client.infer(self.model, inputs)
+        inputs = grpc_inputs(prompt, max_tokens=max_tokens)
+        result = self.infer_tensors(inputs)
         ids = result.as_numpy("token_ids")[0].tolist()
         assert result.as_numpy("num_output_tokens").tolist() == [[len(ids)]]
         text, reason = (result.as_numpy(name)[0, 0].decode() for name in ("text_output", "finish_reason"))
         return ids, text, reason
 
-    def metric(self, name: str) -> float:
-        return self.server.metric(name, model=self.model)
+    def infer_tensors(self, inputs: list[grpcclient.InferInput]) -> grpcclient.InferResult:
+        result = self.client.infer(self.model, [with_batch_dimension(tensor) for tensor in inputs])
+        self.answers.append(result)
+        return result
+
+    def counts(self) -> np.ndarray:
+        """Triton's requests, inferences and batches of the model."""
+        return np.array([self.server.metric(f"nv_inference_{name}", model=self.model) for name in COUNTS])
+
+    def counted(self) -> list[float]:
+        """Return the counts since the start, with every answer in them: Triton counts after it has answered."""
+        due = len(self.answers)
+        wait_for(lambda: (self.counts() - self.before)[:2].min() >= due, 60, "Triton to count its answers")
+        return [float(count) for count in self.counts() - self.before]
 
 
 def with_batch_dimension(tensor: grpcclient.InferInput) -> grpcclient.InferInput:
@@ -87,6 +103,7 @@ def with_batch_dimension(tensor: grpcclient.InferInput) -> grpcclient.InferInput
 def baseline(server: Server, request: pytest.FixtureRequest) -> Iterator[Baseline]:
     one = Baseline(server, request.param)
     yield one
+    one.counted()
     one.client.close()
 
 
@@ -103,8 +120,6 @@ def test_the_demo_engine_says_the_same(server: Server, baseline: Baseline, refer
 
 
 def test_triton_forms_batches_of_prompts_of_any_length(baseline: Baseline) -> None:
-    names = ("nv_inference_request_success", "nv_inference_count", "nv_inference_exec_count")
-    before = [baseline.metric(name) for name in names]
     start = threading.Barrier(NUM_REQUESTS)
 
     def ask(index: int) -> list[int]:
@@ -115,25 +130,26 @@ def test_triton_forms_batches_of_prompts_of_any_length(baseline: Baseline) -> No
         answers = list(pool.map(ask, range(NUM_REQUESTS)))
     for index, ids in enumerate(answers):
         assert ids == answers[index % len(PROMPTS)]
-    succeeded, inferred, batches = (baseline.metric(name) - past for name, past in zip(names, before, strict=True))
+    succeeded, inferred, batches = baseline.counted()
     assert succeeded == inferred == NUM_REQUESTS
     assert batches <= NUM_REQUESTS / 4
 
 
 def test_token_ids_of_any_length_share_a_batch(baseline: Baseline) -> None:
-    before = baseline.metric("nv_inference_exec_count")
     start = threading.Barrier(16)
 
     def ask(index: int) -> int:
         start.wait(60)
         inputs = grpc_inputs(input_ids=list(range(5, 6 + index)), max_tokens=4, ignore_eos=True)
-        result = baseline.client.infer(baseline.model, [with_batch_dimension(tensor) for tensor in inputs])
+        result = baseline.infer_tensors(inputs)
         assert result.as_numpy("num_input_tokens").tolist() == [[index + 1]]
         return int(np.size(result.as_numpy("token_ids")))
 
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(ask, range(16))) == [4] * 16
-    assert baseline.metric("nv_inference_exec_count") - before <= 8
+    _, inferred, batches = baseline.counted()
+    assert inferred == 16
+    assert batches <= 8
 
 
 def test_generate_over_http(server: Server, baseline: Baseline) -> None:

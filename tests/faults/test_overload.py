@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import queue
 import re
+import shutil
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faults.conftest import Case
-from support.faults.nothing_lost import CANARIES, Recorded
+from support.faults.nothing_lost import CANARIES, Recorded, nothing_lost, record
 from support.faults.raw_streams import RawStream
-from support.faults.service import MAX_RUNNING, MAX_WAITING, all_at_once
+from support.faults.service import MAX_RUNNING, MAX_WAITING, MAX_WAITING_TOKENS, all_at_once, serving
 from support.triton.burst import Burst, bursting
 from support.triton.serving import Server, wait_for
+from tidewheel.server.processes import raise_descriptor_limit
 
 pytestmark = pytest.mark.e2e
 
 NUM_TOO_MANY = 60
 NUM_UNREAD = 64
-NUM_IDLE = 500
+NUM_DESCRIPTORS = 128
+LONG_PROMPT = [7] * 1000
 SLOW_HEADS = (
     b"",
     b"POST /v2/models/demo/gen",
@@ -43,6 +50,27 @@ def test_a_full_waiting_set_refuses_the_rest(server: Server, recorded: Recorded,
         assert lengths == {40: num_sent - len(burst.errors), 0: len(burst.errors)}
         for prompt, tokens in zip(prompts, burst.tokens.values(), strict=True):
             assert tokens == recorded[prompt][: len(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "full_of"),
+    [
+        (LONG_PROMPT, 2 * MAX_WAITING_TOKENS // 1000, f"of {MAX_WAITING_TOKENS} tokens, and this prompt has"),
+        pytest.param([7, 8], 300, f"of {MAX_WAITING} requests$", marks=pytest.mark.slow),
+    ],
+    ids=["tokens", "requests"],
+)
+def test_each_limit_refuses_where_the_other_would_not(
+    server: Server, case: Case, prompt: list[int], count: int, full_of: str
+) -> None:
+    with case(), bursting(server) as burst:
+        with all_at_once(server, count):
+            for _ in range(count):
+                burst.send(prompt, 4)
+        burst.finish()
+        assert 0 < len(burst.errors) < count
+        assert all(error.startswith("[TW-BUSY") and re.search(full_of, error) for error in burst.errors), burst.errors
+        assert sorted(map(len, burst.tokens.values())) == [0] * len(burst.errors) + [4] * (count - len(burst.errors))
 
 
 def test_sequences_of_a_group_are_taken_or_refused_together(server: Server, case: Case) -> None:
@@ -72,6 +100,38 @@ def test_unread_streams_delay_nobody(server: Server, recorded: Recorded, case: C
             assert stream.finish() == recorded[CANARIES[index % len(CANARIES)]][:100]
 
 
+class Held(queue.Queue[tuple[Any, Any]]):
+    """Answers that a client takes only when it is let: until then it reads no more of its stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_read = threading.Event()
+
+    def put(self, item: tuple[Any, Any], block: bool = True, timeout: float | None = None) -> None:
+        self.may_read.wait()
+        super().put(item, block, timeout)
+
+
+@pytest.mark.slow
+def test_grpc_streams_of_a_slow_reader_delay_nobody(server: Server, case: Case) -> None:
+    with case() as canaries, bursting(server, num_clients=6) as slow:
+        slow.answers = held = Held()
+        try:
+            for _ in slow.clients:
+                slow.send("A long story", 60, n=8, sampling_parameters='{"logprobs": 5}')
+            canaries.finish()
+            with bursting(server) as burst:
+                for prompt in CANARIES:
+                    burst.send(prompt, 20)
+                burst.finish()
+                assert burst.errors == []
+        finally:
+            held.may_read.set()
+        slow.finish()
+        assert slow.errors == []
+        assert {len(tokens) for tokens in slow.tokens.values()} == {8 * 60}
+
+
 @contextmanager
 def connections(server: Server, heads: tuple[bytes, ...], count: int) -> Iterator[list[socket.socket]]:
     """Open connections, each of which sends the begin of a request."""
@@ -83,8 +143,11 @@ def connections(server: Server, heads: tuple[bytes, ...], count: int) -> Iterato
         yield sockets
 
 
-def test_idle_and_slow_connections_delay_nobody(server: Server, case: Case) -> None:
-    with case() as canaries, connections(server, SLOW_HEADS, NUM_IDLE) as slow:
+@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])
+def test_idle_and_slow_connections_delay_nobody(server: Server, case: Case, count: int) -> None:
+    if raise_descriptor_limit() < 2 * count:
+        pytest.skip("too few descriptors for so many connections")
+    with case(spare_bytes=128 << 20) as canaries, connections(server, SLOW_HEADS, count) as slow:
         canaries.finish()
         for one in slow[2 :: len(SLOW_HEADS)]:
             one.sendall(b" ")
@@ -92,6 +155,21 @@ def test_idle_and_slow_connections_delay_nobody(server: Server, case: Case) -> N
             burst.send("The server", 20)
             burst.finish()
             assert burst.errors == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit")
+def test_clients_beyond_the_open_files_wait_and_are_served(tmp_path: Path) -> None:
+    """Triton accepts no connection without a descriptor, and says nothing to its client (docs/faults.md)."""
+    with serving(tmp_path, prefix=("prlimit", f"--nofile={NUM_DESCRIPTORS}:{NUM_DESCRIPTORS}")) as server:
+        assert f"warning: {NUM_DESCRIPTORS} open files are allowed" in server.log.read_text()
+        recorded = record(server)
+        with nothing_lost(server, recorded) as canaries:
+            with connections(server, (b"",), 2 * NUM_DESCRIPTORS):
+                late = RawStream(server, CANARIES[0], 20)
+                canaries.finish()
+                assert server.readiness("live")[0] == 200
+            assert late.finish() == recorded[CANARIES[0]][:20]
 
 
 @pytest.mark.slow

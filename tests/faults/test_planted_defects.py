@@ -27,6 +27,7 @@ from faults import (
 )
 from support.faults import defects, nothing_lost
 from support.faults.nothing_lost import NO_ANSWER, record
+from support.faults.planted import Fault
 from support.faults.service import serving
 from support.triton import burst
 from support.triton.serving import ROOT
@@ -55,7 +56,6 @@ FINDS = {
     "leaked_block": Find(ENDS, "blocks"),
     "double_free": Find(ENDS, "survivors"),
     "bias_of_a_neighbour": Find(test_neighbours.test_options_of_a_request_change_no_other, "case"),
-    "wrong_one_cancelled": Find(test_disconnects.test_every_tenth_connection_is_reset, "case"),
     "stale_heartbeat": Find(HANG, "service", spoils=True),
     "lost_final": Find(REFUSALS, "clock", spoils=True),
     "dropped_cancel": Find(CANCELS, "blocks", spoils=True),
@@ -94,9 +94,6 @@ class Workshop:
         finally:
             self._switch.write_text("")
 
-    def settle(self) -> None:
-        nothing_lost.wait_settled(self._fixtures["Server"]())
-
     def throw_away(self) -> None:
         self._fixtures = {}
         self._servers.close()
@@ -113,6 +110,7 @@ class Workshop:
             "Case": lambda: partial(nothing_lost.nothing_lost, server, recorded),
             "psutil.Process": lambda: test_engine_faults.mortal_engine(server),
             "signal.Signals": lambda: signal.SIGKILL,
+            "Fault": lambda: Fault.RAISES,
         }
         return self._fixtures
 
@@ -143,7 +141,6 @@ def test_found(workshop: Workshop, name: str, monkeypatch: pytest.MonkeyPatch) -
             workshop.run(find.case, name)
         assert failed_check(failure.value) == find.check, str(failure.getrepr(style="short"))
         if not find.spoils:
-            workshop.settle()
             unless_kept.pop_all()
 
 

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from support.frontend.tokenizers_on_the_spot import byte_level_bpe
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError, Unsupported
-from tidewheel.frontend.chat_template import ChatTemplate, parse_messages
+from tidewheel.frontend.chat_template import ChatTemplate
+from tidewheel.frontend.conversation import Conversation, parse_conversation
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 USER = [{"role": "user", "content": "Hi"}]
 
 
 def render(source: str, messages: list[dict[str, str]] | None = None) -> str:
-    return ChatTemplate(source, NAMED).render(messages or USER)
+    return ChatTemplate(source, NAMED).render(Conversation(messages or USER))
 
 
 def test_blocks_leave_no_whitespace() -> None:
@@ -107,7 +108,7 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
         write(tmp_path, file, content)
         template = ChatTemplate.load(tmp_path, {})
         assert template is not None
-        assert template.render(USER) == expected
+        assert template.render(Conversation(USER)) == expected
 
 
 @pytest.mark.parametrize("value", [3, ["x"], [{"name": "default", "template": 3}], "{% if %}", "{{"])
@@ -120,10 +121,81 @@ def test_a_bad_template_stops_the_load(tmp_path: Path, value: object) -> None:
 def test_messages() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": ""}, {"role": "user", "content": parts, "name": "Ann"}]
-    assert parse_messages(json.dumps(messages)) == [
+    assert parse_conversation(json.dumps(messages)).messages == [
         {"role": "system", "content": ""},
         {"role": "user", "content": "a\nb", "name": "Ann"},
     ]
+
+
+def test_tools_and_calls() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    given = {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+            {"role": "tool", "tool_call_id": "a", "content": "rain"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather", "strict": False, "description": None}}],
+        "chat_template_kwargs": {"enable_thinking": False, "n": 2},
+    }
+    conversation = parse_conversation(json.dumps(given))
+    assert conversation.messages[0] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+        ],
+    }
+    assert conversation.messages[1] == given["messages"][1]
+    assert conversation.tools == [{"type": "function", "function": {"name": "weather"}}]
+    source = (
+        "{% for call in messages[0].tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+        "{{ tools | tojson }}{{ enable_thinking }}{{ n }}{{ bos_token }}"
+    )
+    assert ChatTemplate(source, NAMED).render(conversation) == (
+        '{"city": "Paris"}[{"type": "function", "function": {"name": "weather"}}]False2<s>'
+    )
+
+
+def with_tool(**function: object) -> dict[str, object]:
+    return {"messages": USER, "tools": [{"type": "function", "function": {"name": "f", **function}}]}
+
+
+def with_call(call: object) -> list[object]:
+    return [{"role": "assistant", "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"messages": USER, "tool": []}, ["messages", "'tool'", "tools"]),
+        ({"messages": USER, "tools": {}}, ["tools", "list"]),
+        ({"messages": USER, "tools": [3]}, ["tools[0]", "object"]),
+        ({"messages": USER, "tools": [{}] * 129}, ["tools has 129", "128"]),
+        (with_tool(name="a b"), ["tools[0].function.name", "'a b'"]),
+        (with_tool(name=""), ["tools[0].function.name"]),
+        (with_tool(parameters=[]), ["tools[0].function.parameters", "object"]),
+        (with_tool(parameters={"maximum": 2**70}), ["64 bits"]),
+        (with_tool(description=3), ["tools[0].function.description", "text"]),
+        (with_tool(strict=True), ["tools[0].function.strict", "not offered"]),
+        (with_tool(schema={}), ["tools[0].function.schema", "unknown"]),
+        ({"messages": USER, "tools": [{"type": "retrieval"}]}, ["tools[0].type", "functions"]),
+        (with_call({}), ["messages[0].tool_calls[0].function", "object"]),
+        (with_call({"function": {"name": "f", "arguments": "{"}}), ["tool_calls[0].function.arguments", "JSON"]),
+        (with_call({"function": {"name": "f", "arguments": "[]"}}), ["tool_calls[0].function.arguments", "object"]),
+        ({"messages": USER, "chat_template_kwargs": []}, ["chat_template_kwargs", "object"]),
+        ({"messages": USER, "chat_template_kwargs": {"messages": "x"}}, ["'messages'", "no request may set"]),
+        ({"messages": USER, "chat_template_kwargs": {"bos_token": "x"}}, ["'bos_token'", "no request may set"]),
+        ({"messages": USER, "chat_template_kwargs": {"a": []}}, ["chat_template_kwargs.a", "text"]),
+        ({"messages": USER, "chat_template_kwargs": {f"a{i}": 1 for i in range(17)}}, ["17", "16"]),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
+)
+def test_tools_that_are_refused(value: object, words: list[str]) -> None:
+    with pytest.raises(TidewheelError) as caught:
+        parse_conversation(json.dumps(value))
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +220,7 @@ def test_messages() -> None:
 )
 def test_messages_that_are_refused(text: str, words: list[str]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        parse_messages(text)
+        parse_conversation(text)
     for word in words:
         assert word in str(caught.value)
 
@@ -157,13 +229,14 @@ def test_messages_that_are_refused(text: str, words: list[str]) -> None:
     "message",
     [
         {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "assistant", "content": None, "function_call": {}},
+        {"role": "assistant", "tool_calls": [{"type": "custom"}]},
     ],
-    ids=["image", "tool"],
+    ids=["image", "function", "tool"],
 )
 def test_known_and_not_offered(message: dict[str, object]) -> None:
     with pytest.raises(Unsupported):
-        parse_messages(json.dumps([message]))
+        parse_conversation(json.dumps([message]))
 
 
 json_values = st.recursive(
@@ -179,7 +252,7 @@ json_values = st.recursive(
 @given(value=json_values)
 def test_any_json_is_messages_or_refused(value: object) -> None:
     try:
-        messages = parse_messages(json.dumps(value))
+        messages = parse_conversation(json.dumps(value)).messages
     except TidewheelError:
         return
     assert all(isinstance(message["content"], str) for message in messages)

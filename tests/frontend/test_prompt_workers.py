@@ -15,6 +15,7 @@ from tokenizers import pre_tokenizers
 from support.engine.fake_engine import write_model_folder
 from support.frontend.tokenizers_on_the_spot import byte_level_bpe
 from tidewheel.errors import ConfigError, Draining, InvalidRequest, PromptTooLarge
+from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.prompt_process import Encode, Folder, Limits
 from tidewheel.frontend.prompt_workers import PromptWorkers
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -61,18 +62,18 @@ def test_as_in_this_process(workers: PromptWorkers, folder: Folder) -> None:
             expected = local.encode(text, add_special_tokens=special)
             ids = workers.encode(text, add_special_tokens=special)
             assert (ids.tolist(), ids.dtype) == (expected.tolist(), expected.dtype)
-    assert workers.render([{"role": "user", "content": "Grüße\n"}]) == "<user>Grüße\n"
+    assert workers.render(Conversation([{"role": "user", "content": "Grüße\n"}])) == "<user>Grüße\n"
 
 
 def test_refusals_arrive_as_they_are(workers: PromptWorkers) -> None:
     with pytest.raises(PromptTooLarge, match="max_prompt_bytes"):
-        workers.render([{"role": "user", "content": "x" * 5000}])
+        workers.render(Conversation([{"role": "user", "content": "x" * 5000}]))
 
 
 def test_a_template_that_takes_all_memory_for_one_conversation(workers: PromptWorkers) -> None:
     with pytest.raises(InvalidRequest, match="memory"):
-        workers.render([{"role": "user", "content": "memory"}])
-    assert workers.render([{"role": "user", "content": "x"}]) == "<user>x"
+        workers.render(Conversation([{"role": "user", "content": "memory"}]))
+    assert workers.render(Conversation([{"role": "user", "content": "x"}])) == "<user>x"
 
 
 def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
@@ -87,8 +88,8 @@ def test_a_process_that_is_killed_is_replaced(workers: PromptWorkers) -> None:
 def test_a_conversation_that_takes_the_template_for_ever(workers: PromptWorkers) -> None:
     assert LIMITS.of_job(Encode("x" * (512 << 10), add_special_tokens=False)) == 2.0
     with pytest.raises(InvalidRequest, match=r"within 1 s of CPU time"):
-        workers.render([{"role": "user", "content": "time"}])
-    assert workers.render([{"role": "user", "content": "x"}]) == "<user>x"
+        workers.render(Conversation([{"role": "user", "content": "time"}]))
+    assert workers.render(Conversation([{"role": "user", "content": "x"}])) == "<user>x"
 
 
 def test_a_text_at_which_the_tokenizer_panics(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ LAYERS = {
     "tidewheel.errors": 0,
     "tidewheel.private_dir": 0,
     "tidewheel.regular_files": 0,
+    "tidewheel.byte_sizes": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,
     "tidewheel.engine_arguments": 0,
@@ -54,6 +56,7 @@ LAYERS = {
     "tidewheel.baseline": 5,
     "tidewheel.server": 6,
     "tidewheel.entries": 6,
+    "tidewheel.gateway": 6,
     "tidewheel.bench": 7,
     "tidewheel.simulate": 7,
     "tidewheel.workload": 7,
@@ -63,6 +66,8 @@ LAYERS = {
 # What stands in a layer by itself and may not be reached from some that lie above it.
 FORBIDDEN = [
     ("tidewheel.simulate", "tidewheel_kernels"),
+    ("tidewheel.gateway", "tidewheel.engine"),
+    ("tidewheel.gateway", "tidewheel.frontend"),
     ("tidewheel.workload", "tidewheel.bench"),
     ("tidewheel.workload", "tidewheel.simulate"),
     ("tidewheel_kernels", "tidewheel"),
@@ -76,6 +81,7 @@ WITHOUT_TORCH = [
     "tidewheel.scheduler.scheduler",
     "tidewheel.kvcache.manager",
     "tidewheel.entries.checking",
+    "tidewheel.gateway.run_gateway",
     "tidewheel.bench.suites",
     "tidewheel.bench.pictures",
     "tidewheel.workload.trace_files",
@@ -215,6 +221,20 @@ def test_nothing_unpickles() -> None:
         names = {name.split(".")[0] for name in imports(path)}
         assert not names & banned, module
         assert "torch.load(" not in path.read_text(), module
+
+
+def test_durations_are_monotonic() -> None:
+    """A wall clock may jump. It is read for the age of a file, and for dates in templates, answers and reports."""
+    readers = {
+        m for m, path in MODULES.items() if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
+    }
+    assert readers == {
+        "tidewheel.server.workdir",
+        "tidewheel.frontend.chat_template",
+        "tidewheel.gateway.answering",
+        "tidewheel.gateway.application",
+        "tidewheel.bench.environment",
+    }
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tidewheel.engine.messages import EngineInfo
@@ -56,6 +58,12 @@ def test_what_runs_and_where() -> None:
         "curl -N http://127.0.0.1:8000/v2/models/demo/generate_stream",
     ):
         assert part in text
+
+
+def test_the_gateway_is_named_where_there_is_one() -> None:
+    assert "OpenAI" not in describe_endpoints(endpoints(), MODELS)
+    with_gateway = dataclasses.replace(endpoints(), openai=8080)
+    assert "  OpenAI    http://127.0.0.1:8080/v1" in describe_endpoints(with_gateway, MODELS)
 
 
 def test_examples_name_the_server_only_when_it_is_not_the_usual_one() -> None:

@@ -11,10 +11,11 @@ from tidewheel.server.endpoints import Endpoints, is_loopback
 
 
 def test_zero_takes_different_free_ports() -> None:
-    ports = Endpoints().chosen()
-    numbers = {ports.http, ports.grpc, ports.metrics, ports.health}
-    assert len(numbers) == 4
-    for number in numbers:
+    assert Endpoints().chosen().openai is None
+    ports = Endpoints(openai=0).chosen()
+    numbers = {ports.http, ports.grpc, ports.metrics, ports.health, ports.openai}
+    assert len(numbers) == 5
+    for number in filter(None, numbers):
         with socket.socket() as one:
             one.bind(("127.0.0.1", number))
 

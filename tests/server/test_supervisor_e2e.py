@@ -163,8 +163,12 @@ def test_closed_apis(server: Server) -> None:
         refusal = requests.post(f"{server.http}/v2/{path}", data="{}", timeout=5)
         assert refusal.status_code == 403
         assert "tidewheel-serve-option-open-api" in refusal.text
-    load = requests.post(f"{server.http}/v2/repository/models/words/load", timeout=5)
-    assert load.status_code >= 400
+    for action in ("load", "unload"):
+        refusal = control(server, action)
+        assert refusal.status_code == 503
+        assert "explicit model load / unload is not allowed" in refusal.text
+    index = requests.post(f"{server.http}/v2/repository/index", timeout=5)
+    assert index.json() == [{"name": "words", "version": "1", "state": "READY"}]
 
 
 def test_sigterm_lets_a_running_request_end(server: Server, folder: Path) -> None:
@@ -230,6 +234,23 @@ def test_a_death_starts_the_server_again_up_to_a_limit(server: Server, folder: P
     (end,) = error_lines(server)
     assert end.startswith("tidewheel: error: 5 deaths within 60 s of service, so the server is not started again; ")
     assert end.endswith("the last: tritonserver died (signal 9, Killed)")
+
+
+def test_the_gateway_outlives_tritonserver_and_is_started_again(folder: Path) -> None:
+    arguments = ("--model-repository", str(repository(folder)))
+    server = wait_ready(start_server(*arguments, log=folder / "log", with_gateway=True))
+    traces = Traces(server, folder)
+    assert f"http://127.0.0.1:{server.openai_port}/v1" in server.log.read_text()
+    (gateway,) = server.processes("cli.main gateway")
+    traces.tritonserver.kill()
+    wait_for(lambda: "ready again after" in server.log.read_text(), RESTART_LIMIT_S, "restart")
+    assert server.processes("cli.main gateway") == [gateway]
+    gateway.kill()
+    wait_for(lambda: "the gateway died" in server.log.read_text(), RESTART_LIMIT_S, "the notice")
+    wait_for(server.is_ready, RESTART_LIMIT_S, "another gateway")
+    traces = Traces(server, folder)
+    assert stop_server(server) == 0
+    traces.assert_nothing_left()
 
 
 def stubs(server: Server) -> list[psutil.Process]:
@@ -347,3 +368,19 @@ def test_wrong_usage_is_one_line(arguments: list[str], code: int, word: str) -> 
     (line,) = done.stderr.splitlines()
     assert line.startswith("tidewheel: error: ")
     assert word in line
+
+
+def test_a_run_directory_without_room_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run := folder / "run").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs", str(run)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("nothing may be mounted here")
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(run))
+    try:
+        done = run_serve("--model-repository", str(repository(folder)), "--http-port", "0", "--health-port", "0")
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert f"{run} cannot be written (No space left on device): make room" in line
+        assert list(run.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(run)], check=True)

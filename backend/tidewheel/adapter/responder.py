@@ -201,6 +201,7 @@ def _perf_arrays(stats: Sequence[RequestStats]) -> Arrays:
         "last_token_time_ns": column(np.int64, lambda s: s.last_token_ns),
         "kv_cache_reused_blocks": column(np.int32, lambda s: s.num_reused_blocks),
         "kv_cache_alloc_new_blocks": column(np.int32, lambda s: s.num_new_blocks),
+        "num_cached_tokens": column(np.int32, lambda s: s.num_cached_tokens),
         "priority": column(np.int32, lambda s: s.priority),
     }
 

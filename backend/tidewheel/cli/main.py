@@ -16,6 +16,7 @@ from tidewheel.version import __version__
 # Module → summary. Each has add_arguments(parser) and run(args) → exit code.
 COMMANDS = {
     "serve": "serve a model, or a model repository, through Triton",
+    "gateway": "answer in OpenAI's API for one server or several",
     "doctor": "say what this machine can run, and why not",
     "check": "say what is wrong with a model repository before it is deployed",
     "migrate": "turn entries of Triton's vLLM or TensorRT-LLM backend into ours",

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidewheel.cli.gateway import add_key_option
 from tidewheel.cli.usage import UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("health", 8003)):
         where.add_argument(f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s")
+    where.add_argument(
+        "--openai-port", type=_port, metavar="N", help="answer in OpenAI's API there too (default: do not)"
+    )
+    add_key_option(where)
     _add_manner(parser.add_argument_group("how"))
 
 
@@ -119,6 +124,8 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         raise UsageError("--model and --model-repository exclude each other")
     if args.model is not None and args.models:
         raise UsageError("--models chooses entries of a model repository: it does not go with --model")
+    if args.api_keys is not None and args.openai_port is None:
+        raise UsageError("--api-keys goes with --openai-port: Triton's own ports know no keys")
     if args.model is None and args.record is not None:
         raise UsageError("--record goes with --model; in a repository, set record in config.pbtxt")
     if args.model is None and (args.set or args.model_name):
@@ -141,7 +148,9 @@ def _options(args: argparse.Namespace) -> ServeOptions:
             grpc=args.grpc_port,
             metrics=args.metrics_port,
             health=args.health_port,
+            openai=args.openai_port,
         ),
+        api_keys=args.api_keys,
         drain_s=args.drain_s,
         restart=not args.no_restart,
         model_control=args.model_control or ("none" if args.repository_poll_s is None else "poll"),

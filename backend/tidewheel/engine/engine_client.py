@@ -10,6 +10,7 @@ from typing import Protocol
 
 import zmq
 
+from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.connection import Connection, Outbox
 from tidewheel.engine.folder import Place, read_status
 from tidewheel.engine.heartbeat import HangLimits, HangWatch
@@ -49,6 +50,9 @@ MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 class EngineListener(Protocol):
     """Callbacks on the client's thread, which must not block."""
+
+    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
+        """Take one token for each key."""
 
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
@@ -268,7 +272,10 @@ class EngineClient:
         match message:
             case Deltas():
                 self._outbox.ended(message.deltas)
-                self._notify(self._listener.on_deltas, message.deltas)
+                for tokens in message.tokens:
+                    self._notify(self._listener.on_tokens, *tokens.arrays())
+                if message.deltas:
+                    self._notify(self._listener.on_deltas, message.deltas)
             case Stats():
                 self._notify(self._listener.on_stats, message.stats)
             case Room():

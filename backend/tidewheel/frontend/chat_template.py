@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,60 +12,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tidewheel.errors import ConfigError, InvalidRequest, Unsupported
-from tidewheel.frontend.coercion import parse_json, show, to_text
+from tidewheel.errors import ConfigError, InvalidRequest
+from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.model_files import read_object, read_text
-
-MAX_MESSAGES = 4096
-_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
-_TEXT_KEYS = frozenset({"role", "content", "name"})
-_TOOL_KEYS = frozenset({"tool_calls", "tool_call_id", "function_call"})
-
-ChatMessage = dict[str, str]
-
-
-def parse_messages(data: str | bytes) -> list[ChatMessage]:
-    """Parse `[{"role": …, "content": text or [{"type": "text", "text": …}, …]}, …]`; newlines join parts.
-
-    Raise `InvalidRequest` or `Unsupported`.
-    """
-    messages = parse_json(data, "messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequest(f"messages is {show(messages)}: it must be a list of one message or more")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(f"messages has {len(messages)} entries: at most {MAX_MESSAGES} are allowed")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _message(name: str, message: object) -> ChatMessage:
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{name} is {show(message)}: it must be an object with role and content")
-    for key in message.keys() - _TEXT_KEYS:
-        if key in _TOOL_KEYS:
-            raise Unsupported(f"{name}.{key} is set: tool calls are not offered")
-        raise InvalidRequest(f"{name} has the unknown key {show(key)}: known are {', '.join(sorted(_TEXT_KEYS))}")
-    role = message.get("role")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise InvalidRequest(f"{name}.role is {show(role)}: it must be a name such as system, user or assistant")
-    checked = {"role": role, "content": _content(f"{name}.content", message.get("content"))}
-    if message.get("name") is not None:
-        checked["name"] = to_text(f"{name}.name", message["name"])
-    return checked
-
-
-def _content(name: str, content: object) -> str:
-    if isinstance(content, list):
-        return "\n".join(_part(f"{name}[{index}]", part) for index, part in enumerate(content))
-    return to_text(name, content)
-
-
-def _part(name: str, part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str):
-        raise InvalidRequest(f'{name} is {show(part)}: it must be {{"type": "text", "text": …}}')
-    if kind != "text":
-        raise Unsupported(f"{name}.type is {show(kind)}: only text is offered")
-    return to_text(f"{name}.text", part.get("text"))
 
 
 class ChatTemplate:
@@ -85,29 +33,35 @@ class ChatTemplate:
         source = _find(folder)
         return None if source is None else cls(source, named_tokens)
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, conversation: Conversation) -> str:
         """Return the prompt. Raise `InvalidRequest` if the template refuses."""
         try:
-            return self._render(messages)
+            return self._render(conversation)
         except MemoryError:
             raise InvalidRequest("messages need too much memory in the model's chat template") from None
         except Exception as error:  # templates may raise anything
             raise InvalidRequest(f"messages do not fit the model's chat template: {error}") from None
 
-    def try_out(self, messages: Sequence[ChatMessage]) -> None:
+    def try_out(self, conversation: Conversation) -> None:
         """Raise `ConfigError` if the messages need too much memory. A template may refuse them."""
         try:
-            self._render(messages)
+            self._render(conversation)
         except MemoryError:
             raise ConfigError(
-                f"the chat template needs too much memory for {len(messages)} messages: use one that you trust"
+                f"the chat template needs too much memory for {len(conversation.messages)} messages: "
+                "use one that you trust"
             ) from None
         except Exception:  # a refusal
             return
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def _render(self, conversation: Conversation) -> str:
         return self._template.render(
-            messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._named_tokens
+            **conversation.options,
+            **self._named_tokens,
+            messages=conversation.messages,
+            tools=conversation.tools,
+            add_generation_prompt=True,
+            documents=None,
         )
 
 

@@ -94,9 +94,10 @@ ABSENT: dict[str, AbsentFeature] = {
     ),
     **_each("num_draft_tokens use_draft_logits draft_input_ids", "drafts are not offered", (*_OFF, 0)),
     **_each("return_context_logits return_generation_logits", "logits are not returned: ask for logprobs"),
-    **_each("chat_template chat_template_kwargs continue_final_message documents", "the template is the model's own"),
-    **_each("tools tool_choice functions function_call", "tool calls are not offered", (*_OFF, "none")),
-    **_each("parallel_tool_calls", "tool calls are not offered", (*_OFF, True)),
+    **_each("chat_template continue_final_message documents", "the template is the model's own"),
+    **_each("tools chat_template_kwargs", "send it inside messages: an object with messages and tools"),
+    **_each("tool_choice functions function_call", "tools stand inside messages", (*_OFF, "none")),
+    **_each("parallel_tool_calls", "tools stand inside messages", (*_OFF, True)),
     "max_request_s": AbsentFeature("it is a setting of the entry; a request sets deadline_ms", ()),
     "default_max_tokens": AbsentFeature("it is a setting of the entry; a request sets max_tokens", ()),
     # Names of OpenAI's API.

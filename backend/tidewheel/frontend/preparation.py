@@ -11,8 +11,8 @@ from tidewheel.config import setting_names
 from tidewheel.engine.messages import AddRequest, CloseSession, EngineInfo
 from tidewheel.engine.requests import check_prompt_length, check_request
 from tidewheel.errors import InvalidRequest, Unsupported
-from tidewheel.frontend.chat_template import parse_messages
 from tidewheel.frontend.coercion import check_size, show, to_text
+from tidewheel.frontend.conversation import parse_conversation
 from tidewheel.frontend.interface import INPUT_TENSOR, GenerateRequest, Generation, ParameterSource
 from tidewheel.frontend.known_parameters import ABSENT, ALIASES, COERCIONS, OPTIONS, SUGGESTED
 from tidewheel.frontend.model_files import GenerationDefaults
@@ -161,7 +161,7 @@ class RequestReader:
         if request.messages is None:
             text = to_text(name, request.text)
         else:
-            text = self._encoder.render(parse_messages(request.messages))
+            text = self._encoder.render(parse_conversation(request.messages))
         return name, text, self._encode(name, text, add_special_tokens=request.messages is None)
 
     def _fit(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:

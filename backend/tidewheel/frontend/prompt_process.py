@@ -20,8 +20,9 @@ import msgspec
 
 from tidewheel.batch import Int32Array
 from tidewheel.errors import ConfigError, InvalidRequest, TidewheelError
-from tidewheel.frontend.chat_template import ChatMessage, ChatTemplate
+from tidewheel.frontend.chat_template import ChatTemplate
 from tidewheel.frontend.coercion import check_size, to_text
+from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.tokenizer import Tokenizer
 
 _CPU_STEP = 512 << 10  # characters
@@ -35,7 +36,7 @@ _CONTENTS = ("Hello", "", "{{ 1 }} <|im_end|> </s>\n\x00", "word " * 10_000)
 
 
 class Render(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    messages: list[ChatMessage]
+    conversation: Conversation
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -80,15 +81,15 @@ class Limits(NamedTuple):
     job_s: float = 5.0  # and as much again per `_CPU_STEP` of text
 
     def of_job(self, job: Job) -> float:
-        size = len(job.text) if isinstance(job, Encode) else sum(len(one["content"]) for one in job.messages)
+        size = len(job.text) if isinstance(job, Encode) else job.conversation.num_bytes
         return self.job_s * (1 + size / _CPU_STEP)
 
 
 class PromptEncoder(Protocol):
     """Thread-safe. `render` and `encode` raise `InvalidRequest`, `InternalError` or, when closed, `Draining`."""
 
-    def render(self, messages: list[ChatMessage]) -> str:
-        """Return what the chat template makes of the messages."""
+    def render(self, conversation: Conversation) -> str:
+        """Return what the chat template makes of a conversation."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         """Return [num_tokens]."""
@@ -106,10 +107,10 @@ class LocalEncoder:
         self.template = ChatTemplate.load(folder.path, self._tokenizer.named_tokens)
         self._max_prompt_bytes = folder.max_prompt_bytes
 
-    def render(self, messages: list[ChatMessage]) -> str:
+    def render(self, conversation: Conversation) -> str:
         if self.template is None:
             raise InvalidRequest("messages is set, and the model has no chat template: send text_input")
-        text = to_text("messages", self.template.render(messages))
+        text = to_text("messages", self.template.render(conversation))
         size = len(text.encode("utf-8"))
         check_size("messages, as the chat template writes them,", size, self._max_prompt_bytes, "max_prompt_bytes")
         return text
@@ -134,7 +135,7 @@ def try_out(encoder: LocalEncoder) -> Iterator[str]:
     yield "its chat template"
     for roles in _CONVERSATIONS:
         for content in _CONTENTS:
-            encoder.template.try_out([{"role": role, "content": content} for role in roles])
+            encoder.template.try_out(Conversation([{"role": role, "content": content} for role in roles]))
 
 
 # --- both sides ---------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ def _serve(stream: io.BufferedRWPair, encoder: LocalEncoder, limits: Limits) -> 
 
 def _work(encoder: LocalEncoder, job: Job) -> Answer:
     if isinstance(job, Render):
-        return Rendered(encoder.render(job.messages))
+        return Rendered(encoder.render(job.conversation))
     return Encoded(encoder.encode(job.text, add_special_tokens=job.add_special_tokens).astype("<i4").tobytes())
 
 

@@ -16,7 +16,7 @@ from tidewheel.batch import Int32Array
 from tidewheel.engine.launcher import python_environment, python_executable
 from tidewheel.errors import ConfigError, Draining, InternalError, InvalidRequest, from_wire
 from tidewheel.frontend import prompt_process
-from tidewheel.frontend.chat_template import ChatMessage
+from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.prompt_process import (
     Answer,
     Encode,
@@ -60,8 +60,8 @@ class PromptWorkers:
         assert worker is not None
         worker.wait_started()
 
-    def render(self, messages: list[ChatMessage]) -> str:
-        return cast(Rendered, self._ask(Render(messages))).text
+    def render(self, conversation: Conversation) -> str:
+        return cast(Rendered, self._ask(Render(conversation))).text
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Int32Array:
         answer = cast(Encoded, self._ask(Encode(text, add_special_tokens)))

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from tidewheel.server import ServeError
 
@@ -19,6 +20,7 @@ class Endpoints:
     grpc: int = 0
     metrics: int = 0
     health: int = 0
+    openai: int | None = None  # None: no gateway
 
     def chosen(self) -> Endpoints:
         """Replace every port 0 with a free one; all differ. Raise `ServeError` for a port in use."""
@@ -27,7 +29,8 @@ class Endpoints:
             grpc = self._hold(held, self.grpc, "grpc")
             metrics = self._hold(held, self.metrics, "metrics")
             health = self._hold(held, self.health, "health")
-            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics, health=health)
+            openai = None if self.openai is None else self._hold(held, self.openai, "openai")
+            return Endpoints(host=self.host, http=http, grpc=grpc, metrics=metrics, health=health, openai=openai)
 
     def authority(self, port: int) -> str:
         address = _ANY.get(self.host, self.host)
@@ -65,6 +68,15 @@ class Endpoints:
         if error.errno == errno.EADDRNOTAVAIL:
             return f"--host is {self.host!r}: not an address of this machine"
         return f"cannot listen on {self.host} port {port} (--{name}-port): {error.strerror}"
+
+
+def check_keys(host: str, api_keys: Path | None) -> None:
+    """Raise `ServeError` if a network could ask the gateway without a key."""
+    if api_keys is None and not is_loopback(host):
+        raise ServeError(
+            f"--host is {host!r}, and there is no --api-keys: all that reach the gateway could use the models; "
+            "give a file of keys, or leave the host at 127.0.0.1"
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -24,7 +24,7 @@ class Health:
         self, endpoints: Endpoints, is_live: Callable[[], bool], find: Callable[[], list[Path]] = current_engines
     ) -> None:
         """`is_live` asks tritonserver, `find` returns the links to the engines that serve."""
-        self.server = STARTING  # engines count when it is READY
+        self.server: Callable[[], Readiness] = lambda: STARTING  # engines count when it is READY
         self._is_live = is_live
         self._find = find
         self._watches: dict[Path, EngineWatch] = {}
@@ -40,7 +40,7 @@ class Health:
         ]
 
     def report(self) -> Readiness:
-        return next((one for one in (self.server, *self._seen.values()) if not one.is_ready), READY)
+        return next((one for one in (self.server(), *self._seen.values()) if not one.is_ready), READY)
 
     def raise_if_given_up(self) -> None:
         """Raise `CrashLoop` if an engine is not started again."""
@@ -57,7 +57,7 @@ class Health:
 
     def ask(self) -> Readiness:
         """Ask tritonserver, once it has been ready."""
-        is_silent = self.server.is_ready and not self._is_live()
+        is_silent = self.server().is_ready and not self._is_live()
         return Readiness("stopped", "tritonserver does not answer") if is_silent else READY
 
     def _repeat(self, name: str, judge: Callable[[], Readiness], interval_s: float) -> None:

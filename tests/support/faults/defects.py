@@ -123,12 +123,6 @@ def bias_of_a_neighbour(apply: Function, logits: Any, rows: Any, token_ids: Any,
         apply(logits, rows * 0 + row, token_ids, values)
 
 
-@planted("tidewheel.engine.server", "EngineServer._cancel")
-def wrong_one_cancelled(cancel: Function, server: Any, front_end: Any, message: Any) -> None:
-    """End the request that came before the cancelled one."""
-    cancel(server, front_end, type(message)([key - 1 for key in message.keys], message.sequences))
-
-
 @planted("tidewheel.engine.heartbeat", "HangWatch._exceeds")
 def stale_heartbeat(exceeds: Function, watch: Any, seconds: float, steps: float) -> bool:
     """Take an old heartbeat for a new one."""
@@ -162,11 +156,11 @@ def untold_client(lose: Function, outbox: Any) -> list[int]:
     return lost[1:]
 
 
-@planted("tidewheel.frontend.frontend", "Frontend.on_deltas")
-def lost_token(receive: Function, frontend: Any, deltas: list[Any]) -> None:
+@planted("tidewheel.frontend.frontend", "Frontend.on_tokens")
+def lost_token(receive: Function, frontend: Any, keys: Any, token_ids: Any) -> None:
     """Drop the last token of a large step."""
-    has_end = bool(deltas[-1].finish_reason)
-    receive(frontend, deltas[:-1] if len(deltas) >= 8 and not has_end else deltas)
+    end = len(keys) - (len(keys) >= 8)
+    receive(frontend, keys[:end], token_ids[:end])
 
 
 @planted("tidewheel.frontend.frontend", "Frontend._cancel")

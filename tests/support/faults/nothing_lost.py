@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
@@ -31,7 +32,6 @@ CANARY_TOKENS = 120
 SHORT_CANARY_TOKENS = 24
 SERVED_AGAIN_S = 60.0
 TOLD_S = 30.0
-COUNTED_S = 1.0  # after which a front end's counts are published
 SETTLE_S = 20.0  # for figures, cancels, closed connections
 SPARE_THREADS = 8  # gRPC starts some of its own
 SPARE_DESCRIPTORS = 8
@@ -81,14 +81,20 @@ def streaming_canaries(server: Server) -> Iterator[Burst]:
 
 @contextmanager
 def nothing_lost(
-    server: Server, recorded: Recorded, *, ends: str = "", log: str = "", spare_bytes: int = SPARE_BYTES
+    server: Server,
+    recorded: Recorded,
+    *,
+    ends: str = "",
+    log: str = "",
+    spare_bytes: int = SPARE_BYTES,
+    spare_descriptors: int = SPARE_DESCRIPTORS,
 ) -> Iterator[Burst]:
     """Run a case beside greedy streams, and check afterwards.
 
     `ends`: tag of the errors that may end those streams. `log`: pattern of lines that the case may leave in the logs.
     """
-    before = Footprint.of(server)
-    ledger = Ledger.of(server)
+    wait_for(lambda: server.readiness()[0] == 200 and is_idle(server), SERVED_AGAIN_S, "the end of earlier faults")
+    before, ledger = Footprint.of(server), Ledger.settled(server)
     logs = Logs(server)
     with streaming_canaries(server) as canaries:
         with check("case", late="clock"):
@@ -112,7 +118,7 @@ def nothing_lost(
     with check("ledger"):
         wait_for(lambda: Ledger.of(server).since(ledger).is_balanced(), SETTLE_S, "every request in one count")
     with check("host"):
-        before.assert_back(server, spare_bytes)
+        before.assert_back(server, spare_bytes, spare_descriptors)
     with check("log"):
         logs.assert_quiet(log)
 
@@ -161,42 +167,56 @@ def is_idle(server: Server) -> bool:
     return sum(server.metric(name) for name in names) == 0
 
 
-def wait_settled(server: Server) -> None:
-    """Wait until nothing runs and no count changes."""
-
-    def is_still() -> bool:
-        before = Ledger.of(server)
-        time.sleep(COUNTED_S)
-        return is_idle(server) and Ledger.of(server) == before
-
-    wait_for(is_still, SERVED_AGAIN_S, "an idle server")
+COUNTS = {
+    "vllm:request_success_total": "finished",
+    "tidewheel_requests_rejected_total": "rejected",
+    "tidewheel_requests_failed_total": "failed",
+    "nv_inference_request_success": "triton success",
+    "nv_inference_request_failure": "triton failure",
+}
+REASON = re.compile(r'\b(?:finished_reason|tag|reason)="([^"]*)"')
 
 
 @dataclass(frozen=True)
 class Ledger:
-    received: float  # by our front ends
-    ended: Counter[str]  # by the name of its count
-    tritons: float  # by Triton's counts
+    """Requests that came, and how they ended: `finished length`, `rejected TW-INPUT`, `failed TW-NUMERIC`."""
+
+    received: int  # by our front ends
+    ended: Counter[str]
+    tritons: Counter[str]  # Triton's own: `triton success`, `triton failure BACKEND`
 
     @classmethod
     def of(cls, server: Server) -> Ledger:
-        counts: Counter[str] = Counter()
+        received, ended, tritons = 0, Counter[str](), Counter[str]()
         for sample, value in server.metrics().items():
-            counts[sample.partition("{")[0]] += int(value)
-        names = ("vllm:request_success_total", "tidewheel_requests_rejected_total", "tidewheel_requests_failed_total")
-        return cls(
-            received=counts["tidewheel_requests_received_total"],
-            ended=Counter({name: counts[name] for name in names}),
-            tritons=counts["nv_inference_request_success"] + counts["nv_inference_request_failure"],
+            name, _, labels = sample.partition("{")
+            received += int(value) if name == "tidewheel_requests_received_total" else 0
+            if name in COUNTS:
+                side = tritons if name.startswith("nv_") else ended
+                side[" ".join([COUNTS[name], *REASON.findall(labels)])] += int(value)
+        return cls(received, ended, tritons)
+
+    @classmethod
+    def settled(cls, server: Server) -> Ledger:
+        """Wait until earlier requests are counted: an error is within a second."""
+        return cast(
+            Ledger, wait_for(lambda: (now := cls.of(server)).is_balanced() and now, SETTLE_S, "earlier counts")
         )
 
     def since(self, other: Ledger) -> Ledger:
-        ended = Counter({name: count - other.ended[name] for name, count in self.ended.items()})
-        return Ledger(self.received - other.received, ended, self.tritons - other.tritons)
+        return Ledger(
+            self.received - other.received,
+            counted_since(self.ended, other.ended),
+            counted_since(self.tritons, other.tritons),
+        )
 
     def is_balanced(self) -> bool:
-        """Triton refuses requests that no front end sees."""
-        return self.received == self.ended.total() <= self.tritons
+        """To Triton every request succeeded that a front end got: with an error, too, its answer is an answer."""
+        return self.received == self.ended.total() == self.tritons["triton success"]
+
+
+def counted_since(now: Counter[str], before: Counter[str]) -> Counter[str]:
+    return Counter({name: count - before[name] for name, count in now.items() if count != before[name]})
 
 
 # --- the host -----------------------------------------------------------------------------------------------------
@@ -226,12 +246,12 @@ class Footprint:
         regions = [path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*")]
         return cls(threads, descriptors, memory, sum(regions), names)
 
-    def assert_back(self, server: Server, spare_bytes: int) -> None:
+    def assert_back(self, server: Server, spare_bytes: int, spare_descriptors: int = SPARE_DESCRIPTORS) -> None:
         def difference() -> dict[str, object]:
             now = Footprint.of(server)
             limits = {
                 "threads": SPARE_THREADS,
-                "descriptors": SPARE_DESCRIPTORS,
+                "descriptors": spare_descriptors,
                 "memory": spare_bytes,
                 "shared_memory": spare_bytes,
             }

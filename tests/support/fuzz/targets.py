@@ -31,6 +31,7 @@ from tidewheel.entries.checking import check
 from tidewheel.entries.repository_migration import migrate
 from tidewheel.errors import ConfigError, InternalError, InvalidRequest, TidewheelError, printable
 from tidewheel.frontend.chat_template import ChatTemplate
+from tidewheel.frontend.conversation import Conversation
 from tidewheel.frontend.model_files import GenerationDefaults
 from tidewheel.frontend.preparation import RequestReader
 from tidewheel.frontend.prompt_process import Folder, LocalEncoder
@@ -223,7 +224,7 @@ def _encode(made: Tokenizer) -> list[list[int]]:
 def chat_template(data: bytes) -> None:
     """Compile and render a template in a process, as an entry does."""
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    _ends_well(lambda: ChatTemplate(data.decode("utf-8", "replace"), tokens).render(_CONVERSATION))
+    _ends_well(lambda: ChatTemplate(data.decode("utf-8", "replace"), tokens).render(Conversation(_CONVERSATION)))
 
 
 def _ends_well(job: Callable[[], object]) -> bool:

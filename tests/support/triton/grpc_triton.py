@@ -82,6 +82,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             except Refused as error:
                 context.abort(error.code, error.text)
 
+    def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=self.ready)
+
     def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
         return pb.ModelReadyResponse(ready=self.ready)
 
@@ -104,6 +107,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         answer = pb.ModelConfigResponse()
         answer.config.name = request.name
         answer.config.model_transaction_policy.decoupled = not request.name.endswith("_infer")
+        for name in ("text_input", "messages", "sampling_parameters"):
+            answer.config.input.add(name=name)
         return answer
 
 

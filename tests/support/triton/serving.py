@@ -75,11 +75,16 @@ class Server:
     metrics_port: int
     log: Path
     health_port: int = 0
+    openai_port: int = 0  # 0: no gateway
     session: requests.Session = field(default_factory=requests.Session)
 
     @property
     def http(self) -> str:
         return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def openai(self) -> str:
+        return f"http://127.0.0.1:{self.openai_port}"
 
     @property
     def grpc(self) -> str:
@@ -132,25 +137,30 @@ class Server:
 
     def is_ready(self) -> bool:
         """Return whether all ports answer: Triton opens that of the metrics last."""
-        metrics = f"http://127.0.0.1:{self.metrics_port}/metrics"
+        urls = [f"{self.http}/v2/health/ready", f"http://127.0.0.1:{self.metrics_port}/metrics"]
+        urls += [f"{self.openai}/health"] if self.openai_port else []
         try:
-            return all(requests.get(url, timeout=2).ok for url in (f"{self.http}/v2/health/ready", metrics))
+            return all(requests.get(url, timeout=2).ok for url in urls)
         except requests.ConnectionError:
             return False
 
 
 def start_server(
-    *arguments: str, log: Path, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    *arguments: str,
+    log: Path,
+    prefix: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    with_gateway: bool = False,
 ) -> Server:
     """Start `tidewheel serve`, behind a `prefix` that executes the command after it."""
-    http, grpc, metrics, health = free_ports(4)
+    http, grpc, metrics, health, openai = free_ports(5)
     command = [*prefix, sys.executable, "-m", "tidewheel.cli.main", "serve", *arguments]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-    command += ["--health-port", str(health)]
+    command += ["--health-port", str(health), *(["--openai-port", str(openai)] if with_gateway else [])]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    return Server(process, http, grpc, metrics, log, health)
+    return Server(process, http, grpc, metrics, log, health, openai if with_gateway else 0)
 
 
 def wait_ready(server: Server) -> Server:

@@ -1,0 +1,71 @@
+"""`tidewheel gateway`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        action="append",
+        metavar="HOST:PORT[,metrics=PORT][,health=PORT]",
+        help="gRPC endpoint of a server, and its ports of metrics and readiness; several are balanced "
+        "(default: 127.0.0.1:8001,metrics=8002,health=8003)",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8080, metavar="N", help="0 takes a free one (default: %(default)s)"
+    )
+    add_key_option(parser)
+    parser.add_argument(
+        "--reasoning",
+        choices=("tagged", "always", "off"),
+        default="tagged",
+        help="what of an answer is reasoning_content: tagged, up to </think> where it begins with <think> (default); "
+        "always, up to </think>, for templates that write the tag themselves; off, nothing",
+    )
+    parser.add_argument(
+        "--max-body-mb", type=int, default=16, metavar="MB", help="largest body of a request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that open requests may go on after Ctrl-C or SIGTERM (default: %(default)g)",
+    )
+
+
+def add_key_option(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of the API keys that are let in; without one, only loopback is listened on (docs/openai.md)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from tidewheel.cli.usage import UsageError
+    from tidewheel.gateway.run_gateway import GatewayOptions, serve_gateway
+    from tidewheel.gateway.upstreams import Address
+
+    if not 0 <= args.port < 65536 or not 1 <= args.max_body_mb <= 1024 or not 0 <= args.drain_s <= 86_400:
+        raise UsageError("--port must be 0 to 65535, --max-body-mb 1 to 1024, and --drain-s 0 to 86400")
+    try:
+        upstreams = [Address.parse(url) for url in args.url or ["127.0.0.1:8001,metrics=8002,health=8003"]]
+    except ValueError as error:
+        raise UsageError(f"--url {error}") from None
+    return serve_gateway(
+        GatewayOptions(
+            upstreams=upstreams,
+            host=args.host,
+            port=args.port,
+            api_keys=args.api_keys,
+            max_body_mb=args.max_body_mb,
+            drain_s=args.drain_s,
+            reasoning=args.reasoning,
+        )
+    )

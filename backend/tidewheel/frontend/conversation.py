@@ -1,0 +1,164 @@
+"""Input of a chat template: messages, and the tools that the model may call."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from tidewheel.errors import InvalidRequest, Unsupported
+from tidewheel.frontend.coercion import parse_json, show, to_text
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_OPTIONS = 16
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+_FUNCTION = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OPTION = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_TEXT_KEYS = ("name", "reasoning_content", "tool_call_id")
+_KEYS = frozenset({"role", "content", "tool_calls", *_TEXT_KEYS})
+_PARTS = dict.fromkeys(("messages", "tools", "chat_template_kwargs"))
+_FUNCTION_KEYS = frozenset({"name", "description", "parameters", "strict"})
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+ChatMessage = dict[str, Any]
+
+
+class Conversation(msgspec.Struct, frozen=True, array_like=True):
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]] | None = None
+    options: dict[str, str | bool | int | float] = {}  # more variables of the template
+
+    @property
+    def num_bytes(self) -> int:
+        return len(msgspec.msgpack.encode(self))
+
+
+def parse_conversation(data: str | bytes) -> Conversation:
+    """Parse a list of messages, or `{"messages": [...], "tools": [...], "chat_template_kwargs": {...}}`.
+
+    A message is `{"role": …, "content": text or [{"type": "text", "text": …}, …]}`; newlines join parts. Raise
+    `InvalidRequest` or `Unsupported`.
+    """
+    given = parse_json(data, "messages")
+    parts = given if isinstance(given, dict) else {"messages": given}
+    if unknown := sorted(parts.keys() - _PARTS):
+        raise InvalidRequest(f"messages has the unknown key {show(unknown[0])}: known are {', '.join(_PARTS)}")
+    messages = parts.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest(f"messages is {show(messages)}: it must be a list of one message or more")
+    conversation = Conversation(
+        _list("messages", messages, MAX_MESSAGES, _message),
+        _list("tools", parts.get("tools"), MAX_TOOLS, _tool) or None,
+        _options(parts.get("chat_template_kwargs")),
+    )
+    try:
+        msgspec.msgpack.encode(conversation)  # as it goes to the process for prompts
+    except OverflowError:
+        raise InvalidRequest("tools or messages hold an integer beyond 64 bits") from None
+    except RecursionError:
+        raise InvalidRequest("tools or messages are nested too deep") from None
+    return conversation
+
+
+def _list(name: str, value: object, limit: int, read: Any) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be a list")
+    if len(value) > limit:
+        raise InvalidRequest(f"{name} has {len(value)} entries: at most {limit} are allowed")
+    return [read(f"{name}[{index}]", _object(f"{name}[{index}]", item)) for index, item in enumerate(value)]
+
+
+def _object(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} is {show(value)}: it must be an object")
+    return value
+
+
+def _message(name: str, message: dict[str, Any]) -> ChatMessage:
+    for key in message.keys() - _KEYS:
+        if key == "function_call":
+            raise Unsupported(f"{name}.function_call is set: use tool_calls")
+        raise InvalidRequest(f"{name} has the unknown key {show(key)}: known are {', '.join(sorted(_KEYS))}")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidRequest(f"{name}.role is {show(role)}: it must be a name such as system, user or assistant")
+    checked: ChatMessage = {"role": role}
+    calls = _list(f"{name}.tool_calls", message.get("tool_calls"), MAX_TOOLS, _call)
+    has_content = message.get("content") is not None or not calls
+    checked["content"] = _content(f"{name}.content", message.get("content")) if has_content else ""
+    if calls:
+        checked["tool_calls"] = calls
+    texts = {key: message[key] for key in _TEXT_KEYS if message.get(key) is not None}
+    return checked | {key: to_text(f"{name}.{key}", text) for key, text in texts.items()}
+
+
+def _content(name: str, content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join(_part(f"{name}[{index}]", part) for index, part in enumerate(content))
+    return to_text(name, content)
+
+
+def _part(name: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise InvalidRequest(f'{name} is {show(part)}: it must be {{"type": "text", "text": …}}')
+    if kind != "text":
+        raise Unsupported(f"{name}.type is {show(kind)}: only text is offered")
+    return to_text(f"{name}.text", part.get("text"))
+
+
+def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
+    """Return it with arguments as an object, which templates write as JSON."""
+    function = _function(name, call, frozenset({"name", "arguments"}), frozenset({"id", "type", "function", "index"}))
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments or "{}", f"{name}.function.arguments")
+    arguments = _object(f"{name}.function.arguments", arguments)
+    call_id = {"id": to_text(f"{name}.id", call["id"])} if call.get("id") is not None else {}
+    return {**call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _tool(name: str, tool: dict[str, Any]) -> dict[str, Any]:
+    function = _function(name, tool, _FUNCTION_KEYS, frozenset({"type", "function"}))
+    if function.get("description") is not None:
+        to_text(f"{name}.function.description", function["description"])
+    if function.get("parameters") is not None:
+        _object(f"{name}.function.parameters", function["parameters"])
+    if function.get("strict") not in (None, False):
+        raise Unsupported(f"{name}.function.strict is {show(function['strict'])}: structured output is not offered")
+    kept = {key: value for key, value in function.items() if key != "strict" and value is not None}
+    return {"type": "function", "function": kept}
+
+
+def _function(name: str, given: dict[str, Any], keys: frozenset[str], outer: frozenset[str]) -> dict[str, Any]:
+    """Return the checked object `function` of a tool or a call."""
+    if given.get("type", "function") != "function":
+        raise Unsupported(f"{name}.type is {show(given['type'])}: only functions are offered")
+    function = _object(f"{name}.function", given.get("function"))
+    unknown = [f"{name}.{key}" for key in given.keys() - outer]
+    unknown += [f"{name}.function.{key}" for key in function.keys() - keys]
+    if unknown:
+        raise InvalidRequest(f"{show(min(unknown))} is unknown: known are {', '.join(sorted(keys))}")
+    if not isinstance(function.get("name"), str) or not _FUNCTION.fullmatch(function["name"]):
+        raise InvalidRequest(
+            f"{name}.function.name is {show(function.get('name'))}: it must be 1 to 64 letters, digits, _, . or -"
+        )
+    return function
+
+
+def _options(value: object) -> dict[str, str | bool | int | float]:
+    if value is None:
+        return {}
+    options = _object("chat_template_kwargs", value)
+    if len(options) > MAX_OPTIONS:
+        raise InvalidRequest(f"chat_template_kwargs has {len(options)} entries: at most {MAX_OPTIONS} are allowed")
+    for key, option in options.items():
+        if not _OPTION.fullmatch(key) or key in _RESERVED or key.endswith("_token"):
+            raise InvalidRequest(f"chat_template_kwargs has the key {show(key)}, which no request may set")
+        if not isinstance(option, str | bool | int | float):
+            raise InvalidRequest(f"chat_template_kwargs.{key} is {show(option)}: it must be text, number or boolean")
+    return options

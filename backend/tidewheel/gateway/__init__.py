@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API in front of one Tritonserver or several that serve our models."""

@@ -1,0 +1,188 @@
+"""Answers in OpenAI's shapes: whole, and as the events of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tidewheel.gateway.bodies import Ask
+from tidewheel.gateway.spoken import Listener, Reasoning, Spoken, ToolCall
+from tidewheel_client import Chunk, Completion, TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_OPENAI_REASONS = ("stop", "length")
+
+Json = dict[str, Any]
+
+
+class Usage:
+    """Tokens of one request to the gateway."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, int] = {}  # by number of the prompt
+        self._cached: dict[int, int] = {}
+        self._completion = 0
+
+    def add(self, number: int, chunk: Chunk) -> None:
+        self._prompts[number] = chunk.num_input_tokens or 0
+        self._completion += chunk.num_output_tokens or 0
+        if chunk.perf is not None and chunk.index == 0:  # later sequences find what the first computed
+            self._cached[number] = chunk.perf.num_cached_tokens
+
+    def as_json(self) -> Json:
+        prompt = sum(self._prompts.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion,
+            "total_tokens": prompt + self._completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+class Answer:
+    """Writer of the answer to one request."""
+
+    def __init__(self, ask: Ask, request_id: str, reasoning: Reasoning) -> None:
+        self._ask = ask
+        self._reasoning = reasoning
+        self._usage = Usage()
+        name, prefix = ("chat.completion", "chatcmpl") if ask.is_chat else ("text_completion", "cmpl")
+        if ask.stream and ask.is_chat:
+            name += ".chunk"
+        self._head: Json = {
+            "id": f"{prefix}-{request_id}",
+            "object": name,
+            "created": int(time.time()),
+            "model": ask.model,
+        }
+        # By choice.
+        self._lengths: dict[int, int] = {}  # characters so far
+        self._listeners: dict[int, Listener] = {}
+        self._num_calls: dict[int, int] = {}
+        self._begun: set[int] = set()  # the role was sent
+
+    def whole(self, chunks: Sequence[tuple[int, Chunk]]) -> bytes:
+        """Return the answer. Each chunk comes with the number of its prompt."""
+        choices = []
+        for number in range(len(self._ask.prompts)):
+            own = [chunk for other, chunk in chunks if other == number]
+            choices += [self._choice(number, one) for one in Completion.of_sequences("", own)]
+        for number, chunk in chunks:
+            self._usage.add(number, chunk)
+        return msgspec.json.encode({**self._head, "choices": choices, "usage": self._usage.as_json()})
+
+    def events(self, number: int, chunks: Sequence[Chunk]) -> bytes:
+        """Return an event for each chunk of a prompt."""
+        return b"".join(self._event(number, chunk) for chunk in chunks)
+
+    def end(self) -> bytes:
+        """Return the events behind the last chunk."""
+        if not self._ask.stream_options.include_usage:
+            return DONE
+        return _event({**self._head, "choices": [], "usage": self._usage.as_json()}) + DONE
+
+    def _event(self, number: int, chunk: Chunk) -> bytes:
+        self._usage.add(number, chunk)
+        choice = self._choice(number, chunk)
+        if choice.get("delta") == {} and not any(choice[key] for key in choice.keys() - {"index"}):
+            return b""  # the text is held back
+        event = {**self._head, "choices": [choice]}
+        options = self._ask.stream_options
+        if options.include_usage or options.continuous_usage_stats:
+            event["usage"] = self._usage.as_json() if options.continuous_usage_stats else None
+        return _event(event)
+
+    def _choice(self, number: int, part: Chunk | Completion) -> Json:
+        index = number * self._ask.n + part.index
+        before = self._lengths.get(index, 0)
+        self._lengths[index] = before + len(part.text)
+        choice: Json = {"index": index, **self._content(part, index), "logprobs": None}
+        if part.logprobs is not None and self._ask.top_logprobs is not None:
+            choice["logprobs"] = self._logprobs(part.logprobs, before)
+        choice |= _end(part.finish_reason)
+        if choice["finish_reason"] == "stop" and self._num_calls.get(index):
+            choice["finish_reason"] = "tool_calls"
+        if self._ask.params["return_token_ids"]:
+            choice["token_ids"] = part.token_ids or ()
+        return choice
+
+    def _content(self, part: Chunk | Completion, index: int) -> Json:
+        if not self._ask.is_chat:
+            return {"text": part.text}
+        if index not in self._listeners:
+            self._listeners[index] = Listener(self._ask.tools, self._reasoning)
+        spoken = self._listeners[index].push(part.text)
+        if part.finish_reason is not None:
+            spoken += self._listeners[index].end()
+        said = self._said(spoken, index)
+        role = {} if index in self._begun else {"role": "assistant"}
+        if not self._ask.stream:
+            return {"message": {**role, "content": None if spoken.calls else "", **said}}
+        if not said and part.finish_reason is None:
+            return {"delta": {}}
+        self._begun.add(index)
+        return {"delta": {**role, **said}}
+
+    def _said(self, spoken: Spoken, index: int) -> Json:
+        said: Json = {"content": spoken.content} if spoken.content else {}
+        if spoken.reasoning:
+            said["reasoning_content"] = spoken.reasoning
+        first = self._num_calls.get(index, 0)
+        calls = spoken.calls[: max(1 - first, 0)] if self._ask.has_one_call else spoken.calls
+        self._num_calls[index] = first + len(calls)
+        if calls:
+            said["tool_calls"] = [self._call(one, number) for number, one in enumerate(calls, start=first)]
+        return said
+
+    def _call(self, call: ToolCall, number: int) -> Json:
+        place = {"index": number} if self._ask.stream else {}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {**place, "id": call.id, "type": "function", "function": function}
+
+    def _logprobs(self, entries: Sequence[Mapping[int, TokenLogprob]], offset: int) -> Json:
+        count = self._ask.top_logprobs or 0
+        if self._ask.is_chat:
+            return {"content": [_chat_logprob(entry, count) for entry in entries], "refusal": None}
+        chosen = [_chosen(entry) for entry in entries]
+        offsets = [offset]
+        for one in chosen[:-1]:
+            offsets.append(offsets[-1] + len(one.decoded_token))
+        tops = [{one.decoded_token: _finite(one) for one in entry.values()} for entry in entries]
+        return {
+            "text_offset": offsets[: len(chosen)],
+            "token_logprobs": [_finite(one) for one in chosen],
+            "tokens": [one.decoded_token for one in chosen],
+            "top_logprobs": tops if count else None,
+        }
+
+
+def _event(event: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _end(reason: str | None) -> Json:
+    """Return the reason in OpenAI's words: an answer that a deadline cut has `length`, and says so beside it."""
+    if reason is None or reason in _OPENAI_REASONS:
+        return {"finish_reason": reason}
+    return {"finish_reason": "length", "stop_reason": reason}
+
+
+def _chosen(entry: Mapping[int, TokenLogprob]) -> TokenLogprob:
+    return next(iter(entry.values()))  # the backend puts it first
+
+
+def _finite(one: TokenLogprob) -> float:
+    return max(one.logprob, _LEAST_LOGPROB)
+
+
+def _chat_logprob(entry: Mapping[int, TokenLogprob], count: int) -> Json:
+    tops = sorted((one for one in entry.values() if one.rank <= count), key=lambda one: one.rank)
+    return {**_token(_chosen(entry)), "top_logprobs": [_token(one) for one in tops[:count]]}
+
+
+def _token(one: TokenLogprob) -> Json:
+    return {"token": one.decoded_token, "logprob": _finite(one), "bytes": list(one.decoded_token.encode())}

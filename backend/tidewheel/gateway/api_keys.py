@@ -1,0 +1,154 @@
+"""API keys from a TOML file: who may ask, for which tenant, up to which class, and how often."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from tidewheel.errors import ConfigError
+from tidewheel.gateway.bodies import Ask
+from tidewheel.gateway.openai_errors import Unauthorized
+from tidewheel.request import Priority
+from tidewheel_client.request_errors import Busy, InvalidRequest
+
+MAX_FILE_BYTES = 1 << 22
+_RETRY_MS = 1000  # after one too many at once
+_CLASSES = tuple(one.value for one in Priority)
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+logger = logging.getLogger(__name__)
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]  # of the key
+    tenant: Annotated[str, msgspec.Meta(max_length=128)] = ""  # empty: the name
+    max_priority: Annotated[int, msgspec.Meta(ge=1, le=4)] = Priority.CRITICAL.value  # best class
+    requests_per_minute: _Count | None = None
+    max_concurrent: _Count | None = None
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: Annotated[list[ApiKey], msgspec.Meta(min_length=1)]
+
+
+class Account:
+    """State of one key. Without a key, nothing is limited."""
+
+    def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
+        self.num_open = 0
+        self._clock = clock
+        self._tokens = float(key.requests_per_minute or 0) if key is not None else 0.0
+        self._filled_at = clock()
+
+    def label(self, ask: Ask) -> Ask:
+        """Give the request its tenant, and at most the best class of the key. Raise `InvalidRequest`."""
+        if self.key is None:
+            return ask
+        if "tenant" in ask.params:
+            raise InvalidRequest("tenant is set, and the API key decides it: leave it out")
+        priority = ask.params.get("priority") or Priority.NORMAL.value
+        if priority in _CLASSES:  # the backend refuses others
+            priority = max(priority, self.key.max_priority)
+        return ask._replace(params=ask.params | {"tenant": self.key.tenant or self.key.name, "priority": priority})
+
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[None]:
+        """Count one request. Raise `Busy` beyond the limits of the key."""
+        if self.key is not None:
+            self._check(self.key)
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+    def _check(self, key: ApiKey) -> None:
+        if key.max_concurrent is not None and self.num_open >= key.max_concurrent:
+            raise Busy(
+                f"the key {key.name!r} has {self.num_open} of {key.max_concurrent} requests open: let one end first",
+                retry_after_ms=_RETRY_MS,
+            )
+        if key.requests_per_minute is None:
+            return
+        now, rate = self._clock(), key.requests_per_minute / 60
+        self._tokens = min(key.requests_per_minute, self._tokens + (now - self._filled_at) * rate)
+        self._filled_at = now
+        if self._tokens < 1:
+            raise Busy(
+                f"the key {key.name!r} has used up its {key.requests_per_minute} requests a minute",
+                retry_after_ms=int((1 - self._tokens) / rate * 1000) + 1,
+            )
+        self._tokens -= 1
+
+
+class ApiKeys:
+    """Keys of a file, which `refresh` reads again after a change."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raise `ConfigError`. Without a file, every request is let in."""
+        self._path = path
+        self._accounts: dict[bytes, Account] = {}  # by hash
+        self._anonymous = Account(None)
+        self._version: tuple[int, int, int] | None = None
+        if path is not None:
+            self._version = _version(path)
+            self._read(path)
+
+    def refresh(self) -> None:
+        """Read a changed file. Keep the keys if it cannot be read."""
+        if self._path is None:
+            return
+        try:
+            version = _version(self._path)
+            if version != self._version:
+                self._version = version
+                self._read(self._path)
+                logger.warning("API keys: %d were read", len(self._accounts))
+        except ConfigError as error:
+            logger.warning("API keys stay as they were: %s", error)
+
+    def account(self, authorization: str) -> Account:
+        """Return the account of an `Authorization` header. Raise `Unauthorized`."""
+        if self._path is None:
+            return self._anonymous
+        scheme, _, secret = authorization.partition(" ")
+        given = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).digest()
+        # Every hash is compared, so that the time says nothing.
+        found = [account for known, account in self._accounts.items() if hmac.compare_digest(known, given)]
+        if scheme.lower() != "bearer" or not found:
+            raise Unauthorized("the API key is missing or wrong: send Authorization: Bearer KEY")
+        return found[0]
+
+    def _read(self, path: Path) -> None:
+        try:
+            data = path.read_bytes()
+            if len(data) > MAX_FILE_BYTES:
+                raise ConfigError(f"{path} has {len(data)} bytes: at most {MAX_FILE_BYTES} are allowed")
+            keys = msgspec.toml.decode(data, type=_File).keys
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: {error}") from None
+        accounts = {bytes.fromhex(key.sha256): Account(key) for key in keys}
+        if len(accounts) < len(keys):
+            raise ConfigError(f"{path}: two keys have the same sha256")
+        same = {known: one for known, one in self._accounts.items() if known in accounts}
+        self._accounts = accounts | {known: one for known, one in same.items() if one.key == accounts[known].key}
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino

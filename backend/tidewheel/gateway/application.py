@@ -1,0 +1,251 @@
+"""The gateway's HTTP application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from tidewheel.gateway import bodies, openai_errors
+from tidewheel.gateway.answering import Answer
+from tidewheel.gateway.api_keys import Account, ApiKeys
+from tidewheel.gateway.bodies import Ask
+from tidewheel.gateway.counters import CONTENT_TYPE, Counters, merge
+from tidewheel.gateway.openai_errors import BodyTooLarge
+from tidewheel.gateway.spoken import Reasoning
+from tidewheel.gateway.upstreams import Upstreams
+from tidewheel_client import Chunk, codec
+from tidewheel_client.request_errors import (
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    RequestError,
+    RequestTimeout,
+    Unsupported,
+)
+
+BODY_S = 60.0  # for a body to arrive
+_REFRESH_S = 1.0  # between two looks at the file of keys
+_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+_OPEN_PATHS = ("/health",)
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    def __init__(
+        self, upstreams: Upstreams, keys: ApiKeys, *, max_body_bytes: int, reasoning: Reasoning = "tagged"
+    ) -> None:
+        self._upstreams = upstreams
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._reasoning = reasoning
+        self._counters = Counters()
+        self._started = int(time.time())
+
+    def application(self) -> web.Application:
+        application = web.Application(middlewares=[self._answer], client_max_size=self._max_body_bytes)
+        application.cleanup_ctx.append(self._live)
+        application.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/models", self._list_models),
+                web.get("/v1/models/{model:.+}", self._show_model),
+                web.post("/v1/chat/completions", self._generating(bodies.read_chat)),
+                web.post("/v1/completions", self._generating(bodies.read_completion)),
+            ]
+        )
+        return application
+
+    async def _live(self, _: web.Application) -> AsyncIterator[None]:
+        async with self._upstreams:
+            refresh = asyncio.create_task(self._refresh_keys())
+            yield
+            refresh.cancel()
+
+    async def _refresh_keys(self) -> None:
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            self._keys.refresh()
+
+    @web.middleware
+    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Check the key, turn errors into answers, and count."""
+        self._counters.num_open += 1
+        try:
+            if request.path not in _OPEN_PATHS:
+                request["account"] = self._keys.account(request.headers.get("Authorization", ""))
+            response: web.StreamResponse = await handler(request)
+        except RequestError as error:
+            response = _refusal(request, error)
+        except web.HTTPException as error:
+            response = _refusal(request, _of_http(request, error))
+        except asyncio.CancelledError:
+            self._counters.num_hang_ups += 1
+            raise
+        except ConnectionError:  # the client is gone, and reads no answer
+            self._counters.num_hang_ups += 1
+            response = _refusal(request, InternalError("the connection was lost"))
+        except Exception:
+            logger.exception("a request to %s failed", request.path)
+            response = _refusal(request, InternalError("the gateway failed; its log says why"))
+        finally:
+            self._counters.num_open -= 1
+        resource = request.match_info.route.resource
+        path = "other" if resource is None else resource.canonical
+        self._counters.requests[path, response.status] += 1
+        return response
+
+    async def _health(self, _: web.Request) -> web.Response:
+        reason = self._upstreams.not_ready
+        body = msgspec.json.encode({"ready": not reason, "reason": reason})
+        return _json(body, status=503 if reason else 200)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        each = self._upstreams.each
+        texts = await asyncio.gather(*(one.metrics() for one in each))
+        theirs = merge(dict(zip((one.address.grpc for one in each), texts, strict=True)))
+        text = theirs + self._counters.render(self._upstreams)
+        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _list_models(self, _: web.Request) -> web.Response:
+        data = [self._card(name) for name in self._upstreams.models]
+        return _json(msgspec.json.encode({"object": "list", "data": data}))
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        return _json(msgspec.json.encode(self._card(self._upstreams.model(request.match_info["model"]))))
+
+    def _card(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._started, "owned_by": "tidewheel"}
+
+    def _generating(self, read: Callable[[dict[str, Any]], Ask]) -> Callable[[web.Request], Any]:
+        async def generate(request: web.Request) -> web.StreamResponse:
+            account: Account = request["account"]
+            with account.admit():
+                fields = bodies.parse(await _read_body(request))
+                request["fields"] = fields
+                ask = account.label(read(fields))
+                ask = ask._replace(model=self._upstreams.model(ask.model))
+                return await (self._stream(request, ask) if ask.stream else self._whole(request, ask))
+
+        return generate
+
+    async def _whole(self, request: web.Request, ask: Ask) -> web.Response:
+        request_id = _request_id(request, ask)
+        chunks: list[tuple[int, Chunk]] = []
+        async with contextlib.aclosing(self._ask(ask, request_id)) as responses:
+            async for number, news in responses:
+                chunks += [(number, chunk) for chunk in news]
+        return _json(Answer(ask, request_id, self._reasoning).whole(chunks), headers={"x-request-id": request_id})
+
+    async def _stream(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        """Answer with events from the first output on. An error before it is an answer of its own."""
+        request_id = _request_id(request, ask)
+        answer = Answer(ask, request_id, self._reasoning)
+        response = web.StreamResponse(headers=_STREAM_HEADERS | {"x-request-id": request_id})
+        try:
+            async with contextlib.aclosing(self._ask(ask, request_id)) as responses:
+                async for number, news in responses:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    if events := answer.events(number, news):
+                        await response.write(events)
+            await response.write(answer.end())
+        except RequestError as error:
+            if not response.prepared:
+                raise
+            await response.write(b"data: " + openai_errors.body_of(error) + b"\n\n")
+        await response.write_eof()
+        return response
+
+    async def _ask(self, ask: Ask, request_id: str) -> AsyncGenerator[tuple[int, list[Chunk]]]:
+        """Yield the news of all prompts, each with the number of its prompt."""
+        ids = [request_id] if len(ask.prompts) == 1 else [f"{request_id}-{i}" for i in range(len(ask.prompts))]
+        requests = [
+            codec.encode(ask.model, one_id, prompt, ask.params, stream=ask.stream)
+            for one_id, prompt in zip(ids, ask.prompts, strict=True)
+        ]
+        streams = [self._upstreams.stream(request, ask.session) for request in requests]
+        if len(streams) == 1:
+            async with contextlib.aclosing(streams[0]) as responses:
+                async for news in responses:
+                    yield 0, news
+            return
+        async with contextlib.aclosing(_merged(streams)) as merged:
+            async for item in merged:
+                yield item
+
+
+async def _merged(streams: Sequence[AsyncGenerator[list[Chunk]]]) -> AsyncGenerator[tuple[int, list[Chunk]]]:
+    """Yield what comes first, with the number of its stream. Raise the first error, and end the others."""
+    arrived: asyncio.Queue[tuple[int, list[Chunk]] | RequestError | None] = asyncio.Queue(len(streams))
+
+    async def read(number: int, stream: AsyncGenerator[list[Chunk]]) -> None:
+        try:
+            async with contextlib.aclosing(stream) as responses:
+                async for news in responses:
+                    await arrived.put((number, news))
+            await arrived.put(None)
+        except RequestError as error:
+            await arrived.put(error)
+
+    readers = [asyncio.create_task(read(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        num_left = len(streams)
+        while num_left:
+            item = await arrived.get()
+            if isinstance(item, RequestError):
+                raise item
+            if item is None:
+                num_left -= 1
+            else:
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read_body(request: web.Request) -> bytes:
+    if request.content_type != "application/json":
+        raise Unsupported(f"Content-Type is {request.content_type}: send application/json")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise Unsupported("Content-Encoding is set: send the body as it is")
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestTimeout(f"the body did not arrive within {BODY_S:g} s") from None
+
+
+def _request_id(request: web.Request, ask: Ask) -> str:
+    given = ask.request_id or request.headers.get("X-Request-Id", "")
+    if len(given) > bodies.MAX_REQUEST_ID_CHARS or not given.isprintable():
+        raise InvalidRequest(f"X-Request-Id has more than {bodies.MAX_REQUEST_ID_CHARS} printable characters")
+    return given or uuid.uuid4().hex
+
+
+def _json(body: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json", headers=headers)
+
+
+def _refusal(request: web.Request, error: RequestError) -> web.Response:
+    body = openai_errors.body_of(error, request.get("fields", ()))
+    return _json(body, status=openai_errors.status_of(error), headers=openai_errors.headers_of(error))
+
+
+def _of_http(request: web.Request, error: web.HTTPException) -> RequestError:
+    """Return what aiohttp refuses by itself as an error of the gateway."""
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return BodyTooLarge(f"the body is larger than {request.client_max_size} bytes (--max-body-mb)")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return NotFound(f"{request.method} {request.path}: use {', '.join(sorted(error.allowed_methods))}")
+    return NotFound(f"{request.method} {request.path}: no such path")

@@ -1,0 +1,76 @@
+"""Errors as OpenAI's clients read them: status, headers and body of each class of `RequestError`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from typing import NamedTuple
+
+import msgspec
+
+from tidewheel_client import request_errors as errors
+
+_RETRY_AFTER_MS = 1000  # where the server names no time
+
+
+class Unauthorized(errors.RequestError):
+    """Missing or wrong API key."""
+
+
+class BodyTooLarge(errors.RequestError):
+    """Body beyond the gateway's own limit."""
+
+
+class _Meaning(NamedTuple):
+    status: int
+    type: str
+    code: str
+
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+_MEANINGS: dict[type[errors.RequestError], _Meaning] = {
+    errors.InvalidRequest: _Meaning(400, _INVALID, "invalid_value"),
+    errors.PromptTooLarge: _Meaning(400, _INVALID, "context_length_exceeded"),
+    errors.Unsupported: _Meaning(400, _INVALID, "unsupported_parameter"),
+    Unauthorized: _Meaning(401, "authentication_error", "invalid_api_key"),
+    errors.NotFound: _Meaning(404, _INVALID, "model_not_found"),
+    BodyTooLarge: _Meaning(413, _INVALID, "body_too_large"),
+    errors.Busy: _Meaning(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.Cancelled: _Meaning(499, _INVALID, "cancelled"),
+    errors.Draining: _Meaning(503, _SERVER, "service_unavailable"),
+    errors.EngineDead: _Meaning(503, _SERVER, "service_unavailable"),
+    errors.ServerUnavailable: _Meaning(503, _SERVER, "service_unavailable"),
+    errors.DeadlineExceeded: _Meaning(504, _SERVER, "deadline_exceeded"),
+    errors.RequestTimeout: _Meaning(504, _SERVER, "timeout"),
+}
+_BUG = _Meaning(500, _SERVER, "internal_error")
+
+
+def status_of(error: errors.RequestError) -> int:
+    return _meaning(error).status
+
+
+def headers_of(error: errors.RequestError) -> dict[str, str]:
+    """Return what tells a client whether to send the request again, and when."""
+    headers = {"x-should-retry": str(error.retryable).lower()}
+    if error.retryable:
+        retry_ms = error.retry_after_ms or _RETRY_AFTER_MS
+        headers |= {"Retry-After": str(math.ceil(retry_ms / 1000)), "retry-after-ms": str(retry_ms)}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
+
+
+def body_of(error: errors.RequestError, fields: Container[str] = ()) -> bytes:
+    """Return the JSON. `param` is the one of the request's `fields` with which the message begins."""
+    meaning = _meaning(error)
+    first = error.message.split(" ", 1)[0].rstrip(":")
+    name = first.split(".", 1)[0].split("[", 1)[0]
+    param = first if name in fields else None
+    said = {"message": error.message, "type": meaning.type, "param": param, "code": meaning.code}
+    return msgspec.json.encode({"error": said | ({"tag": error.tag} if error.tag else {})})
+
+
+def _meaning(error: errors.RequestError) -> _Meaning:
+    return next((_MEANINGS[cls] for cls in type(error).__mro__ if cls in _MEANINGS), _BUG)

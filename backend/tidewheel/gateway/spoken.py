@@ -1,0 +1,182 @@
+"""Parts of a model's text: what it thinks, what it says, and which tools it calls.
+
+Models mark calls in three ways. All are understood, whichever model it is:
+
+    Hermes, Qwen   <tool_call>{"name": …, "arguments": {…}}</tool_call>
+    Mistral        [TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}
+    Llama 3        {"name": …, "parameters": {…}} as the whole text, perhaps behind <|python_tag|>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+Reasoning = Literal["tagged", "always", "off"]  # always: the template itself opens the tag
+
+_THINK, _END_THINK = "<think>", "</think>"
+_MISTRAL = "[TOOL_CALLS]"
+_CLOSINGS = {"<tool_call>": "</tool_call>", _MISTRAL: "", "<|python_tag|>": ""}  # empty: up to the end
+_NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
+_BETWEEN = re.compile(r"(?:[\s;,]|\[TOOL_CALLS\])*")
+_ID_CHARS = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # templates of Mistral want exactly so many
+_decoder = json.JSONDecoder()
+
+
+class ToolCall(NamedTuple):
+    id: str
+    name: str
+    arguments: str  # JSON
+
+
+class Spoken(NamedTuple):
+    """New parts of a text."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __add__(self, other: Spoken) -> Spoken:  # type: ignore[override]
+        return Spoken(self.content + other.content, self.reasoning + other.reasoning, self.calls + other.calls)
+
+
+class Listener:
+    """Splitter of one sequence's text, piece by piece. What may begin a mark is held back."""
+
+    def __init__(self, tools: frozenset[str] | None, reasoning: Reasoning) -> None:
+        """`tools` are names of functions; None: no calls are looked for."""
+        self._tools = tools
+        self._reasoning = reasoning
+        self._held = ""
+        self._opening = ""  # mark of the call that is being read
+        self._state = self._thinking if reasoning == "always" else self._start
+
+    def push(self, text: str) -> Spoken:
+        self._held += text
+        spoken = Spoken()
+        while (part := self._state()) is not None:
+            spoken += part
+        return spoken
+
+    def end(self) -> Spoken:
+        """Return what was held back."""
+        held, self._held = self._held, ""
+        if self._state == self._thinking:
+            return Spoken(reasoning=held)
+        if self._state == self._calling:
+            return self._called(held)
+        return Spoken(held)
+
+    # Each state returns what it found, or None if it needs more text.
+
+    def _start(self) -> Spoken | None:
+        text = self._held.lstrip()
+        if self._reasoning == "tagged" and (not text or _THINK.startswith(text)) and text != _THINK:
+            return None
+        if self._reasoning == "tagged" and text.startswith(_THINK):
+            self._held, self._state = text.removeprefix(_THINK), self._thinking
+        else:
+            self._state = self._opening_words
+        return Spoken()
+
+    def _thinking(self) -> Spoken | None:
+        thought, end, rest = self._held.partition(_END_THINK)
+        if end:
+            self._held, self._state = rest.lstrip(), self._after_thought
+            return Spoken(reasoning=thought)
+        return self._emit((_END_THINK,), is_thought=True)
+
+    def _after_thought(self) -> Spoken | None:
+        self._held = self._held.lstrip()
+        if not self._held:
+            return None
+        self._state = self._opening_words
+        return Spoken()
+
+    def _opening_words(self) -> Spoken | None:
+        """Look for a call without a mark, which is the whole text."""
+        text = self._held.lstrip()
+        if self._tools is not None and not text:
+            return None
+        self._state = self._calling if self._tools and text.startswith("{") else self._speaking
+        return Spoken()
+
+    def _speaking(self) -> Spoken | None:
+        if self._tools is None:
+            return self._emit(())
+        found = [(at, mark) for mark in _CLOSINGS if (at := self._held.find(mark)) >= 0]
+        if not found:
+            return self._emit(tuple(_CLOSINGS))
+        at, self._opening = min(found)
+        said, self._held = self._held[:at], self._held[at + len(self._opening) :]
+        self._state = self._calling
+        return Spoken(said)
+
+    def _calling(self) -> Spoken | None:
+        closing = _CLOSINGS.get(self._opening, "")
+        if not closing or closing not in self._held:
+            return None
+        raw, _, self._held = self._held.partition(closing)
+        self._state = self._between_calls
+        return self._called(raw, closing)
+
+    def _between_calls(self) -> Spoken | None:
+        """Drop the space between calls."""
+        self._held = self._held.lstrip()
+        if not self._held:
+            return None
+        self._state = self._speaking
+        return Spoken()
+
+    def _emit(self, marks: tuple[str, ...], *, is_thought: bool = False) -> Spoken | None:
+        """Emit all but what may begin a mark."""
+        lengths = range(min(len(self._held), max(map(len, marks), default=1) - 1), 0, -1)
+        num_held = next((n for n in lengths if any(mark.startswith(self._held[-n:]) for mark in marks)), 0)
+        text, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
+        if not text:
+            return None
+        return Spoken(reasoning=text) if is_thought else Spoken(text)
+
+    def _called(self, raw: str, closing: str = "") -> Spoken:
+        """Return the calls; the text itself if it holds none."""
+        try:
+            calls = tuple(_read_calls(raw))
+        except (ValueError, RecursionError):
+            calls = ()
+        if not calls or (not self._opening and any(call.name not in (self._tools or ()) for call in calls)):
+            return Spoken(self._opening + raw + closing)
+        return Spoken(calls=calls)
+
+
+def _read_calls(text: str) -> Iterator[ToolCall]:
+    """Raise ValueError unless the text holds calls alone."""
+    position = _skip(text, 0)
+    while position < len(text):
+        if (named := _NAME.match(text, position)) is not None:
+            arguments, position = _decoder.raw_decode(text, named.end())
+            yield _call({"name": named[1], "arguments": arguments})
+        else:
+            value, position = _decoder.raw_decode(text, position)
+            for item in value if isinstance(value, list) else [value]:
+                yield _call(item)
+        position = _skip(text, position)
+
+
+def _skip(text: str, position: int) -> int:
+    match = _BETWEEN.match(text, position)
+    return position if match is None else match.end()
+
+
+def _call(item: Any) -> ToolCall:
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        raise ValueError("no call")
+    arguments = item.get("arguments", item.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    call_id = "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))
+    return ToolCall(call_id, item["name"], arguments)

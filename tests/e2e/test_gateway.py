@@ -1,0 +1,211 @@
+"""OpenAI's own client at the gateway of the running server: the same tokens as gRPC, and hang-ups."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+
+from support.triton.serving import Server, free_ports, wait_for
+from tidewheel_client import Client, Completion
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "The Python interpreter is"
+CHAT: list[Any] = [{"role": "user", "content": "What is a tuple?"}]
+LONG = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+NUM_RANDOM = 500 if os.environ.get("TIDEWHEEL_LONG") else 24
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.openai}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def grpc_client(server: Server) -> Iterator[Client]:
+    with Client(server.grpc, model="demo", timeout_s=60) as one:
+        yield one
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "tidewheel"
+
+
+def test_chat(client: openai.OpenAI, grpc_client: Client) -> None:
+    expected = grpc_client.generate(messages=CHAT, max_tokens=30, temperature=0)
+    answer = client.chat.completions.create(model="demo", messages=CHAT, max_completion_tokens=30, temperature=0)
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+        expected.num_input_tokens,
+        expected.num_output_tokens,
+    )
+    again = client.chat.completions.create(model="demo", messages=[*CHAT, *answer_as_messages(answer)], max_tokens=1)
+    assert again.choices[0].finish_reason == "length"
+
+
+def answer_as_messages(answer: Any) -> list[Any]:
+    return [answer.choices[0].message.model_dump(), {"role": "user", "content": "And a list?"}]
+
+
+def test_cached_tokens(client: openai.OpenAI) -> None:
+    prompt = "One prompt that two requests share, and that is longer than a few blocks of the cache. " * 4
+    for stream in (False, True):
+        options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        for _ in range(2):
+            answer: Any = client.completions.create(model="demo", prompt=prompt, max_tokens=2, **options)
+            usage = (list(answer)[-1] if stream else answer).usage
+        assert 0 < usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+    assert usage.prompt_tokens_details.cached_tokens % 16 == 0
+
+
+def random_request(seed: int) -> dict[str, Any]:
+    """Return a request's parameters, chosen from all that a client may send."""
+    choose = random.Random(seed)
+    every: dict[str, Any] = {
+        "temperature": choose.choice([0.0, 0.7, 1.3]),
+        "top_p": choose.choice([0.5, 0.95]),
+        "top_k": choose.choice([1, 20]),
+        "min_p": 0.05,
+        "presence_penalty": choose.choice([-0.5, 1.5]),
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "stop": choose.choice([[" the"], ["."], ["zzz", "\n"]]),
+        "stop_token_ids": [5, 17],
+        "bad_words": [" a"],
+        "logit_bias": {str(choose.randrange(4000)): choose.choice([-100, 5])},
+        "min_tokens": 3,
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "n": choose.choice([2, 3]),
+        "logprobs": choose.choice([0, 3]),
+        "priority": choose.choice([1, 4]),
+        "deadline_ms": 60_000,
+        "cache_salt": "salt",
+    }
+    chosen = {name: value for name, value in every.items() if choose.random() < 0.4}
+    return {"max_tokens": choose.randrange(3, 24), "seed": seed, **chosen}
+
+
+def of_openai(choice: dict[str, Any]) -> tuple[Any, ...]:
+    logprobs = choice["logprobs"] or {}
+    return choice["text"], choice["finish_reason"], choice["token_ids"], logprobs.get("token_logprobs")
+
+
+def of_grpc(one: Completion) -> tuple[Any, ...]:
+    chosen = None if one.logprobs is None else [next(iter(entry.values())).logprob for entry in one.logprobs]
+    return one.text, one.finish_reason, list(one.token_ids or ()), chosen
+
+
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the choices of a stream that belong to one sequence."""
+    logprobs = [lp for part in parts if part["logprobs"] for lp in part["logprobs"]["token_logprobs"]]
+    return {
+        "text": "".join(part["text"] for part in parts),
+        "finish_reason": parts[-1]["finish_reason"],
+        "token_ids": [token for part in parts for token in part["token_ids"]],
+        "logprobs": {"token_logprobs": logprobs} if any(part["logprobs"] for part in parts) else None,
+    }
+
+
+def test_random_requests_equal_those_of_grpc(client: openai.OpenAI, grpc_client: Client) -> None:
+    def compare(seed: int) -> None:
+        params = random_request(seed)
+        wants_logprobs = "logprobs" in params
+        expected = grpc_client.generate_all(PROMPT, **params, return_token_ids=True, return_logprobs=wants_logprobs)
+        body = {"model": "demo", "prompt": PROMPT}
+        extra = {**params, "return_token_ids": True}
+        whole = client.completions.create(**body, extra_body=extra)
+        assert [of_openai(one.model_dump()) for one in whole.choices] == [of_grpc(one) for one in expected], params
+        parts = [
+            part.choices[0].model_dump() for part in client.completions.create(**body, stream=True, extra_body=extra)
+        ]
+        streams = [joined([part for part in parts if part["index"] == one.index]) for one in expected]
+        assert [of_openai(one) for one in streams] == [of_grpc(one) for one in expected], params
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(list(pool.map(compare, range(NUM_RANDOM)))) == NUM_RANDOM
+
+
+def test_errors(client: openai.OpenAI) -> None:
+    def ask(**fields: Any) -> None:
+        client.chat.completions.create(**{"model": "demo", "messages": CHAT, "max_tokens": 1, **fields})
+
+    with pytest.raises(openai.NotFoundError) as missing:
+        ask(model="other")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match=r"unknown parameter 'max_tokns'.*did you mean 'max_tokens'"):
+        ask(extra_body={"max_tokns": 4})
+    with pytest.raises(openai.BadRequestError, match="temperature is 200") as wrong:
+        ask(temperature=200, stream=True)
+    assert wrong.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="structured output is not offered"):
+        ask(response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError) as long:
+        ask(messages=[{"role": "user", "content": "word " * 3000}])
+    assert long.value.code == "context_length_exceeded"
+
+
+def test_a_hang_up_frees_the_request(server: Server, client: openai.OpenAI) -> None:
+    def num_running() -> float:
+        return server.metric("vllm:num_requests_running")
+
+    stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **LONG)
+    next(iter(stream))
+    stream.close()
+    wait_for(lambda: num_running() == 0, 20, "end of the stream")
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.05).completions.create(model="demo", prompt=PROMPT, n=16, **LONG)
+    wait_for(lambda: num_running() == 0, 20, "end of the request")
+    text = requests.get(f"{server.openai}/metrics", timeout=10).text
+    assert "tidewheel_gateway_hang_ups_total 2" in text
+    assert "vllm:num_requests_running" in text
+
+
+def test_a_gateway_of_its_own(server: Server, tmp_path: Path) -> None:
+    """It has keys, and one of its two servers is not there."""
+    port, dead = free_ports(2)
+    (tmp_path / "keys.toml").write_text(
+        f'[[keys]]\nname = "web"\nsha256 = "{hashlib.sha256(b"s3cret").hexdigest()}"\nmax_priority = 3\n'
+    )
+    command = [sys.executable, "-m", "tidewheel.cli.main", "gateway", "--port", str(port)]
+    command += ["--url", f"127.0.0.1:{dead}", "--url", f"{server.grpc},health={server.health_port}"]
+    process = subprocess.Popen([*command, "--api-keys", str(tmp_path / "keys.toml")], stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: is_ok(f"{url}/health"), 30, "gateway")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as stranger:
+            with pytest.raises(openai.AuthenticationError):
+                stranger.models.list()
+            known = stranger.with_options(api_key="s3cret")
+            for _ in range(3):
+                answer = known.completions.create(model="demo", prompt=PROMPT, max_tokens=2)
+                assert answer.choices[0].finish_reason == "length"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ok(url: str) -> bool:
+    try:
+        return requests.get(url, timeout=2).ok
+    except requests.ConnectionError:
+        return False

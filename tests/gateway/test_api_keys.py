@@ -1,0 +1,181 @@
+"""Keys: who is let in, as which tenant, and how often."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.gateway.running_gateway import RunningGateway, gateway_to, say
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, running
+from support.triton.serving import wait_for
+from tidewheel.errors import ConfigError
+from tidewheel.gateway.api_keys import Account, ApiKey, ApiKeys
+from tidewheel.server import ServeError
+from tidewheel.server.endpoints import check_keys
+from tidewheel_client.request_errors import Busy
+
+
+def entry(secret: str, **limits: object) -> str:
+    lines = {"name": secret, "sha256": hashlib.sha256(secret.encode()).hexdigest(), **limits}
+    return "\n".join(["[[keys]]", *(f"{key} = {value!r}" for key, value in lines.items()), ""])
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(entry("alice", tenant="acme", max_priority=2) + entry("bob", max_concurrent=1))
+    return path
+
+
+@pytest.fixture
+def triton() -> Iterator[FakeTriton]:
+    with running(FakeTriton(answer=say, models=("demo",))) as fake:
+        yield fake
+
+
+@pytest.fixture
+def gateway(triton: FakeTriton, keys: Path) -> Iterator[RunningGateway]:
+    with gateway_to(triton.port, keys=keys) as one:
+        yield one
+
+
+def test_only_known_keys_are_let_in(gateway: RunningGateway, triton: FakeTriton) -> None:
+    for headers in ({}, bearer("eve"), bearer(""), {"Authorization": "Basic alice"}, bearer("ÿ")):
+        for answer in (
+            gateway.complete(headers=None),
+            gateway.post("completions", {"prompt": "x"}, headers=headers),
+            gateway.get("/v1/models", headers=headers),
+            gateway.get("/metrics", headers=headers),
+        ):
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert triton.asked == []
+    assert gateway.get("/health").ok
+    assert gateway.post("completions", {"prompt": "x"}, headers=bearer("alice")).ok
+
+
+@pytest.mark.parametrize(
+    ("key", "asked", "tenant", "granted"),
+    [
+        ("alice", None, "acme", 3),
+        ("alice", 0, "acme", 3),
+        ("alice", 1, "acme", 2),
+        ("alice", 4, "acme", 4),
+        ("alice", 9, "acme", 9),  # the backend refuses it
+        ("bob", 1, "bob", 1),
+    ],
+)
+def test_tenant_and_class_follow_from_the_key(
+    gateway: RunningGateway, triton: FakeTriton, key: str, asked: int | None, tenant: str, granted: int
+) -> None:
+    assert gateway.post("completions", {"prompt": "x", "priority": asked}, headers=bearer(key)).ok
+    (seen,) = triton.asked
+    assert (seen.sampling["tenant"], seen.sampling["priority"]) == (tenant, granted)
+
+
+def test_no_request_names_its_tenant(gateway: RunningGateway) -> None:
+    answer = gateway.post("completions", {"prompt": "x", "tenant": "other"}, headers=bearer("alice"))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tenant"
+
+
+def test_requests_at_once(gateway: RunningGateway, triton: FakeTriton) -> None:
+    release = threading.Event()
+
+    def wait(asked: Asked) -> Answer:
+        release.wait(30)
+        yield from say(asked)
+
+    triton.answer = wait
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            first = pool.submit(gateway.post, "completions", {"prompt": "x"}, headers=bearer("bob"))
+            wait_for(lambda: triton.asked, 10, "request")
+            refused = gateway.post("completions", {"prompt": "x"}, headers=bearer("bob"))
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            assert "'bob' has 1 of 1 requests open" in refused.json()["error"]["message"]
+        finally:
+            release.set()
+        assert first.result().ok
+
+
+def test_requests_a_minute() -> None:
+    now = [0.0]
+    account = Account(ApiKey(name="a", sha256="0" * 64, requests_per_minute=2), lambda: now[0])
+    for _ in range(2):
+        with account.admit():
+            pass
+    with pytest.raises(Busy) as refused, account.admit():
+        pass
+    assert refused.value.retry_after_ms is not None
+    assert 30_000 <= refused.value.retry_after_ms <= 30_001
+    now[0] = 30.0
+    with account.admit():
+        pass
+    now[0] = 600.0  # what was saved up is one minute's
+    for _ in range(2):
+        with account.admit():
+            pass
+    with pytest.raises(Busy), account.admit():
+        pass
+
+
+def test_a_changed_file_is_read_again(keys: Path) -> None:
+    known = ApiKeys(keys)
+    alice, bob = (known.account(f"Bearer {name}") for name in ("alice", "bob"))
+    keys.write_text(entry("alice", tenant="acme", max_priority=2) + entry("bob") + entry("carol"))
+    os.utime(keys, ns=(1, 1))
+    known.refresh()
+    assert known.account("Bearer carol").key is not None
+    assert known.account("Bearer alice") is alice, "its counts go on"
+    assert known.account("Bearer bob") is not bob
+    keys.write_text("[[keys]]")
+    known.refresh()
+    assert known.account("Bearer carol").key is not None, "a broken file changes nothing"
+    keys.unlink()
+    known.refresh()
+    assert known.account("Bearer carol").key is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "keys"),
+        ("keys = []", "length >= 1"),
+        ("[[keys]]\nname = 'a'", "sha256"),
+        ("[[keys]]\nname = 'a'\nsha256 = 'secret'", "regex"),
+        (entry("a", tenants="x"), "unknown field `tenants`"),
+        (entry("a", max_priority=5), "<= 4"),
+        (entry("a", max_concurrent=0), ">= 1"),
+        (entry("a") * 2, "two keys have the same sha256"),
+        ("=", "keys.toml"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        ApiKeys(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        ApiKeys(tmp_path / "none.toml")
+
+
+def test_a_network_needs_keys(tmp_path: Path) -> None:
+    check_keys("127.0.0.1", None)
+    check_keys("0.0.0.0", tmp_path)
+    with pytest.raises(ServeError, match=r"--host is '0.0.0.0', and there is no --api-keys"):
+        check_keys("0.0.0.0", None)

@@ -1,0 +1,140 @@
+"""Several servers: the least loaded one, sessions, refusals, and what is not ready."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from support.gateway.running_gateway import RunningGateway, gateway_to, say
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response, running
+from support.triton.serving import wait_for
+from tidewheel.gateway.upstreams import Address
+from tidewheel.health_endpoint import HealthEndpoint, Readiness
+
+
+@pytest.fixture
+def tritons() -> Iterator[tuple[FakeTriton, FakeTriton]]:
+    with running(FakeTriton(answer=say)) as one, running(FakeTriton(answer=say)) as other:
+        yield one, other
+
+
+@pytest.fixture
+def gateway(tritons: tuple[FakeTriton, FakeTriton]) -> Iterator[RunningGateway]:
+    with gateway_to(*(triton.port for triton in tritons)) as both:
+        yield both
+
+
+def counts(tritons: tuple[FakeTriton, FakeTriton]) -> list[int]:
+    return [len(triton.asked) for triton in tritons]
+
+
+def test_the_least_loaded_server_is_asked(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
+    release = threading.Event()
+
+    def wait(asked: Asked) -> Answer:
+        release.wait(30)
+        yield from say(asked)
+
+    for triton in tritons:
+        triton.answer = wait
+    with ThreadPoolExecutor(4) as pool:
+        try:
+            answers = []
+            for number in range(4):
+                answers.append(pool.submit(gateway.complete))
+                wait_for(lambda sent=number: sum(counts(tritons)) == sent + 1, 10, "request")
+            assert counts(tritons) == [2, 2]
+        finally:
+            release.set()
+        assert all(answer.result().ok for answer in answers)
+
+
+def test_a_session_stays_with_its_server(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
+    for _ in range(4):
+        assert gateway.complete(session_id="chat-7").ok
+    assert sorted(counts(tritons)) == [0, 4]
+
+
+def test_another_server_gets_what_one_refuses(
+    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    def refuse(asked: Asked) -> Answer:
+        raise Refused(grpc.StatusCode.UNAVAILABLE, "[TW-BUSY retry_after_ms=10] waiting set is full")
+        yield
+
+    tritons[0].answer = refuse
+    assert gateway.complete().ok
+    assert counts(tritons) == [1, 1]
+    assert "tidewheel_gateway_moved_total 1" in gateway.get("/metrics").text
+    tritons[1].answer = refuse
+    assert gateway.complete().status_code == 429
+
+
+def test_what_has_begun_is_not_sent_again(gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]) -> None:
+    def die(asked: Asked) -> Answer:
+        yield response(asked.message, text_output="a", finish_reason="None")
+        raise Refused(grpc.StatusCode.UNAVAILABLE, "[TW-ENGINE-DEAD] the engine died")
+
+    for triton in tritons:
+        triton.answer = die
+    assert gateway.complete().status_code == 503
+    assert counts(tritons) == [1, 0]
+
+
+def test_a_server_that_is_not_ready_is_left_out(
+    gateway: RunningGateway, tritons: tuple[FakeTriton, FakeTriton]
+) -> None:
+    first, second = tritons
+    first.ready = False
+    wait_for(lambda: gateway.upstreams.each[0].not_ready, 10, "look")
+    assert gateway.complete().ok
+    assert counts(tritons) == [0, 1]
+    assert gateway.get("/health").json() == {"ready": True, "reason": ""}
+    second.ready = False
+    wait_for(lambda: gateway.get("/health").status_code == 503, 10, "look")
+    assert gateway.complete().status_code == 503
+    assert gateway.get("/v1/models").json()["data"], "the models are known"
+    first.ready = second.ready = True
+    wait_for(lambda: gateway.get("/health").ok, 10, "look")
+    assert gateway.complete().ok
+
+
+def test_readiness_is_that_of_the_engine() -> None:
+    """Triton is ready, and its engine hangs."""
+    states = [Readiness("hung", "no step for 12 s")]
+    endpoint = HealthEndpoint("127.0.0.1", 0, lambda: states[-1])
+    try:
+        with running(FakeTriton(answer=say)) as triton:
+            address = Address.parse(f"127.0.0.1:{triton.port},health={endpoint.port}")
+            with gateway_to(addresses=[address]) as gateway:
+                health = gateway.get("/health")
+                assert (health.status_code, health.json()["reason"]) == (503, "hung: no step for 12 s")
+                states.append(Readiness("ready"))
+                wait_for(lambda: gateway.get("/health").ok, 10, "look")
+                assert gateway.complete().ok
+    finally:
+        endpoint.close()
+
+
+def test_metrics_of_several_servers_are_told_apart(gateway: RunningGateway) -> None:
+    text = gateway.get("/metrics").text
+    for one in gateway.upstreams.each:
+        assert f'tidewheel_gateway_upstream_ready{{upstream="{one.address.grpc}"}} 1' in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "host", "host:", ":8001", "host:http", "host:0", "host:8001,metrics", "host:8001,other=1", "h:1,health=x"],
+)
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="write HOST:PORT"):
+        Address.parse(text)
+
+
+def test_addresses() -> None:
+    assert Address.parse("h:8001") == Address("h:8001")
+    assert Address.parse("[::1]:1,health=3,metrics=2") == Address("[::1]:1", "[::1]:2", "[::1]:3")

@@ -1,0 +1,301 @@
+"""What clients of OpenAI's API get back, whole and as events."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from support.gateway.running_gateway import RunningGateway, events, perf, say, uints
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, response
+
+LOGPROBS = [
+    {
+        "5": {"logprob": -0.5, "rank": 1, "decoded_token": "é"},
+        "6": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
+    },
+    {
+        "8": {"logprob": None, "rank": 9, "decoded_token": "cd"},
+        "6": {"logprob": -0.1, "rank": 1, "decoded_token": "b"},
+    },
+]
+
+
+def test_chat(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, **perf(4))
+    answer = gateway.chat(request_id="mine")
+    assert answer.headers["x-request-id"] == "mine"
+    body = answer.json()
+    assert body.pop("created") > 0
+    assert body == {
+        "id": "chatcmpl-mine",
+        "object": "chat.completion",
+        "model": "demo",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "ab"},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 7,
+            "completion_tokens": 2,
+            "total_tokens": 9,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        },
+    }
+    (asked,) = triton.asked
+    assert asked.message.id == "mine"
+    assert asked.inputs["stream"] is False
+    assert json.loads(asked.inputs["messages"]) == [{"role": "user", "content": "one two"}]
+
+
+def test_completion(gateway: RunningGateway) -> None:
+    body = gateway.complete("one two three").json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    assert body["choices"] == [{"index": 0, "text": "one two three", "logprobs": None, "finish_reason": "stop"}]
+    assert body["usage"]["completion_tokens"] == 3
+
+
+def test_stream_of_a_completion(gateway: RunningGateway, triton: FakeTriton) -> None:
+    answer = gateway.complete(stream=True)
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    first, last = events(answer)
+    assert first["choices"] == [{"index": 0, "text": "one ", "logprobs": None, "finish_reason": None}]
+    assert last["choices"] == [{"index": 0, "text": "two", "logprobs": None, "finish_reason": "stop"}]
+    assert first["id"] == last["id"]
+    assert "usage" not in first
+    assert triton.asked[0].inputs["stream"] is True
+
+
+def test_stream_of_a_chat(gateway: RunningGateway, triton: FakeTriton) -> None:
+    def answer(asked: Asked) -> Answer:
+        yield response(asked.message, text_output="a", finish_reason="None")
+        yield from say(asked, text_output="b")
+
+    triton.answer = answer
+    first, last = events(gateway.chat(stream=True))
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": "a"}
+    assert last["choices"][0]["delta"] == {"content": "b"}
+    assert last["choices"][0]["finish_reason"] == "stop"
+
+
+def test_usage_in_a_stream(gateway: RunningGateway) -> None:
+    first, last, usage = events(gateway.complete(stream=True, stream_options={"include_usage": True}))
+    assert first["usage"] is None
+    assert last["usage"] is None
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 2
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    parts = events(gateway.complete(stream=True, stream_options=options))
+    assert [part["usage"]["completion_tokens"] for part in parts] == [1, 2, 2]
+
+
+def test_several_sequences(gateway: RunningGateway, triton: FakeTriton) -> None:
+    def answer(asked: Asked) -> Answer:
+        yield response(
+            asked.message,
+            text_output=["a", "x"],
+            finish_reason=["length", "None"],
+            num_input_tokens=uints(7),
+            num_output_tokens=uints(1, 2),
+        )
+        yield response(
+            asked.message,
+            text_output=["", "y"],
+            finish_reason=["length", "stop"],
+            num_input_tokens=uints(7),
+            num_output_tokens=uints(0, 1),
+            **perf(3, 6),
+        )
+
+    triton.answer = answer
+    body = gateway.complete(n=2).json()
+    assert [choice["text"] for choice in body["choices"]] == ["a", "xy"]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "stop"]
+    assert body["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 4,
+        "total_tokens": 11,
+        "prompt_tokens_details": {"cached_tokens": 0},  # the first ended before the figures came
+    }
+    streamed = [event["choices"][0] for event in events(gateway.complete(n=2, stream=True))]
+    assert [(one["index"], one["text"], one["finish_reason"]) for one in streamed] == [
+        (0, "a", "length"),
+        (1, "x", None),
+        (1, "y", "stop"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts(gateway: RunningGateway, triton: FakeTriton, stream: bool) -> None:
+    answer = gateway.complete(
+        ["one two", "three"], stream=stream, stream_options={"include_usage": True} if stream else None
+    )
+    if stream:
+        *parts, last = events(answer)
+        texts = {
+            index: "".join(p["choices"][0]["text"] for p in parts if p["choices"][0]["index"] == index)
+            for index in (0, 1)
+        }
+        usage = last["usage"]
+    else:
+        texts = {choice["index"]: choice["text"] for choice in answer.json()["choices"]}
+        usage = answer.json()["usage"]
+    assert texts == {0: "one two", 1: "three"}
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (14, 3)
+    assert len({asked.message.id for asked in triton.asked}) == 2
+
+
+def test_token_ids_as_prompts(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = say
+    assert gateway.complete([1, 2]).ok
+    assert gateway.complete([[3], [4, 5]]).ok
+    assert sorted(asked.inputs["input_ids"] for asked in triton.asked) == [[1, 2], [3], [4, 5]]
+
+
+def test_logprobs_of_a_chat(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, logprobs=json.dumps(LOGPROBS))
+    choice = gateway.chat(logprobs=True, top_logprobs=1).json()["choices"][0]
+    assert triton.asked[0].sampling["logprobs"] == 1
+    best = {"token": "é", "logprob": -0.5, "bytes": [0xC3, 0xA9]}
+    assert choice["logprobs"]["content"] == [
+        {**best, "top_logprobs": [best]},
+        {
+            "token": "cd",
+            "logprob": -9999.0,
+            "bytes": [99, 100],
+            "top_logprobs": [{"token": "b", "logprob": -0.1, "bytes": [98]}],
+        },
+    ]
+    bare = gateway.chat(logprobs=True).json()["choices"][0]
+    assert triton.asked[1].sampling["logprobs"] == 0
+    assert [entry["top_logprobs"] for entry in bare["logprobs"]["content"]] == [[], []]
+    assert gateway.chat(logprobs=False).json()["choices"][0]["logprobs"] is None
+
+
+def test_logprobs_of_a_completion(gateway: RunningGateway, triton: FakeTriton) -> None:
+    def answer(asked: Asked) -> Answer:
+        yield response(asked.message, text_output="éb", finish_reason="None", logprobs=json.dumps(LOGPROBS[:1] * 2))
+        yield from say(asked, logprobs=json.dumps(LOGPROBS[1:]), text_output="cd")
+
+    triton.answer = answer
+    first, last = (event["choices"][0]["logprobs"] for event in events(gateway.complete(logprobs=2, stream=True)))
+    assert first == {
+        "text_offset": [0, 1],
+        "token_logprobs": [-0.5, -0.5],
+        "tokens": ["é", "é"],
+        "top_logprobs": [{"é": -0.5, "b": -1.5}] * 2,
+    }
+    assert last["text_offset"] == [2]
+    triton.answer = lambda asked: say(asked, logprobs=json.dumps(LOGPROBS))
+    assert gateway.complete(logprobs=0).json()["choices"][0]["logprobs"]["top_logprobs"] is None
+
+
+def test_token_ids(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, token_ids=("INT32", "i", [5, 6]))
+    assert gateway.complete(return_token_ids=True).json()["choices"][0]["token_ids"] == [5, 6]
+    assert "token_ids" not in gateway.complete().json()["choices"][0]
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("deadline", "length"), ("cancelled", "length"), ("length", "length")])
+def test_finish_reasons(gateway: RunningGateway, triton: FakeTriton, ours: str, theirs: str) -> None:
+    triton.answer = lambda asked: say(asked, finish_reason=ours)
+    choice = gateway.complete().json()["choices"][0]
+    assert choice["finish_reason"] == theirs
+    assert choice.get("stop_reason") == (None if ours == theirs else ours)
+
+
+def test_a_client_that_goes_away_cancels(gateway: RunningGateway, triton: FakeTriton) -> None:
+    release = threading.Event()
+
+    def answer(asked: Asked) -> Answer:
+        if asked.inputs["stream"]:
+            yield response(asked.message, text_output="a", finish_reason="None")
+        release.wait(30)
+        yield from say(asked)
+
+    def hang_up(**fields: Any) -> None:
+        triton.ended.clear()
+        try:
+            with gateway.session.post(
+                f"{gateway.url}/v1/completions",
+                json={"model": "demo", "prompt": "x", **fields},
+                timeout=0.5 if not fields else 30,
+                stream=True,
+            ) as reply:
+                next(reply.iter_lines())
+        except OSError:  # the time limit of a single answer
+            assert not fields
+        assert triton.ended.wait(10), "the request goes on"
+
+    triton.answer = answer
+    try:
+        hang_up(stream=True)
+        hang_up()
+    finally:
+        release.set()
+    assert "hang_ups_total 2" in gateway.get("/metrics").text
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def test_a_call_of_a_tool(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=f"<think>Hm.</think>{CALL}\n{CALL}")
+    choice = gateway.chat(tools=TOOLS, chat_template_kwargs={"enable_thinking": True}).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"] == "Hm."
+    first, second = choice["message"]["tool_calls"]
+    assert first["id"] != second["id"]
+    assert first["type"] == "function"
+    assert first["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    assert triton.asked[0].sampling["skip_special_tokens"] is False
+    assert json.loads(triton.asked[0].inputs["messages"]) == {
+        "messages": [{"role": "user", "content": "one two"}],
+        "tools": TOOLS,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    (only,) = gateway.chat(tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]["tool_calls"]
+    assert only["function"] == first["function"]
+
+
+def test_a_call_in_a_stream(gateway: RunningGateway, triton: FakeTriton) -> None:
+    def answer(asked: Asked) -> Answer:
+        for piece in ("<think>H", "m.</think>", "Wait.", CALL[:9], CALL[9:]):
+            yield response(asked.message, text_output=piece, finish_reason="None")
+        yield from say(asked, text_output="")
+
+    triton.answer = answer
+    choices = [event["choices"][0] for event in events(gateway.chat(tools=TOOLS, stream=True))]
+    deltas = [choice["delta"] for choice in choices]
+    assert deltas[0] == {"role": "assistant", "reasoning_content": "H"}
+    assert deltas[1:3] == [{"reasoning_content": "m."}, {"content": "Wait."}]
+    (call,) = deltas[3]["tool_calls"]
+    assert call["index"] == 0
+    assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert deltas[4:] == [{}]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["tool_calls"]
+
+
+def test_no_call_is_looked_for_unless_there_are_tools(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=CALL)
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = gateway.chat(**fields).json()["choices"][0]
+        assert choice["message"]["content"] == CALL
+        assert choice["finish_reason"] == "stop"
+    assert all(isinstance(json.loads(asked.inputs["messages"]), list) for asked in triton.asked)
+
+
+def test_a_call_that_is_cut_is_text(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = lambda asked: say(asked, text_output=CALL[:30], finish_reason="length")
+    choice = gateway.chat(tools=TOOLS).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL[:30], "length")

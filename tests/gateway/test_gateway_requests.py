@@ -1,0 +1,202 @@
+"""What the gateway refuses, and what it sends to the backend."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from support.gateway.running_gateway import RunningGateway, gateway_to, say
+from support.triton.grpc_triton import Answer, Asked, FakeTriton, Refused, response
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+
+
+def test_parameters_go_to_the_backend_as_they_are(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = say
+    given = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7, "stop": ["a"], "max_tokens": 3,
+        "min_tokens": 1, "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1, "n": 1,
+        "logit_bias": {"5": 1}, "stop_token_ids": [1], "bad_words": ["b"], "ignore_eos": True, "priority": 2,
+        "deadline_ms": 1000, "session_id": "s", "cache_salt": "c", "tenant": "t", "include_stop_str_in_output": True,
+        "skip_special_tokens": False, "response_format": {"type": "text"}, "made_up": 1,
+    }  # fmt: skip
+    assert gateway.complete(**given).ok
+    assert gateway.chat(**given, user=None).ok
+    assert [asked.sampling for asked in triton.asked] == [given, given]
+
+
+def test_an_answer_of_a_chat_is_as_long_as_the_context(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = say
+    gateway.chat()
+    gateway.chat(max_tokens=None, max_completion_tokens=5)
+    gateway.complete()
+    chat, limited, completion = (asked.sampling for asked in triton.asked)
+    assert chat == {"max_tokens": 2**31 - 1, "n": 1}
+    assert limited == {"max_completion_tokens": 5, "n": 1}
+    assert completion == {"n": 1}
+
+
+def test_messages_that_clients_send_back(gateway: RunningGateway, triton: FakeTriton) -> None:
+    triton.answer = say
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "audio": None},
+    ]
+    assert gateway.post("chat/completions", {"model": "demo", "messages": messages}).ok
+    assert json.loads(triton.asked[0].inputs["messages"]) == [
+        {"role": "system", "content": "be kind"},
+        {"role": "assistant", "content": "hi"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message", "param"),
+    [
+        ("completions", b"[" * 100_000, "nested too deep", None),
+        ("completions", b'{"prompt": ', "not JSON", None),
+        ("completions", b"[]", "must be a JSON object", None),
+        ("completions", b'{"prompt": "\xff"}', "not JSON", None),
+        ("completions", b'{"prompt": NaN}', "not JSON", None),
+        ("completions", b'{"seed": ' + b"9" * 10_000 + b"}", "", None),
+        ("completions", {"model": "demo"}, "missing required field `prompt`", None),
+        ("completions", {"prompt": 5}, "prompt: Expected `str | array`", "prompt"),
+        ("completions", {"prompt": []}, "prompt has 0 entries", "prompt"),
+        ("completions", {"prompt": ["x"] * 65}, "prompt has 65 entries: it must have 1 to 64", "prompt"),
+        ("completions", {"prompt": ["x", 5]}, "prompt mixes texts", "prompt"),
+        ("completions", {"prompt": ["x", [5]]}, "prompt mixes texts", "prompt"),
+        ("completions", {"prompt": [2**40]}, "input_ids must be a sequence of int32", None),
+        ("completions", {"prompt": "x", "n": "two"}, "n: Expected `int`, got `str`", "n"),
+        ("completions", {"prompt": "x", "stream": "yes"}, "stream: Expected `bool`", "stream"),
+        ("completions", {"prompt": "x", "stream_options": {}}, "stream is not true", "stream_options"),
+        ("completions", {"prompt": "x", "stream_options": {"usage": True}}, "`usage`", "stream_options"),
+        ("completions", {"prompt": "x", "echo": True}, "echo is set", "echo"),
+        ("completions", {"prompt": "x", "request_id": "x" * 129}, "request_id must have", "request_id"),
+        ("completions", {"prompt": "x", "return_logprobs": True}, "unknown parameter 'return_logprobs'", None),
+        ("chat/completions", {"messages": "x"}, "messages: Expected `array`", "messages"),
+        ("chat/completions", {"messages": [5]}, "messages[0]: Expected `object`", "messages[0]"),
+        ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs is 2", "top_logprobs"),
+        ("chat/completions", {**CHAT, "logprobs": 2}, "logprobs: Expected `bool`", "logprobs"),
+        ("chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice forces a call", "tool_choice"),
+        ("chat/completions", {**CHAT, "tool_choice": {"type": "function"}}, "forces a call", "tool_choice"),
+        ("chat/completions", {**CHAT, "tools": {}}, "tools: Expected `array`", "tools"),
+        ("chat/completions", {**CHAT, "priority": "1"}, "priority: Expected `int", "priority"),
+    ],
+)  # fmt: skip
+def test_bad_bodies(
+    gateway: RunningGateway, triton: FakeTriton, path: str, body: Any, message: str, param: str | None
+) -> None:
+    answer = gateway.post(path, body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert triton.asked == []
+
+
+def test_a_body_must_be_plain_json(gateway: RunningGateway) -> None:
+    for headers in ({"Content-Type": "text/plain"}, {"Content-Encoding": "gzip"}):
+        answer = gateway.post("completions", {"prompt": "x"}, headers=headers)
+        assert answer.status_code == 400
+        assert next(iter(headers)) in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large_is_not_parsed(gateway: RunningGateway) -> None:
+    answer = gateway.post("completions", b'{"prompt": "' + b"x" * (1 << 20) + b'"}')
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_paths_and_methods(gateway: RunningGateway) -> None:
+    for answer in (gateway.get("/v1/nothing"), gateway.get("/v1/completions")):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("model", ["other", "demo_infer"])
+def test_models_that_are_not_served(gateway: RunningGateway, model: str) -> None:
+    for answer in (gateway.complete(model=model), gateway.get(f"/v1/models/{model}")):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+        assert "served is demo" in answer.json()["error"]["message"]
+
+
+def test_the_only_model_needs_no_name(gateway: RunningGateway) -> None:
+    assert gateway.complete(model=None).json()["model"] == "demo"
+
+
+def test_models(gateway: RunningGateway) -> None:
+    (card,) = gateway.get("/v1/models").json()["data"]
+    assert card["id"] == "demo"
+    assert gateway.get("/v1/models/demo").json() == card
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "code", "retry"),
+    [
+        ("[TW-INPUT] n is 99: it must be 1 to 16", 400, "invalid_value", None),
+        ("[TW-TOO-LARGE] text_input has 9 tokens", 400, "context_length_exceeded", None),
+        ("[TW-UNSUPPORTED] tools is [...]: tool calls are not offered", 400, "unsupported_parameter", None),
+        ("[TW-BUSY retry_after_ms=2500] waiting set is full", 429, "rate_limit_exceeded", ("3", "2500")),
+        ("[TW-DRAINING] the server is shutting down", 503, "service_unavailable", ("1", "1000")),
+        ("[TW-ENGINE-DEAD retry_after_ms=10] the engine died", 503, "service_unavailable", ("1", "10")),
+        ("[TW-DEADLINE] deadline_ms has passed", 504, "deadline_exceeded", None),
+        ("[TW-NUMERIC] the logits are not finite", 500, "internal_error", None),
+        ("something else", 500, "internal_error", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_of_the_backend(
+    gateway: RunningGateway,
+    triton: FakeTriton,
+    stream: bool,
+    text: str,
+    status: int,
+    code: str,
+    retry: tuple[str, str] | None,
+) -> None:
+    def refuse(asked: Asked) -> Answer:
+        raise Refused(grpc.StatusCode.UNKNOWN, text)
+        yield
+
+    triton.answer = refuse
+    answer = gateway.complete(n=1, stream=stream)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["code"] == code
+    assert error["message"] == text.partition("] ")[2] or text
+    assert error["param"] == ("n" if "n is" in text else None)
+    assert answer.headers["x-should-retry"] == str(retry is not None).lower()
+    assert (answer.headers.get("Retry-After"), answer.headers.get("retry-after-ms")) == (retry or (None, None))
+
+
+def test_an_error_in_the_middle_of_a_stream(gateway: RunningGateway, triton: FakeTriton) -> None:
+    def answer(asked: Asked) -> Answer:
+        yield response(asked.message, text_output="a", finish_reason="None")
+        raise Refused(grpc.StatusCode.UNKNOWN, "[TW-ENGINE-DEAD] the engine died")
+
+    triton.answer = answer
+    first, last = (line for line in gateway.complete(stream=True).text.splitlines() if line)
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
+    assert json.loads(last.removeprefix("data: "))["error"]["tag"] == "TW-ENGINE-DEAD"
+
+
+def test_an_error_of_one_prompt_ends_all(gateway: RunningGateway, triton: FakeTriton) -> None:
+    def answer(asked: Asked) -> Answer:
+        if asked.inputs["text_input"] == "bad":
+            raise Refused(grpc.StatusCode.UNKNOWN, "[TW-INPUT] no")
+        yield from say(asked)
+
+    triton.answer = answer
+    assert gateway.complete(["good", "bad", "good"]).status_code == 400
+
+
+def test_without_a_server() -> None:
+    with gateway_to(1) as alone:
+        assert alone.get("/health").status_code == 503
+        answer = alone.complete()
+        assert answer.status_code == 503
+        assert "no server answers at 127.0.0.1:1" in answer.json()["error"]["message"]

@@ -1,0 +1,90 @@
+"""Thoughts, words and calls of tools in a text that arrives in pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from tidewheel.gateway.spoken import Listener, Reasoning, Spoken
+
+TOOLS = frozenset({"weather", "time"})
+PARIS = ("weather", {"city": "Paris"})
+TIME: tuple[str, dict[str, Any]] = ("time", {})
+OBJECT = '{"name": "weather", "arguments": {"city": "Paris"}}'
+HERMES = f"<tool_call>\n{OBJECT}\n</tool_call>"
+
+CASES: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] = {
+    "words": ("A < b, and <tool> is [TOOL].", "A < b, and <tool> is [TOOL].", "", []),
+    "spaces": ("  \n ", "  \n ", "", []),
+    "hermes": (HERMES, "", "", [PARIS]),
+    "two": (f'{HERMES}\n<tool_call>{{"name": "time"}}</tool_call>\n', "", "", [PARIS, TIME]),
+    "words first": (f"Let me see.\n{HERMES}", "Let me see.\n", "", [PARIS]),
+    "words last": (f"{HERMES}\nDone.", "Done.", "", [PARIS]),
+    "cut": ('<tool_call>{"name": "wea', '<tool_call>{"name": "wea', "", []),
+    "not closed": (HERMES.removesuffix("</tool_call>"), "", "", [PARIS]),
+    "no call": ("<tool_call>[1]</tool_call>.", "<tool_call>[1]</tool_call>.", "", []),
+    "deep": ("<tool_call>" + "[" * 99_999, "<tool_call>" + "[" * 99_999, "", []),
+    "mistral": (f'[TOOL_CALLS][{{"name": "time"}}, {OBJECT}]', "", "", [TIME, PARIS]),
+    "mistral by name": ('[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]time{}', "", "", [PARIS, TIME]),
+    "llama": ('{"name": "weather", "parameters": {"city": "Paris"}}', "", "", [PARIS]),
+    "llama, two": (f'<|python_tag|>{{"name": "time"}}; {OBJECT}', "", "", [TIME, PARIS]),
+    "an object": ('{"name": "Ann", "age": 4}', '{"name": "Ann", "age": 4}', "", []),
+    "thought": ("\n<think>\nHm < 3.</think>\n\nYes.", "Yes.", "\nHm < 3.", []),
+    "thought and call": (f"<think>a</think>{HERMES}", "", "a", [PARIS]),
+    "thought and object": ('<think>a</think>\n{"name": "time"}', "", "a", [TIME]),
+    "only thought": ("<think>a</thi", "", "a</thi", []),
+    "later thought": ("a <think>b</think>", "a <think>b</think>", "", []),
+    "half a tag": ("<thin", "<thin", "", []),
+}  # fmt: skip
+
+
+def listen(pieces: list[str], tools: frozenset[str] | None = TOOLS, reasoning: Reasoning = "tagged") -> Spoken:
+    listener = Listener(tools, reasoning)
+    spoken = Spoken()
+    for piece in pieces:
+        spoken += listener.push(piece)
+    return spoken + listener.end()
+
+
+def pieces_of(text: str, seed: int) -> list[str]:
+    """Cut a text at random; with the seed 0, not at all, and with 1, into characters."""
+    if seed < 2:
+        return [text] if seed == 0 else list(text)
+    chosen = random.Random(seed)
+    cuts = sorted(chosen.randrange(len(text) + 1) for _ in range(6))
+    return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_make_the_same_parts(case: str, seed: int) -> None:
+    text, content, reasoning, calls = CASES[case]
+    if seed == 1 and len(text) > 1000:
+        seed = 0
+    spoken = listen(pieces_of(text, seed))
+    assert (spoken.content, spoken.reasoning) == (content, reasoning)
+    assert [(call.name, json.loads(call.arguments)) for call in spoken.calls] == calls
+    assert len({call.id for call in spoken.calls}) == len(calls)
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in spoken.calls)
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    for text in (HERMES, '{"name": "time"}', "[TOOL_CALLS][]"):
+        assert listen(list(text), tools=None) == Spoken(text)
+
+
+def test_where_the_thought_begins() -> None:
+    assert listen(["a</think>b"], reasoning="always") == Spoken("b", "a")
+    assert listen(["<think>a</think>b"], reasoning="off") == Spoken("<think>a</think>b")
+    assert listen(["a</think>b"], reasoning="tagged") == Spoken("a</think>b")
+
+
+def test_text_comes_as_soon_as_it_is_certain() -> None:
+    listener = Listener(TOOLS, "tagged")
+    assert listener.push("Well, <too") == Spoken("Well, ")
+    assert listener.push("th> ") == Spoken("<tooth> ")
+    assert len(listener.push(HERMES).calls) == 1
+    assert Listener(None, "off").push("<tool_call>") == Spoken("<tool_call>")

@@ -1,0 +1,115 @@
+"""The gateway in a thread of this process, in front of Tritons without models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+from aiohttp import web
+
+from support.triton.grpc_triton import Answer, Asked, response
+from support.triton.serving import wait_for
+from tidewheel.gateway.api_keys import ApiKeys
+from tidewheel.gateway.application import Gateway
+from tidewheel.gateway.upstreams import Address, Upstreams
+
+
+@dataclass
+class RunningGateway:
+    url: str
+    upstreams: Upstreams
+    session: requests.Session = field(default_factory=requests.Session)
+
+    def get(self, path: str, **options: Any) -> requests.Response:
+        return self.session.get(f"{self.url}{path}", timeout=30, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> requests.Response:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **options.pop("headers", {})}
+        return self.session.post(f"{self.url}/v1/{path}", data=data, headers=headers, timeout=30, **options)
+
+    def complete(self, prompt: Any = "one two", **fields: Any) -> requests.Response:
+        return self.post("completions", {"model": "demo", "prompt": prompt, **fields})
+
+    def chat(self, content: str = "one two", **fields: Any) -> requests.Response:
+        messages = [{"role": "user", "content": content}]
+        return self.post("chat/completions", {"model": "demo", "messages": messages, **fields})
+
+
+@contextmanager
+def gateway_to(
+    *ports: int, keys: Path | None = None, max_body_bytes: int = 1 << 20, addresses: Sequence[Address] = ()
+) -> Iterator[RunningGateway]:
+    """Run it until the block ends. It has looked at every server once."""
+    every = [*(Address(f"127.0.0.1:{port}") for port in ports), *addresses]
+    upstreams = Upstreams(every)
+    gateway = Gateway(upstreams, ApiKeys(keys), max_body_bytes=max_body_bytes)
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(
+        gateway.application(), handler_cancellation=True, auto_decompress=False, shutdown_timeout=0
+    )
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+
+    async def start() -> int:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return int(runner.addresses[0][1])
+
+    try:
+        running = RunningGateway(f"http://127.0.0.1:{run(start())}", upstreams)
+        wait_for(lambda: all("not asked" not in one.not_ready for one in upstreams.each), 10, "looks")
+        yield running
+        running.session.close()
+    finally:
+        run(runner.cleanup())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def events(answer: requests.Response) -> list[Any]:
+    """Return the JSON of every event; the last one must be [DONE]."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def say(asked: Asked, **outputs: Any) -> Answer:
+    """Yield one last response of one sequence, with two tokens."""
+    yield response(
+        asked.message,
+        **{
+            "text_output": "ab",
+            "finish_reason": "stop",
+            "num_input_tokens": ("UINT32", "I", [7]),
+            "num_output_tokens": ("UINT32", "I", [2]),
+            **outputs,
+        },
+    )
+
+
+def uints(*values: int) -> tuple[str, str, tuple[int, ...]]:
+    return ("UINT32", "I", values)
+
+
+def perf(*cached: int) -> dict[str, Any]:
+    """Return outputs of `return_perf_metrics`."""
+    names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    blocks = ("kv_cache_reused_blocks", "kv_cache_alloc_new_blocks", "priority")
+    ones = [1] * len(cached)
+    return {
+        **dict.fromkeys(names, ("INT64", "q", ones)),
+        **dict.fromkeys(blocks, ("INT32", "i", ones)),
+        "num_cached_tokens": ("INT32", "i", cached),
+    }

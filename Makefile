@@ -60,7 +60,7 @@ test-e2e: venv
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1
 faults: venv
-	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e tests/faults || exit 1; done
+	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e --timeout 1800 tests/faults || exit 1; done
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests

@@ -21,7 +21,7 @@ LONG = 900  # tokens: more than are made before the client is gone
 LONG_PROMPT = "word " * 500
 NUM_CLIENT_STREAMS = 64
 NUM_KILLS = 20
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 # A client of many streams, which says when all of them are sent.
 CLIENT = """

@@ -129,6 +129,7 @@ def test_a_step_that_hangs_is_ended_with_its_stacks(server: Server, case: Case, 
         assert "support/faults/planted.py" in (engine_dir(server) / "engine.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_start_refuses_planted_faults(tmp_path: Path) -> None:
     arguments = ("--model-repository", str(make_repository(tmp_path)))
     server = start_server(*arguments, log=tmp_path / "serve.log", variables={"TIDEWHEEL_FAULTS": PLANTED})

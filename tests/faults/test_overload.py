@@ -142,7 +142,8 @@ def test_grpc_streams_of_a_slow_reader_delay_nobody(server: Server, case: Case) 
         assert {len(tokens) for tokens in slow.tokens.values()} == {8 * 60}
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [500, 5000])
 def test_idle_and_slow_connections_delay_nobody(server: Server, case: Case, count: int) -> None:
     if raise_descriptor_limit() < 2 * count:
         pytest.skip("too few descriptors for so many connections")

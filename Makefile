@@ -9,8 +9,8 @@ TORCH ?= cpu
 TORCH_cpu := torch==2.13.0
 TORCH_cuda := torch>=2.11,<2.14
 
-.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults fuzz lint docs lines aot bench \
-	bench-gpu clean
+.PHONY: venv demo serve check test test-unit test-kernels test-e2e test-faults test-long test-processors faults marathon soak fuzz \
+	lint docs lines aot bench bench-gpu clean
 
 venv: $(STAMP)
 
@@ -63,7 +63,15 @@ test-faults: venv
 # Every fault, REPEAT times, each time with servers of its own; docs/faults.md.
 REPEAT ?= 1
 faults: venv
-	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e tests/faults || exit 1; done
+	for round in $$(seq $(REPEAT)); do $(BIN)/pytest -q -m e2e --timeout 1800 tests/faults || exit 1; done
+
+# The demo model under load and random faults, and without faults near its capacity; RECORD=1 writes benchmarks/results.
+marathon: MINUTES ?= 30
+soak: MINUTES ?= 20
+soak: MARATHON_ARGS += --faults none --load 0.8
+marathon soak: venv
+	PYTHONPATH=tests $(BIN)/python -m support.marathon.run --name $@ --minutes $(MINUTES) $(if $(RATE),--rate $(RATE)) \
+		$(if $(RECORD),--record) $(MARATHON_ARGS)
 
 test-long: venv
 	TIDEWHEEL_LONG=1 $(BIN)/pytest -q -m 'not e2e and not gpu' --timeout 7200 --ignore tests/kernels tests
@@ -110,10 +118,11 @@ lines:
 	$(call count,tests,tests)
 
 # Compiles every kernel for sm_80, sm_90 and sm_100 without a GPU, under the newest triton-lang and the oldest that is
-# supported; registers, stack and shared memory as a table.
+# supported; registers, stack and shared memory as a table. Compares bound launches with triton-lang's own under both.
 aot: venv $(AOT_VENV)/.installed
 	$(BIN)/python -m tidewheel_kernels.aot --all
 	PYTHONPATH=kernels $(AOT_VENV)/bin/python -m tidewheel_kernels.aot --all
+	for python in $(BIN) $(AOT_VENV)/bin; do PYTHONPATH=kernels:tests $$python/python -m support.kernels.launch_comparison || exit 1; done
 
 $(AOT_VENV)/.installed:
 	$(PYTHON) -m venv $(AOT_VENV)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from study import ROOT, Study, in_turns, show, summary
+from study import ROOT, Study, commit_of, in_turns, show, summary
 from tidewheel.batch import SampledTokens, ScheduledBatch
 from tidewheel.kvcache.manager import KVCacheManager
 from tidewheel.request import Request
@@ -133,11 +133,6 @@ def run_in(checkout: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         sys.exit(f"the run in {checkout} failed:\n{done.stderr}")
     costs: list[dict[str, Any]] = json.loads(done.stdout)
     return costs
-
-
-def commit_of(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -28,10 +31,22 @@ class Address(NamedTuple):
     health: str
 
 
+def free_ports(count: int) -> int:
+    """Return the first of so many free ports in a row, below those that the system gives."""
+    while True:
+        first = random.SystemRandom().randrange(10_000, 30_000)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
+
+
 @contextmanager
-def served(folder: Path, settings: Mapping[str, object], *, ports: int = 18_700) -> Iterator[Address]:
+def served(
+    folder: Path, settings: Mapping[str, object], *, ports: int = 18_700, arguments: Sequence[str] = ()
+) -> Iterator[Address]:
     """Serve a Hugging Face folder on `ports` and the three that follow (HTTP, gRPC, metrics, health)."""
-    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder)]
+    command = [sys.executable, "-m", "tidewheel.cli.main", "serve", "--model", str(folder), *arguments]
     for offset, option in enumerate(("--http-port", "--grpc-port", "--metrics-port", "--health-port")):
         command += [option, str(ports + offset)]
     for key, value in settings.items():

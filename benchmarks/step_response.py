@@ -1,4 +1,4 @@
-"""Step responses of the controllers, on the modelled engines of `step_models.py`, and how each settled.
+"""Step responses of the controllers, on the modelled engines of `controller_models.py`, and how each settled.
 
     python benchmarks/step_response.py [tpot] [governor] [window] --save
 
@@ -15,7 +15,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from step_models import (
+from controller_models import (
     SEED,
     GovernorScenario,
     TpotScenario,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -57,6 +58,11 @@ def in_turns(
                 results[name].append(result)
                 note(number, name, result)
     return results
+
+
+def commit_of(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def summary(samples: list[float]) -> dict[str, Any]:

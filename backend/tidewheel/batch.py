@@ -17,11 +17,14 @@ from tidewheel.request import Request
 from tidewheel.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+RowArray = npt.NDArray[np.intp]  # indexes several times faster than int32
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
 
-def _no_ids() -> Int32Array:
+def no_ids() -> Int32Array:
     return np.empty(0, dtype=np.int32)
 
 
@@ -54,17 +57,17 @@ class ScheduledBatch:
     num_decodes: int  # leading rows with one token
     num_tokens: int  # sum of num_scheduled_tokens
     new_rows: tuple[NewRow, ...] = ()
-    freed_rows: Int32Array = field(default_factory=_no_ids)  # left since the last batch; applied before new_rows
-    block_rows: Int32Array = field(default_factory=_no_ids)  # [m] new block-table entries: row,
-    block_indices: Int32Array = field(default_factory=_no_ids)  # [m] logical index,
-    block_ids: Int32Array = field(default_factory=_no_ids)  # [m] and physical block
-    copy_sources: Int32Array = field(default_factory=_no_ids)  # [c] blocks to copy before the forward pass
-    copy_targets: Int32Array = field(default_factory=_no_ids)  # [c]
+    freed_rows: Int32Array = field(default_factory=no_ids)  # left since the last batch; applied before new_rows
+    block_rows: Int32Array = field(default_factory=no_ids)  # [m] new block-table entries: row,
+    block_indices: Int32Array = field(default_factory=no_ids)  # [m] logical index,
+    block_ids: Int32Array = field(default_factory=no_ids)  # [m] and physical block
+    copy_sources: Int32Array = field(default_factory=no_ids)  # [c] blocks to copy before the forward pass
+    copy_targets: Int32Array = field(default_factory=no_ids)  # [c]
     # Host tier, performed in this order: out, in, then the copies above.
-    swap_out_blocks: Int32Array = field(default_factory=_no_ids)  # [o] as earlier steps left them
-    swap_out_slots: Int32Array = field(default_factory=_no_ids)  # [o]
-    swap_in_slots: Int32Array = field(default_factory=_no_ids)  # [i]
-    swap_in_blocks: Int32Array = field(default_factory=_no_ids)  # [i]
+    swap_out_blocks: Int32Array = field(default_factory=no_ids)  # [o] as earlier steps left them
+    swap_out_slots: Int32Array = field(default_factory=no_ids)  # [o]
+    swap_in_slots: Int32Array = field(default_factory=no_ids)  # [i]
+    swap_in_blocks: Int32Array = field(default_factory=no_ids)  # [i]
 
 
 class TopLogprobs(NamedTuple):
@@ -101,6 +104,6 @@ class StepOutputs:
     """Effects of an applied step."""
 
     requests: list[Request]
-    token_ids: list[int]  # one for each of `requests`
+    token_ids: Int32Array  # one for each of `requests`
     logprobs: dict[int, TopLogprobs] | None  # by index into `requests`
     finished: list[Request]

@@ -34,6 +34,7 @@ class Readiness(NamedTuple):
 
 
 READY = Readiness("ready")
+DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):

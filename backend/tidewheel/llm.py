@@ -236,8 +236,8 @@ class LLM:
             self._waiting.popleft()
 
     def _deliver(self, outputs: StepOutputs) -> None:
-        logprobs = outputs.logprobs or {}
-        for position, (request, token_id) in enumerate(zip(outputs.requests, outputs.token_ids, strict=True)):
+        logprobs, token_ids = outputs.logprobs or {}, outputs.token_ids.tolist()
+        for position, (request, token_id) in enumerate(zip(outputs.requests, token_ids, strict=True)):
             self._push(request, [token_id], logprobs.get(position))
         for request in outputs.finished:
             self._push(request, [])

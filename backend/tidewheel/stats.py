@@ -6,6 +6,9 @@ from bisect import bisect_left
 from copy import copy
 
 import msgspec
+import numpy as np
+
+from tidewheel.batch import Float64Array
 
 # Upper bounds of tokens per step, as in Triton's vLLM backend.
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -26,6 +29,13 @@ class Histogram(msgspec.Struct):
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += count
         self.sums[bucket] += value * count
+
+    def observe_all(self, values: Float64Array) -> None:
+        buckets = np.searchsorted(self.bounds, values)
+        counts, sums = np.bincount(buckets), np.bincount(buckets, values)
+        for bucket in counts.nonzero()[0].tolist():
+            self.counts[bucket] += int(counts[bucket])
+            self.sums[bucket] += float(sums[bucket])
 
     def copy(self) -> Histogram:
         return Histogram(self.bounds, self.counts.copy(), self.sums.copy())

@@ -89,15 +89,15 @@ class Op(Generic[P, R]):
         self._reference = reference
         self._cpu = cpu
         self._native = native
-        self._chosen: dict[tuple[str, torch.dtype], Callable[P, R]] = {}
+        self._chosen: dict[tuple[torch.device, torch.dtype], Callable[P, R]] = {}
 
     def on(self, tensor: torch.Tensor) -> Callable[P, R]:
         """Return the implementation for such tensors, chosen on the first call."""
-        key = tensor.device.type, tensor.dtype
+        key = tensor.device, tensor.dtype
         chosen = self._chosen.get(key)
         if chosen is None:
-            kind = self._kind(*key)
-            logger.info("%s on %s in %s: %s", self.name, *key, kind)
+            kind = self._kind(tensor.device.type, tensor.dtype)
+            logger.info("%s on %s in %s: %s", self.name, tensor.device.type, tensor.dtype, kind)
             chosen = self._chosen[key] = self.implementation(kind)
         return chosen
 

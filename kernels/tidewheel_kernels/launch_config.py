@@ -48,12 +48,14 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@lru_cache
 def row_config(size: int) -> LaunchConfig:
     """Give a program one row, 16 elements per thread."""
     block = max(next_power_of_2(size), 32)
     return LaunchConfig(block, num_warps=min(max(block // 512, 1), 16))
 
 
+@lru_cache
 def elementwise_config(size: int) -> LaunchConfig:
     block = min(max(next_power_of_2(size), 32), 1024)
     return LaunchConfig(block, num_warps=min(max(block // 256, 1), 4))
@@ -102,10 +104,12 @@ def copy_config(size: int) -> LaunchConfig:
     return LaunchConfig(block, num_warps=min(max(block // 1024, 1), 4))
 
 
+@lru_cache
 def rope_config(num_heads: int) -> LaunchConfig:
     return LaunchConfig(min(next_power_of_2(num_heads), 8), num_warps=2)
 
 
+@lru_cache
 def prefill_config(
     head_dim: int, group: int, block_size: int, element_size: int, architecture: int
 ) -> AttentionConfig:
@@ -129,6 +133,7 @@ def prefill_config(
     return AttentionConfig(block_m, min(block_n, block_size), block_d, num_warps, num_stages, tma)
 
 
+@lru_cache
 def decode_config(head_dim: int, group: int, block_size: int, element_size: int) -> AttentionConfig:
     """Return small tiles, with the next in flight, for a kernel that waits for memory."""
     block_d = max(next_power_of_2(head_dim), MIN_DOT_SIZE)
@@ -138,6 +143,7 @@ def decode_config(head_dim: int, group: int, block_size: int, element_size: int)
     return AttentionConfig(block_m, min(32 if block_d > 128 else 64, block_size), block_d, num_warps=4, num_stages=3)
 
 
+@lru_cache
 def num_kv_splits(num_seqs: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
     """Return programs per sequence and KV head, from host values only: a CUDA graph may freeze them."""
     num_rows = max(num_seqs * num_kv_heads, 1)

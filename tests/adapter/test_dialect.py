@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -174,7 +174,7 @@ def sent(one_by_one: bool, *responses: list[Chunk]) -> list[tuple[dict[str, Any]
 def test_a_response_for_each_sequence_with_news() -> None:
     first, second = Chunk(text="a", token_ids=[1]), Chunk(text="b", token_ids=[2])
     quiet = Chunk(text="")
-    last = [dataclasses.replace(chunk, finish_reason="stop") for chunk in (quiet, second)]
+    last = [msgspec.structs.replace(chunk, finish_reason="stop") for chunk in (quiet, second)]
     assert sent(True, [first, second], [quiet, second], last) == [
         ({"text_output": [b"a"], "sequence_index": [[0]]}, 0),
         ({"text_output": [b"b"], "sequence_index": [[1]]}, 0),
@@ -185,5 +185,5 @@ def test_a_response_for_each_sequence_with_news() -> None:
 
 
 def test_a_twin_answers_once_with_all_sequences() -> None:
-    last = [dataclasses.replace(CHUNK, text=text, logprobs=None, cumulative_logprob=None) for text in "ab"]
+    last = [msgspec.structs.replace(CHUNK, text=text, logprobs=None, cumulative_logprob=None) for text in "ab"]
     assert sent(False, last) == [({"text_output": [b"a", b"b"]}, 1)]

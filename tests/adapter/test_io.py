@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -314,7 +314,7 @@ def test_a_chunk_in_the_middle() -> None:
 
 
 def test_an_element_for_each_sequence() -> None:
-    second = dataclasses.replace(CHUNK, text="z", token_ids=[9], logprobs=[], stats=None, cumulative_logprob=-3.0)
+    second = msgspec.structs.replace(CHUNK, text="z", token_ids=[9], logprobs=[], stats=None, cumulative_logprob=-3.0)
     outputs = several([CHUNK, second], EVERYTHING)
     del outputs["logprobs"]
     assert outputs == {

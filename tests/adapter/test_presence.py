@@ -37,6 +37,15 @@ def test_a_mark_counts_open_requests_until_it_is_removed() -> None:
     assert mine() is None
 
 
+def test_marks_of_processes_that_are_gone_are_removed(run_dir: Path) -> None:
+    Presence("a model")
+    marks = run_dir / "front_ends"
+    (marks / "4194305-7").touch()  # beyond any process id
+    (marks / "1-7").touch()
+    Presence("a model")
+    assert {path.name.partition("-")[0] for path in marks.iterdir()} == {"1", str(os.getpid())}
+
+
 def test_a_mark_that_cannot_be_written_is_no_error(run_dir: Path) -> None:
     run_dir.mkdir(mode=0o700)
     (run_dir / "front_ends").mkdir(mode=0o700)

@@ -141,6 +141,13 @@ def test_a_restart_is_seen_by_other_buckets_too() -> None:
     assert (value("h_count"), value("h_sum")) == (4, 12)
 
 
+def test_a_restart_without_a_value_yet() -> None:
+    series = HistogramSeries("h", "d", (1.0,), LABELS)
+    for total in (observed((1.0,), 1, 1), observed((1.0,)), observed((1.0,), 5)):
+        series.advance(total)
+    assert (value("h_count"), value("h_sum")) == (3, 7)
+
+
 def test_a_histogram_goes_on_where_another_front_end_stopped() -> None:
     series = HistogramSeries("h", "d", (1.0,), LABELS)
     series.follow(observed((1.0,), 1, 5))

@@ -205,7 +205,7 @@ def test_settings_reach_the_front_end(tmp_path: Path) -> None:
     started, frontend = start(make_args(tmp_path, num_sender_threads="2", max_prompt_bytes="9", tokenizer="tok"))
     assert isinstance(frontend.options.pop("door"), RefusingDoor)
     del frontend.options["on_finished"]
-    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2}
+    assert frontend.options == {"max_prompt_bytes": 9, "num_senders": 2, "stream_interval_s": 0.02}
     assert frontend.reader.options.pop("defaults").sampling == {}
     assert frontend.reader.options == {"max_prompt_bytes": 9, "default_max_tokens": 16}
     assert frontend.reader.model_dir == Path("tok")

@@ -192,6 +192,7 @@ def test_wrong_model_json(tmp_path: Path, content: str, words: list[str]) -> Non
         ({"model": "m", "num_sender_thread": "4"}, ["'num_sender_thread'", "'num_sender_threads'"]),
         ({"model": "m", "health_port": "65536"}, ["health_port", "65536", "1 to 65535"]),
         ({"model": "m", "num_sender_threads": "0"}, ["num_sender_threads", "0", "64"]),
+        ({"model": "m", "stream_interval_ms": "-1"}, ["stream_interval_ms", "-1", "10000"]),
         ({"model": "m", "num_sender_threads": "two"}, ["num_sender_threads", "two", "integer"]),
         ({"model": "m", "default_max_tokens": "0"}, ["default_max_tokens", "0", "1", "context"]),
         ({"model": "m", "default_max_tokens": "full"}, ["default_max_tokens", "full", "integer or context"]),

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import step_response
-from step_models import run_governor
+from controller_models import run_governor
 from study import RESULTS
 
 

@@ -67,12 +67,11 @@ def test_the_walk_has_as_many_files_as_it_says(title: str) -> None:
 
 
 def test_make_runs_every_end_to_end_test() -> None:
-    folders = re.search(r"^E2E := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    runs = re.findall(r"pytest -q -m 'e2e and not slow' (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     marked = {
         path.parent for path in (ROOT / "tests").rglob("test_*.py") if "mark.e2e" in path.read_text(encoding="utf-8")
     }
-    assert folders is not None
-    assert {ROOT / folder for folder in folders[1].split()} == marked - {Path(__file__).parent}
+    assert {ROOT / folder for folders in runs for folder in folders.split()} == marked - {Path(__file__).parent}
 
 
 def test_the_layers_are_those_of_the_layer_test() -> None:
@@ -80,7 +79,15 @@ def test_the_layers_are_those_of_the_layer_test() -> None:
     assert {name: int(level) for level, names in rows for name in re.findall(r"`([\w.]+)`", names)} == LAYERS
 
 
-def test_the_tests_of_the_rules_of_security_are_there() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
-    assert len(named) > 20
+@pytest.mark.parametrize(("page", "least"), [("SECURITY.md", 20), ("docs/faults.md", 60)])
+def test_the_tests_that_a_page_names_are_there(page: str, least: int) -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / page).read_text(encoding="utf-8"))
+    assert len(named) > least
     assert not [test for path, test in named if f"def {test}(" not in (ROOT / "tests" / path).read_text()]
+
+
+def test_every_case_of_the_faults_has_a_test() -> None:
+    numbers = re.findall(r"^\| ([FM]\d+)(?:,| \|)", (ROOT / "docs" / "faults.md").read_text("utf-8"), re.MULTILINE)
+    gaps = {f"F{number}" for number in (10, 16, 24, 34, 38, 42)}
+    cases = {f"F{number}" for number in range(1, 46)} - gaps | {f"M{number}" for number in range(1, 10)}
+    assert set(numbers) == cases

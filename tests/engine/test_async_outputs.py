@@ -132,6 +132,8 @@ class Peer:
         while self._socket.poll(0):
             message = from_engine_decoder.decode(self._socket.recv())
             if isinstance(message, Deltas):
+                for tokens in message.tokens:
+                    self.recorder.on_tokens(*tokens.arrays())
                 self.recorder.on_deltas(message.deltas)
         self._socket.send(encoder.encode(self._script.pop(0) if self._script else Ping()))
         return "all have ended" if self._keys <= self.recorder.endings.keys() else ""

@@ -16,6 +16,7 @@ from entries.conftest import WriteEntry
 from support.frontend.tokenizers_on_the_spot import word_piece
 from support.models import tiny_models
 from support.triton.serving import WEIGHTS
+from tidewheel.byte_sizes import GIB
 from tidewheel.entries import model_rules
 from tidewheel.entries.checking import check
 from tidewheel.entries.finding import Finding
@@ -431,9 +432,6 @@ def test_a_model_that_runs_through_transformers(write: WriteEntry, tmp_path: Pat
     (entry / "config.pbtxt").write_text((entry / "config.pbtxt").read_text() + setting("max_model_len", "4096"))
     (found,) = check(entry).findings
     assert matches("max_model_len is 4096 … at most 256", found.message)
-
-
-GIB = 1 << 30
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from faults.conftest import Case
 from support.faults.nothing_lost import Recorded, nothing_lost, triton_log
 from support.triton.burst import bursting
 from support.triton.serving import Server, StreamError, grpc_inputs, grpc_stream
@@ -51,10 +52,24 @@ ENDLESS: list[dict[str, Any]] = [
 UNSUPPORTED = [
     '{"allowed_token_ids": [4096]}',
     '{"best_of": 3}',
+    '{"chat_template": "{% for a in range(99999) %}{% endfor %}"}',
+    '{"chat_template_kwargs": {"tokenize": true}}',
+    '{"guided_regex": "(a+)+$"}',
+    '{"structured_outputs": {"json": false}}',
     '{"guided_json": {}}',
     '{"prompt_logprobs": 1}',
     '{"prompt_embeds": "AAAA"}',
 ]
+# Ids beyond the model's output, by every way in: to a kernel they would be an address.
+BAD_IDS: list[dict[str, Any]] = [
+    parameters
+    for token in (4096, 4097, -1, 2**31 - 1)
+    for parameters in ({"stop_token_ids": [token]}, {"end_id": token}, {"logit_bias": {str(token): 100}})
+]
+
+
+ROUNDS = 10  # of 100 requests each
+PER_ROUND = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,6 +138,17 @@ def test_bad_bodies(server: Server, body: dict[str, Any], word: str) -> None:
     assert word in response.text
 
 
+def test_ids_beyond_the_model_change_no_neighbour(server: Server, case: Case) -> None:
+    with case(), bursting(server) as burst:
+        for parameters in BAD_IDS:
+            burst.send("Hello", 8, sampling_parameters=json.dumps(parameters))
+        for ids in ([5, 4096], [-1], [2**31 - 1] * 8):
+            burst.send(ids, 8)
+        burst.finish()
+        assert len(burst.errors) == burst.num_sent
+        assert all(error.startswith("[TW-INPUT]") for error in burst.errors), burst.errors
+
+
 def test_invalid_utf8_over_grpc(server: Server) -> None:
     inputs = grpc_inputs(text_input=b"caf\xe9")
     with pytest.raises(StreamError, match=r"\[TW-INPUT\].*UTF-8"):
@@ -148,3 +174,32 @@ def test_ids_of_requests(server: Server) -> None:
         burst.finish()
         assert burst.errors == []
         assert "\x1b[31m" not in triton_log(server).read_text(errors="replace")
+
+
+def private_memory(server: Server) -> int:
+    """Return that of tritonserver, its front ends and the processes for prompts, in bytes."""
+    engine = server.engine_process()
+    memory = [process.memory_info() for process in server.descendants() if process != engine]
+    return sum(one.rss - one.shared for one in memory)
+
+
+def refuse_a_hundred(server: Server) -> None:
+    with bursting(server) as burst:
+        for number in range(60):
+            burst.send("Hello", 8, sampling_parameters=BAD_PARAMETERS[number % len(BAD_PARAMETERS)][0])
+        burst.finish()
+        assert len(burst.errors) == 60
+    for number in range(40):
+        body = {"text_input": "Hello", "sampling_parameters": BAD_PARAMETERS[number % len(BAD_PARAMETERS)][0]}
+        assert server.post("demo/generate", body if number % 4 else b"{").status_code >= 400
+
+
+@pytest.mark.slow
+def test_refusals_take_no_memory(server: Server, case: Case) -> None:
+    with case():
+        for _ in range(ROUNDS):
+            refuse_a_hundred(server)
+        before = private_memory(server)
+        for _ in range(ROUNDS):
+            refuse_a_hundred(server)
+        assert private_memory(server) - before < ROUNDS * PER_ROUND

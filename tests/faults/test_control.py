@@ -19,13 +19,14 @@ from support.faults.nothing_lost import (
     record,
     streaming_canaries,
 )
+from support.faults.raw_streams import RawStream
 from support.faults.service import serving
 from support.triton.burst import bursting
 from support.triton.serving import Server, has_ended, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 LONG = 900
 
 
@@ -71,6 +72,15 @@ def test_unload_under_load(explicit: Server, tokens: Recorded) -> None:
     assert control(explicit, "demo", "load").ok
     assert control(explicit, "demo_infer", "load").ok
     assert_serves(explicit, tokens)
+
+
+def test_a_model_that_is_loaded_keeps_no_connection_open(explicit: Server, tokens: Recorded) -> None:
+    """The new front end is a fork of Triton, and the client reads until its connection is closed."""
+    assert control(explicit, "demo_infer", "unload").ok
+    stream = RawStream(explicit, CANARIES[0], 100)
+    stream.wait_for_first()
+    assert control(explicit, "demo_infer", "load").ok
+    assert stream.finish() == tokens[CANARIES[0]][:100]
 
 
 @pytest.mark.parametrize("drain_s", [30, 1])

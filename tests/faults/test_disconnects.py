@@ -20,7 +20,8 @@ pytestmark = pytest.mark.e2e
 LONG = 900  # tokens: more than are made before the client is gone
 LONG_PROMPT = "word " * 500
 NUM_CLIENT_STREAMS = 64
-LIMIT_S = 60.0
+NUM_KILLS = 20
+LIMIT_S = 180.0
 
 # A client of many streams, which says when all of them are sent.
 CLIENT = """
@@ -109,14 +110,13 @@ def killed_client(server: Server) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 5])
-def test_a_client_killed_with_64_streams(server: Server, case: Case, times: int) -> None:
+def test_a_client_killed_with_64_streams_many_times(server: Server, case: Case) -> None:
     before = num_cancelled(server)
     with case():
-        for _ in range(times):
+        for number in range(NUM_KILLS):
             killed_client(server)
-        wait_cancelled(server, before + 1)
-        wait_for(lambda: is_idle(server), LIMIT_S, "the end of all streams")
+            wait_cancelled(server, before + number + 1)
+            wait_for(lambda: is_idle(server), LIMIT_S, "the end of all streams")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from support.triton.serving import Server
 pytestmark = pytest.mark.e2e
 
 BODY = b'{"text_input": "The server", "max_tokens": 4}'
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 
 
 def infer(**changes: object) -> bytes:
@@ -54,13 +54,8 @@ def test_malformed_requests(server: Server, case: Case) -> None:
             assert 400 <= answer.status_code <= 500, (name, answer.status_code)
             assert answer.json()["error"], name
             assert_alive(server)
-
-
-def test_an_output_that_is_asked_for_twice(server: Server, case: Case) -> None:
-    with case():
-        body = json.loads(infer())
-        answer = server.post("demo_infer/infer", {**body, "outputs": [TWICE, TWICE]})
-        assert answer.status_code in (200, 400)
+        twice = server.post("demo_infer/infer", {**json.loads(infer()), "outputs": [TWICE, TWICE]})
+        assert twice.status_code in (200, 400)
         assert_alive(server)
 
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import queue
 import re
-import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from faults.conftest import Case
 from support.faults.nothing_lost import CANARIES, Recorded
-from support.faults.raw_streams import RawStream
-from support.faults.service import MAX_RUNNING, MAX_WAITING
+from support.faults.raw_streams import RawStream, idle_connections
+from support.faults.service import MAX_RUNNING, MAX_WAITING, MAX_WAITING_TOKENS
 from support.triton.burst import Burst, bursting
 from support.triton.serving import Server, wait_for
+from tidewheel.server.processes import raise_descriptor_limit
 
 pytestmark = pytest.mark.e2e
 
 NUM_TOO_MANY = 60
 NUM_UNREAD = 64
-NUM_IDLE = 500
+LONG_PROMPT = [7] * 1000
 SLOW_HEADS = (
     b"",
     b"POST /v2/models/demo/gen",
@@ -38,7 +41,7 @@ def all_at_once(server: Server, count: int) -> Iterator[None]:
     engine.suspend()
     try:
         yield
-        wait_for(lambda: server.metric("tidewheel_requests_received_total") >= before + count, 60, "all requests")
+        wait_for(lambda: server.metric("tidewheel_requests_received_total") >= before + count, 180, "all requests")
     finally:
         engine.resume()
 
@@ -57,6 +60,27 @@ def test_a_full_waiting_set_refuses_the_rest(server: Server, recorded: Recorded,
         assert lengths == {40: num_sent - len(burst.errors), 0: len(burst.errors)}
         for prompt, tokens in zip(prompts, burst.tokens.values(), strict=True):
             assert tokens == recorded[prompt][: len(tokens)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "full_of"),
+    [
+        (LONG_PROMPT, 2 * MAX_WAITING_TOKENS // 1000, f"of {MAX_WAITING_TOKENS} tokens, and this prompt has"),
+        pytest.param([7, 8], 300, f"of {MAX_WAITING} requests$", marks=pytest.mark.slow),
+    ],
+    ids=["tokens", "requests"],
+)
+def test_each_limit_refuses_where_the_other_would_not(
+    server: Server, case: Case, prompt: list[int], count: int, full_of: str
+) -> None:
+    with case(), bursting(server) as burst:
+        with all_at_once(server, count):
+            for _ in range(count):
+                burst.send(prompt, 4)
+        burst.finish()
+        assert 0 < len(burst.errors) < count
+        assert all(error.startswith("[TW-BUSY") and re.search(full_of, error) for error in burst.errors), burst.errors
+        assert sorted(map(len, burst.tokens.values())) == [0] * len(burst.errors) + [4] * (count - len(burst.errors))
 
 
 def test_sequences_of_a_group_are_taken_or_refused_together(server: Server, case: Case) -> None:
@@ -86,19 +110,43 @@ def test_unread_streams_delay_nobody(server: Server, recorded: Recorded, case: C
             assert stream.finish() == recorded[CANARIES[index % len(CANARIES)]][:100]
 
 
-@contextmanager
-def connections(server: Server, heads: tuple[bytes, ...], count: int) -> Iterator[list[socket.socket]]:
-    """Open connections, each of which sends the begin of a request."""
-    with ExitStack() as opened:
-        sockets = []
-        for index in range(count):
-            sockets.append(opened.enter_context(socket.create_connection(("127.0.0.1", server.http_port))))
-            sockets[-1].sendall(heads[index % len(heads)])
-        yield sockets
+class Held(queue.Queue[tuple[Any, Any]]):
+    """Answers that a client takes only when it is let: until then it reads no more of its stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_read = threading.Event()
+
+    def put(self, item: tuple[Any, Any], block: bool = True, timeout: float | None = None) -> None:
+        self.may_read.wait()
+        super().put(item, block, timeout)
 
 
-def test_idle_and_slow_connections_delay_nobody(server: Server, case: Case) -> None:
-    with case() as canaries, connections(server, SLOW_HEADS, NUM_IDLE) as slow:
+@pytest.mark.slow
+def test_grpc_streams_of_a_slow_reader_delay_nobody(server: Server, case: Case) -> None:
+    with case() as canaries, bursting(server, num_clients=6) as slow:
+        slow.answers = held = Held()
+        try:
+            for _ in slow.clients:
+                slow.send("A long story", 60, n=8, sampling_parameters='{"logprobs": 5}')
+            canaries.finish()
+            with bursting(server) as burst:
+                for prompt in CANARIES:
+                    burst.send(prompt, 20)
+                burst.finish()
+                assert burst.errors == []
+        finally:
+            held.may_read.set()
+        slow.finish()
+        assert slow.errors == []
+        assert {len(tokens) for tokens in slow.tokens.values()} == {8 * 60}
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])
+def test_idle_and_slow_connections_delay_nobody(server: Server, case: Case, count: int) -> None:
+    if raise_descriptor_limit() < 2 * count:
+        pytest.skip("too few descriptors for so many connections")
+    with case(spare_bytes=128 << 20) as canaries, idle_connections(server, count, SLOW_HEADS) as slow:
         canaries.finish()
         for one in slow[2 :: len(SLOW_HEADS)]:
             one.sendall(b" ")
@@ -124,5 +172,5 @@ def served_of(server: Server, burst: Burst, count: int) -> int:
         burst.send("The server", 8)
     burst.finish()
     assert all(error.startswith("[TW-BUSY retry_after_ms=") for error in burst.errors)
-    wait_for(lambda: server.metric("vllm:num_requests_waiting") == 0, 60, "room")
+    wait_for(lambda: server.metric("vllm:num_requests_waiting") == 0, 180, "room")
     return count - (len(burst.errors) - num_errors)

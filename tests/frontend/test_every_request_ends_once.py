@@ -41,6 +41,7 @@ class Script:
     ends_with_eos: bool
     cuts: list[int]  # sizes of the deltas, over and over
     cancel_after: int | None  # deltas
+    in_columns: bool  # one token each
     deltas: list[Delta] = field(default_factory=list)
 
 
@@ -54,13 +55,14 @@ scripts = st.builds(
     ends_with_eos=st.booleans(),
     cuts=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     cancel_after=st.none() | st.integers(0, 5),
+    in_columns=st.booleans(),
 )
 
 
 def deltas_of(script: Script, key: int, token_ids: list[int]) -> list[Delta]:
     deltas, begin = [], 0
     while begin < len(token_ids):
-        end = begin + script.cuts[len(deltas) % len(script.cuts)]
+        end = begin + (1 if script.in_columns else script.cuts[len(deltas) % len(script.cuts)])
         deltas.append(delta(key, token_ids[begin:end]))
         begin = end
     reason = "stop" if script.ends_with_eos else "length"
@@ -97,8 +99,10 @@ def play(harness: FrontendHarness, running: list[tuple[Script, Submitted]]) -> N
         for script, submitted in running:
             if script.cancel_after == step:
                 submitted.sink.gone.set()
-        batch = [script.deltas[step] for script, _ in running if step < len(script.deltas)]
-        harness.frontend.on_deltas(batch)
+        batch = [(script, script.deltas[step]) for script, _ in running if step < len(script.deltas)]
+        plain = [one for script, one in batch if script.in_columns and not one.finish_reason]
+        harness.deliver_tokens({one.key: one.token_ids[0] for one in plain})
+        harness.frontend.on_deltas([one for _, one in batch if one not in plain])
 
 
 def check(harness: FrontendHarness, script: Script, sink: RecordingSink) -> None:

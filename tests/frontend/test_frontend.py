@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tidewheel.engine.requests import check_request
 from tidewheel.errors import Busy, EngineDead
 from tidewheel.frontend import preparation, threads
 from tidewheel.frontend.interface import GenerateRequest, Response
+from tidewheel.frontend.live_request import LiveRequest
 from tidewheel.frontend.preparation import phrase_ids
 
 CHAT = json.dumps([{"role": "user", "content": "Hi"}])
@@ -317,6 +320,26 @@ def test_an_engine_that_refuses(harness: FrontendHarness, error: Busy | EngineDe
     harness.engine.refusal = error
     assert harness.refuse(text="x") == str(error)
     assert ledger(harness) == (1, 1)
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_a_refused_request_is_freed_at_once(harness: FrontendHarness) -> None:
+    """Its prompt may have megabytes, and a collection may be hours away."""
+    for text in ("the " * 300, ""):
+        harness.refuse(text=text)
+    deadline = time.monotonic() + 30
+    while kept := [one for one in gc.get_objects() if isinstance(one, LiveRequest)]:
+        assert time.monotonic() < deadline, kept
+        del kept
+        time.sleep(0.01)
 
 
 def test_too_much_waits_for_the_tokenizer(harness: FrontendHarness, monkeypatch: pytest.MonkeyPatch) -> None:

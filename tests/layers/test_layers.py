@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ LAYERS = {
     "tidewheel.errors": 0,
     "tidewheel.private_dir": 0,
     "tidewheel.regular_files": 0,
+    "tidewheel.byte_sizes": 0,
     "tidewheel.config": 0,
     "tidewheel.settings": 0,
     "tidewheel.engine_arguments": 0,
@@ -219,6 +221,21 @@ def test_nothing_unpickles() -> None:
         names = {name.split(".")[0] for name in imports(path)}
         assert not names & banned, module
         assert "torch.load(" not in path.read_text(), module
+
+
+def test_durations_are_monotonic() -> None:
+    """A wall clock may jump. It is read for times of files, and for dates in templates, answers and reports."""
+    readers = {
+        m for m, path in MODULES.items() if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
+    }
+    assert readers == {
+        "tidewheel.server.repository",
+        "tidewheel.server.workdir",
+        "tidewheel.frontend.chat_template",
+        "tidewheel.gateway.answering",
+        "tidewheel.gateway.application",
+        "tidewheel.bench.environment",
+    }
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.runner import device
 from tidewheel.runner.device import cpu_has_bf16, resolve_device, resolve_dtype
-from tidewheel.runner.kv_tensors import MIB
 from tidewheel.runner.profiling import StepSize, gpu_budget, measured_activation_bytes
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.kv_tensors import (
-    MIB,
     CacheLayout,
     KVTensors,
     MemoryBudget,

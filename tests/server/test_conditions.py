@@ -1,4 +1,4 @@
-"""Conditions that other threads read from a supervisor, in a process whose children it may end."""
+"""Readiness that other threads read from a supervisor, in a process whose children it may end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidewheel.server.workdir import work_dir
 
 
 def show(supervisor):
-    print(*filter(None, supervisor.condition), sep=": ")
+    print(*filter(None, supervisor.readiness), sep=": ")
 
 
 def kill_server(supervisor):
@@ -54,13 +54,13 @@ with StopSignals() as signals, work_dir(Path(sys.argv[1])) as work:
 """
 
 
-def test_conditions_from_start_to_end(tmp_path: Path) -> None:
+def test_readiness_from_start_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    death = "restarting: tritonserver died (signal 9, Killed)"
+    death = "starting: tritonserver died (signal 9, Killed)"
     assert done.stdout.splitlines() == [
         "starting: the server is starting",
         *("ready", death) * 2,
-        "failed: enough",
+        "stopped: enough",
         "draining: the server is shutting down",
     ], done.stderr

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.cli.doctor import as_table
 from tidewheel.server.locate import STUB_NAME
-from tidewheel.server.machine_checks import GIB, MIB, Judgement, judge
+from tidewheel.server.machine_checks import Judgement, judge
 from tidewheel.server.machine_facts import (
     Gpu,
     Machine,

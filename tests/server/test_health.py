@@ -12,7 +12,7 @@ from support.triton.serving import wait_for
 from tidewheel.health_endpoint import READY, Readiness
 from tidewheel.server import ServeError, health
 from tidewheel.server.endpoints import Endpoints
-from tidewheel.server.health import DRAINING, STARTING, Health
+from tidewheel.server.health import STARTING, Health
 
 
 class FakeWatch:
@@ -58,7 +58,7 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
 
         assert it.report() == STARTING
         assert get() == (503, "starting")
-        it.server = READY
+        it.server = lambda: READY
         assert get() == (200, "ready")
         seen["one-1234"] = Readiness("reloading", "")
         wait_for(lambda: get() == (503, "reloading"), 10, "an engine that is away")
@@ -66,7 +66,7 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
         wait_for(lambda: get() == (200, "ready"), 10, "its return")
         answers.append(False)
         wait_for(lambda: get() == (503, "stopped"), 10, "the silence of tritonserver")
-        it.server = DRAINING
+        it.server = lambda: Readiness("draining")
         assert get() == (503, "draining")
         assert get("live") == (200, "draining")
 
@@ -74,13 +74,13 @@ def test_the_endpoint_follows_within_a_second(seen: dict[str, Readiness | None])
 def test_who_is_silent_before_the_start_is_not_asked(seen: dict[str, Readiness | None]) -> None:
     it = make([False], seen)
     assert it.ask() == READY
-    it.server = READY
+    it.server = lambda: READY
     assert it.ask().state == "stopped"
 
 
 def test_what_cannot_be_examined_is_not_ready(seen: dict[str, Readiness | None]) -> None:
     with make([True], seen) as it:
-        it.server = READY
+        it.server = lambda: READY
         it._find = lambda: 1 / 0  # type: ignore[assignment, return-value]
         wait_for(lambda: "division" in it.report().reason, 10, "the error")
         assert not it.report().is_ready

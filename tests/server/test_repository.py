@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from tidewheel.adapter.repository_entry import ORIGIN, real_entry
 from tidewheel.errors import ConfigError
-from tidewheel.server.repository import check_name, entries, parse_settings, select, served_name, write_entry
+from tidewheel.server.repository import (
+    check_name,
+    entries,
+    load_again,
+    mirror,
+    parse_settings,
+    resolve_model,
+    select,
+    served_name,
+    write_entry,
+)
 
 
 @pytest.fixture
@@ -71,6 +83,12 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
         write_entry(tmp_path / "repository", str(tmp_path), "x", {})
 
 
+def test_a_config_that_is_no_file_is_left_to_the_load(tmp_path: Path) -> None:
+    """It says what it is; it is not missing."""
+    os.mkfifo(tmp_path / "config.json")
+    assert resolve_model(str(tmp_path)) == str(tmp_path)
+
+
 def test_served_names(model: Path) -> None:
     assert served_name("Qwen/Qwen3-0.6B") == "Qwen3-0.6B"
     assert served_name(str(model)) == "odd_name_of_a_model"
@@ -105,3 +123,20 @@ def test_a_selection_of_entries(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=r"'four'.*one, one_infer, three"):
         select(repository, ["four"], tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_mirror_shows_triton_one_file_that_changes(tmp_path: Path, model: Path) -> None:
+    repository = tmp_path / "repository"
+    for name in ("one", "two"):
+        write_entry(repository, str(model), name, {})
+    mirrored = mirror(repository, [], tmp_path / "mirrored")
+    assert entries(mirrored) == entries(repository) == ["one", "one_infer", "two", "two_infer"]
+    assert entries(mirror(repository, ["two"], tmp_path / "part")) == ["two"]
+    entry = mirrored / "one"
+    assert real_entry(entry) == (repository / "one").resolve()
+    (entry / "1" / "new").touch()
+    times = {path.name: path.stat().st_mtime for path in entry.iterdir()}
+    assert max(times, key=times.__getitem__) == ORIGIN
+    load_again(entry)
+    assert (entry / ORIGIN).stat().st_mtime > times[ORIGIN]
+    assert (repository / "one" / ORIGIN).stat().st_mtime != (entry / ORIGIN).stat().st_mtime

@@ -1,12 +1,16 @@
-"""How often a server is started again."""
+"""How often a server is started again, and how a model is loaded again while the others serve."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from support.triton.serving import wait_for
+from tidewheel.adapter.presence import Presence
 from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.server import CrashLoop
-from tidewheel.server.revival import Restarts
+from tidewheel.server.revival import Restarts, Revival, Revivals
 
 
 def test_delays_grow_and_a_crash_loop_ends() -> None:
@@ -22,3 +26,47 @@ def test_old_deaths_are_forgotten_by_time_of_service() -> None:
     restarts.next_delay_s(0, "a load of any length fails")
     with pytest.raises(CrashLoop):
         restarts.next_delay_s(0, "again")
+
+
+def test_a_model_is_loaded_until_a_new_front_end_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+    calls: list[str] = []
+
+    def reload(model: str) -> None:
+        calls.append(model)
+        if len(calls) == 1:
+            raise OSError("no weights")
+
+    Presence("other")
+    revival = Revival("demo", reload, 0.0)
+    wait_for(lambda: len(calls) == 2, 10, "another try")
+    assert revival.new_failure() == "model 'demo' cannot be loaded again, and is tried again: no weights"
+    assert revival.new_failure() == ""
+    assert not revival.is_over
+    Presence("demo")
+    assert revival.is_over
+    assert calls == ["demo", "demo"]
+
+
+def test_a_revival_that_is_cancelled_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+    revival = Revival("demo", lambda _: pytest.fail("loaded"), 3600.0)
+    revival.cancel()
+    assert not revival.is_over
+
+
+def test_what_is_told_of_revivals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(tmp_path))
+    notes: list[str] = []
+    revivals = Revivals(notes.append)
+    revivals.start("grown", lambda _: None, while_it_serves=True)
+    assert revivals.look() == ""
+    revivals.start("demo", lambda _: None)
+    assert revivals.look() == "demo"
+    assert notes == []
+    Presence("demo")
+    assert revivals.look() == ""
+    assert "model 'demo' is loaded again after " in notes[0]
+    revivals.start("demo", lambda _: None, 3600.0)
+    revivals.cancel()
+    assert revivals.look() == ""

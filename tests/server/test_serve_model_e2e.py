@@ -20,6 +20,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 import tidewheel_client as tc
+from support.faults.nothing_lost import shared_memory, shm_prefix
 from support.triton.serving import (
     REPOSITORY,
     WEIGHTS,
@@ -27,12 +28,13 @@ from support.triton.serving import (
     StreamError,
     grpc_inputs,
     grpc_stream,
+    has_ended,
     start_server,
     stop_server,
     wait_for,
     wait_ready,
 )
-from tidewheel.server.supervisor import ENGINE_GRACE_S, SETTLE_S
+from tidewheel.server.supervisor import ENGINE_GRACE_S, MAX_SHARED_BYTES, SETTLE_S
 from tidewheel_client import Client
 
 pytestmark = pytest.mark.e2e
@@ -41,6 +43,7 @@ DEATH_LIMIT_S = 20.0  # less than a drain may take: a death waits for no request
 STOP_LIMIT_S = 20.0
 RESTART_LIMIT_S = 60.0
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+LONGER = 900
 LONG = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
 
 
@@ -156,6 +159,26 @@ def test_refused_prompts_are_not_kept(shared: Server) -> None:
     assert (after.rss - after.shared) - (before.rss - before.shared) < count * size
 
 
+def shared_bytes(server: Server) -> int:
+    return sum(path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*"))
+
+
+def test_grown_shared_memory_is_given_back_while_requests_run(shared: Server) -> None:
+    before, old = shared_bytes(shared), front_end(shared)
+    with connect(shared) as client:
+        stream = client.stream("A tuple is", **LONG)
+        next(stream)
+        with pytest.raises(StreamError, match="TW-TOO-LARGE"):
+            grpc_stream(shared, grpc_inputs("x" * (MAX_SHARED_BYTES + 1)), model="mine")
+        wait_for(
+            lambda: "of shared memory; loading it again" in shared.log.read_text(), RESTART_LIMIT_S, "the notice"
+        )
+        assert stream.read().finish_reason == "length"
+        wait_for(lambda: has_ended(old), RESTART_LIMIT_S, "the end of the old front end")
+        assert client.generate("x", max_tokens=1).finish_reason == "length"
+    wait_for(lambda: shared_bytes(shared) <= before, RESTART_LIMIT_S, "the memory")
+
+
 def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder: Path) -> None:
     processes = server.descendants()
     assert server.engine_process() is not None
@@ -173,18 +196,18 @@ def test_ctrl_c_ends_the_engine_too_whatever_is_connected(server: Server, folder
 def test_a_running_request_ends_and_new_ones_are_refused(server: Server) -> None:
     """Triton alone would call the model unknown."""
     with connect(server) as client:
-        stream = client.stream("A tuple is", **LONG)
+        stream = client.stream("A tuple is", **LONG | {"max_tokens": LONGER})
         num_tokens = next(stream).num_output_tokens or 0
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.readiness() == (503, "draining"), 10, "the notice to balancers")
         wait_for(lambda: _is_refused(client), 10, "end of admission")
-        for chunk in itertools.islice(stream, 10):
+        for chunk in itertools.islice(stream, 3):
             num_tokens += chunk.num_output_tokens or 0
             with pytest.raises(tc.Draining):
                 client.generate("x", max_tokens=1)
         rest = stream.read()
         assert rest.finish_reason == "length"
-        assert num_tokens + (rest.num_output_tokens or 0) == LONG["max_tokens"]
+        assert num_tokens + (rest.num_output_tokens or 0) == LONGER
     assert server.process.wait(STOP_LIMIT_S) == 0
 
 
@@ -239,17 +262,22 @@ def test_a_killed_front_end_is_told_and_started_again_on_the_same_engine(shared:
     wait_for(lambda: shared.metric("vllm:num_requests_running") == 0, 30, "end of the old requests")
 
 
-def test_a_paused_front_end_that_a_request_finds_costs_a_restart(shared: Server) -> None:
+def num_loads(server: Server) -> int:
+    return server.log.read_text().count("is loaded again after")
+
+
+def test_a_paused_front_end_that_a_request_finds_is_replaced(shared: Server) -> None:
     """With Triton 2.51, it or tritonserver aborts when it goes on (`boost::interprocess::lock_exception`)."""
-    before = num_restarts(shared)
+    before = num_restarts(shared) + num_loads(shared)
     with connect(shared) as client:
         text = client.generate("A tuple is", **GREEDY).text
         stub = front_end(shared)
         stub.suspend()
         with pytest.raises(tc.ServerUnavailable, match="is not healthy"):
             client.generate("A tuple is", **GREEDY)
+        wait_for(lambda: shared.readiness() == (503, "hung"), RESTART_LIMIT_S, "the pause")
         stub.resume()
-        wait_for(lambda: num_restarts(shared) > before, RESTART_LIMIT_S, "restart")
+        wait_for(lambda: num_restarts(shared) + num_loads(shared) > before, RESTART_LIMIT_S, "restart")
         assert client.generate("A tuple is", **GREEDY).text == text
 
 

@@ -163,8 +163,12 @@ def test_closed_apis(server: Server) -> None:
         refusal = requests.post(f"{server.http}/v2/{path}", data="{}", timeout=5)
         assert refusal.status_code == 403
         assert "tidewheel-serve-option-open-api" in refusal.text
-    load = requests.post(f"{server.http}/v2/repository/models/words/load", timeout=5)
-    assert load.status_code >= 400
+    for action in ("load", "unload"):
+        refusal = control(server, action)
+        assert refusal.status_code == 503
+        assert "explicit model load / unload is not allowed" in refusal.text
+    index = requests.post(f"{server.http}/v2/repository/index", timeout=5)
+    assert index.json() == [{"name": "words", "version": "1", "state": "READY"}]
 
 
 def test_sigterm_lets_a_running_request_end(server: Server, folder: Path) -> None:
@@ -364,3 +368,19 @@ def test_wrong_usage_is_one_line(arguments: list[str], code: int, word: str) -> 
     (line,) = done.stderr.splitlines()
     assert line.startswith("tidewheel: error: ")
     assert word in line
+
+
+def test_a_run_directory_without_room_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run := folder / "run").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "tmpfs", str(run)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("nothing may be mounted here")
+    monkeypatch.setenv("TIDEWHEEL_RUN_DIR", str(run))
+    try:
+        done = run_serve("--model-repository", str(repository(folder)), "--http-port", "0", "--health-port", "0")
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert f"{run} cannot be written (No space left on device): make room" in line
+        assert list(run.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(run)], check=True)

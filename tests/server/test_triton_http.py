@@ -74,11 +74,3 @@ def test_models(triton: TritonHttp) -> None:
 def test_an_answer_that_is_none(triton: TritonHttp) -> None:
     with pytest.raises(OSError, match="404"):
         triton.models()
-
-
-def test_reload(triton: TritonHttp) -> None:
-    Handler.answers["POST /v2/repository/models/b%20c/unload"] = (200, {})
-    with pytest.raises(OSError, match=r"b%20c/load answered 404: .*no"):
-        triton.reload("b c")
-    Handler.answers["POST /v2/repository/models/b%20c/load"] = (200, {})
-    triton.reload("b c")

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tidewheel.errors import ConfigError
 from tidewheel.server import processes
 from tidewheel.server.processes import Process
-from tidewheel.server.workdir import remove_environments, sweep, work_dir
+from tidewheel.server.workdir import remove_environments, shared_bytes, sweep, work_dir
 
 
 @pytest.fixture
@@ -51,6 +52,15 @@ def test_gone_after_an_error(tmp_path: Path, shared_memory: Path) -> None:
     with pytest.raises(RuntimeError), work_dir(tmp_path, shared_memory) as work:
         raise RuntimeError
     assert not work.root.exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path, shared_memory: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(ConfigError, match=r"file cannot be written \(File exists\): make room, or set TIDE"),
+        work_dir(tmp_path / "file", shared_memory),
+    ):
+        pass
 
 
 def test_two_servers_have_different_prefixes(tmp_path: Path, shared_memory: Path) -> None:
@@ -128,3 +138,18 @@ def test_processes_of_a_killed_server_are_ended(tmp_path: Path, shared_memory: P
         for process in started:
             process.kill()
             process.communicate()
+
+
+def test_the_memory_of_a_region_is_that_of_the_process_which_names_it(shared_memory: Path) -> None:
+    for name in ("tidewheel_one_r", "tidewheel_one_s"):
+        (shared_memory / name).write_bytes(b"x" * 8192)
+    command = ["/bin/sh", "-c", "echo; read line", "tidewheel_one_r", "tidewheel_gone"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun, with its own arguments
+            assert shared_bytes(process.pid, "tidewheel_", shared_memory) == 8192
+            assert shared_bytes(process.pid, "other_", shared_memory) == 0
+        finally:
+            process.kill()
+    assert shared_bytes(process.pid, "tidewheel_", shared_memory) == 0

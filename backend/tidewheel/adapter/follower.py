@@ -51,6 +51,7 @@ class Serving:
                 max_prompt_bytes=place.config.max_prompt_bytes,
                 door=door,
                 num_senders=settings.frontend.num_sender_threads,
+                stream_interval_s=1e-3 * settings.frontend.stream_interval_ms,
                 on_finished=self._publish_finished,
             )
         except BaseException:

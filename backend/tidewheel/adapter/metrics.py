@@ -122,7 +122,7 @@ class HistogramSeries:
             seen = Histogram(now.bounds)
         self.follow(now)
         num_new = sum(now.counts) - sum(seen.counts)
-        share = min(1.0, MAX_OBSERVATIONS / num_new)
+        share = min(1.0, MAX_OBSERVATIONS / max(num_new, 1))
         for bucket, (count, total) in enumerate(zip(now.counts, now.sums, strict=True)):
             if new := count - seen.counts[bucket]:
                 self._shares[bucket] += share * new

@@ -30,7 +30,9 @@ class Presence:
         self._num_open = 0
         self._descriptor: int | None = None
         try:
-            self._path = _path(private_dir(run_dir() / _FOLDER), os.getpid(), process_start_ticks(os.getpid()))
+            folder = private_dir(run_dir() / _FOLDER)
+            _sweep(folder)
+            self._path = _path(folder, os.getpid(), process_start_ticks(os.getpid()))
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             os.write(self._descriptor, _count(0) + model.encode())
         except OSError as error:
@@ -59,11 +61,28 @@ class Presence:
 
 def read_mark(pid: int, start_ticks: int) -> Mark | None:
     """Return the mark that a process of this run folder left."""
+    return _read(_path(run_dir() / _FOLDER, pid, start_ticks))
+
+
+def front_ends(model: str) -> set[str]:
+    """Return a name of each front end that served or serves the model."""
+    marks = ((path, _read(path)) for path in (run_dir() / _FOLDER).glob("*"))
+    return {path.name for path, mark in marks if mark is not None and mark.model == model}
+
+
+def _read(path: Path) -> Mark | None:
     try:
-        count, _, model = _path(run_dir() / _FOLDER, pid, start_ticks).read_text().partition(" ")
+        count, _, model = path.read_text().partition(" ")
         return Mark(model, int(count))
     except (OSError, ValueError):
         return None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the marks of processes that are gone. Zombies keep theirs, for the supervisor."""
+    for mark in folder.glob("*-*"):
+        if not Path("/proc", mark.name.partition("-")[0]).exists():
+            mark.unlink(missing_ok=True)
 
 
 def _path(folder: Path, pid: int, start_ticks: int | None) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import typing
@@ -19,15 +20,18 @@ from tidewheel.settings import coerce_setting, unknown_setting
 
 BACKEND = "tidewheel"
 MODEL_JSON = "model.json"
+ORIGIN = "tidewheel_origin"  # file in an entry whose other files are links: path of the entry that they are from
 
 # Read by Triton's Python backend.
 TRITON_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 _MAX_SENDER_THREADS = 64
+_MAX_STREAM_INTERVAL_MS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
-    num_sender_threads: int = 4  # threads that send responses, 1 to 64; more than four gain nothing on two cores
+    num_sender_threads: int = 4  # threads that send responses, 1 to 64; all but one wait until a client blocks
+    stream_interval_ms: float = 20.0  # between responses of a stream, at most, while one a token is too much work
     REPORT_CUSTOM_METRICS: bool = True  # publish figures on /metrics; Triton's vLLM backend gave it this name
     default_max_tokens: int | Literal["context"] = 16  # `max_tokens` of a request that names none, or what fits
     max_request_s: float | None = None  # time limit of a request from its arrival, as if it set `deadline_ms`
@@ -42,6 +46,10 @@ class FrontendSettings:
             raise ConfigError(f"max_request_s is {self.max_request_s:g}: it must be above 0, in seconds")
         if self.health_port is not None and not 1 <= self.health_port <= 65535:
             raise ConfigError(f"health_port is {self.health_port}: use 1 to 65535")
+        if not 0 <= self.stream_interval_ms <= _MAX_STREAM_INTERVAL_MS:
+            raise ConfigError(
+                f"stream_interval_ms is {self.stream_interval_ms:g}: use 0 to {_MAX_STREAM_INTERVAL_MS}"
+            )
         if not 1 <= self.num_sender_threads <= _MAX_SENDER_THREADS:
             raise ConfigError(f"num_sender_threads is {self.num_sender_threads}: use 1 to {_MAX_SENDER_THREADS}")
 
@@ -88,9 +96,16 @@ class ModelSettings:
         return self.frontend.REPORT_CUSTOM_METRICS and not self.engine.disable_log_stats
 
 
+def real_entry(folder: Path) -> Path:
+    """Return the folder of the entry, which names it if it holds links to its files."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path((folder / ORIGIN).read_text(encoding="utf-8")).resolve()
+    return folder.resolve()
+
+
 def load_settings(args: Mapping[str, str]) -> ModelSettings:
     config = json.loads(args["model_config"])
-    folder, version = Path(args["model_repository"]).resolve(), args["model_version"]
+    folder, version = real_entry(Path(args["model_repository"])), args["model_version"]
     entry = ModelEntry(
         name=args["model_name"],
         folder=folder,

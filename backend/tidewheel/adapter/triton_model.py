@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 
 import tidewheel
 from tidewheel.adapter.follower import Follower
+from tidewheel.adapter.inherited_connections import close_inherited_connections, is_stub
 from tidewheel.adapter.logs import route_logging
 from tidewheel.adapter.presence import Presence
 from tidewheel.adapter.repository_entry import ModelSettings, load_settings
@@ -37,6 +38,8 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start or join the engine. Raise `TritonModelException` if the model cannot be served."""
         route_logging()
+        if is_stub():
+            close_inherited_connections()
         close_shared_memory()
         name = args["model_instance_name"]
         log.info("%s: engine package %s", name, tidewheel.__file__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,20 +85,26 @@ def render(recorder: Recorder, pictures: Mapping[str, Sequence[Picture]]) -> str
     device = machine["gpu"] or f"{machine['cores']} cores"
     headline = f"{about['started']} · commit {about['commit']} · {machine['processor']}, {device}"
     parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8"><title>Tidewheel benchmark</title>',
-        f"<style>{_STYLE}</style></head><body>",
-        "<h1>Tidewheel benchmark</h1>",
-        f'<p class="note">{escape(headline)}</p>',
         _cards(recorder.extra),
         f'<p class="note">{escape(_HOW)}</p>',
-        _wide(capacity_table(recorder.extra)),
+        wide(capacity_table(recorder.extra)),
         *(_stage(result, pictures.get(result.stage.name, ())) for result in stages),
         "<h2>To repeat it</h2>",
-        _facts(about),
-        "</body></html>",
+        facts(about),
     ]
-    return "\n".join(part for part in parts if part)
+    return document("Tidewheel benchmark", headline, parts)
+
+
+def document(title: str, headline: str, parts: Iterable[str]) -> str:
+    """Return a page that needs no other file."""
+    begin = [
+        "<!doctype html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        f"<style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="note">{escape(headline)}</p>',
+    ]
+    return "\n".join(part for part in (*begin, *parts, "</body></html>") if part)
 
 
 def _cards(findings: Mapping[str, Any]) -> str:
@@ -113,9 +119,9 @@ def _cards(findings: Mapping[str, Any]) -> str:
 
 def _stage(result: StageResult, pictures: Sequence[Picture]) -> str:
     parts = [f"<h2>{escape(result.stage.title)}</h2>", f'<p class="note">{escape(_conditions(result))}</p>']
-    parts += map(_figure, pictures)
-    parts += [_wide(table(result, columns).without_empty()) for columns in (RATES, LATENCIES, SERVER)]
-    parts += [_wide(class_table(result)), *(f'<p class="note">{escape(text)}</p>' for text in _warnings(result))]
+    parts += map(figure, pictures)
+    parts += [wide(table(result, columns).without_empty()) for columns in (RATES, LATENCIES, SERVER)]
+    parts += [wide(class_table(result)), *(f'<p class="note">{escape(text)}</p>' for text in _warnings(result))]
     return "\n".join(part for part in parts if part)
 
 
@@ -142,23 +148,23 @@ def _warnings(result: StageResult) -> Iterator[str]:
             )
 
 
-def _figure(picture: Picture) -> str:
+def figure(picture: Picture) -> str:
     data = base64.b64encode(picture.svg()).decode()
     caption = escape(picture.caption)
     image = f'<img alt="{caption}" src="data:image/svg+xml;base64,{data}">'
     return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
 
 
-def _wide(one: Table) -> str:
+def wide(one: Table) -> str:
     return f'<div class="wide">{one.as_html()}</div>' if one.rows else ""
 
 
-def _facts(environment: Mapping[str, Any]) -> str:
+def facts(environment: Mapping[str, Any]) -> str:
     machine, versions = environment["machine"], environment["versions"]
-    facts = {
+    shown = {
         **{name: environment[name] for name in ("command", "commit")},
         "machine": f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}",
         "system": machine["system"],
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in facts.items()) + "</dl>"
+    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in shown.items()) + "</dl>"

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from tidewheel.batch import RowError, SampledTokens, ScheduledBatch, StepOutputs
+from tidewheel.batch import RowError, SampledTokens, ScheduledBatch, StepOutputs, no_ids
 from tidewheel.engine.recovery import Failure, attempt, no_tokens, recover
 from tidewheel.errors import InternalError, TidewheelError
 from tidewheel.kvcache.sessions import SessionLimits
@@ -173,7 +173,7 @@ class EngineCore:
 
     def _deliver_ended(self, requests: list[Request]) -> None:
         if requests:
-            self._deliver(StepOutputs([], [], None, requests))
+            self._deliver(StepOutputs([], no_ids(), None, requests))
 
     def room(self) -> WaitingRoom:
         return self._scheduler.waiting_room(self._clock())

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import zmq
 
+from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.connection import Connection, Outbox
 from tidewheel.engine.folder import Place, read_status
 from tidewheel.engine.heartbeat import HangLimits, HangWatch
@@ -21,6 +22,7 @@ from tidewheel.engine.messages import (
     CloseSession,
     Delta,
     Deltas,
+    Drain,
     Dropped,
     EngineInfo,
     Failed,
@@ -34,7 +36,7 @@ from tidewheel.engine.messages import (
     encoder,
 )
 from tidewheel.errors import ConfigError, Draining, EngineDead, InternalError, PermanentError, TidewheelError
-from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.health_endpoint import DRAINING, READY, Readiness
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -48,6 +50,9 @@ MAX_REFUSED_TENANTS = 1024  # per ping; others count under the empty name
 
 class EngineListener(Protocol):
     """Callbacks on the client's thread, which must not block."""
+
+    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
+        """Take one token for each key."""
 
     def on_deltas(self, deltas: list[Delta]) -> None: ...
 
@@ -96,6 +101,7 @@ class EngineClient:
         self._poller = self._make_poller()
         self._info: EngineInfo | None = None
         self._is_ready = False
+        self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._next_ping = 0.0
         self._problem = ""  # of the last start of an engine
@@ -142,6 +148,8 @@ class EngineClient:
         if not self._is_ready or hang is None:
             reason = self._problem or "the engine is being started"
             return Readiness("starting" if self._info is None else "reloading", reason)
+        if self._is_draining:
+            return DRAINING
         return Readiness("hung", hang.describe()) if hang.is_hung else READY
 
     def add(self, message: AddRequest | CloseSession) -> None:
@@ -264,7 +272,10 @@ class EngineClient:
         match message:
             case Deltas():
                 self._outbox.ended(message.deltas)
-                self._notify(self._listener.on_deltas, message.deltas)
+                for tokens in message.tokens:
+                    self._notify(self._listener.on_tokens, *tokens.arrays())
+                if message.deltas:
+                    self._notify(self._listener.on_deltas, message.deltas)
             case Stats():
                 self._notify(self._listener.on_stats, message.stats)
             case Room():
@@ -274,6 +285,8 @@ class EngineClient:
                 self._is_ready = True
                 self._problem = ""
                 self._settled.set()
+            case Drain():
+                self._is_draining = True
             case Dropped():
                 self._disconnect(message.error.to_error())
             case Failed():
@@ -287,7 +300,7 @@ class EngineClient:
         self._connection.close()
         self._connection = None
         self._hang = None
-        self._is_ready = False
+        self._is_ready = self._is_draining = False
         self._seeking_since_ns = time.monotonic_ns()
         self._poller = self._make_poller()
         self._notify(self._listener.on_lost, self._outbox.lose_in_flight(), error)

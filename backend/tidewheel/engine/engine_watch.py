@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tidewheel.engine.folder import Status, is_owned, read_status
 from tidewheel.engine.heartbeat import HangLimits, HangWatch
-from tidewheel.health_endpoint import READY, Readiness
+from tidewheel.health_endpoint import DRAINING, READY, Readiness
 
 UNUSED_S = 2.0  # after a front end's end, until another holds the lock and says hello
 
@@ -49,7 +49,7 @@ class EngineWatch:
         if is_wanted and self._hang.has_front_ends:
             self._used_at = now
         if status.is_draining:
-            return Readiness("draining", "the server is shutting down")
+            return DRAINING
         if self._hang.is_hung:
             return Readiness("hung", self._hang.describe())
         if now - self._used_at > UNUSED_S:

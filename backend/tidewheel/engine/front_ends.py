@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import zmq
 
-from tidewheel.batch import StepOutputs, TopLogprobs
-from tidewheel.engine.messages import Delta, Deltas, FromEngine, Room, encoder
+from tidewheel.batch import Int64Array, RowArray, StepOutputs, TopLogprobs
+from tidewheel.engine.messages import Delta, Deltas, FromEngine, NewTokens, Room, encoder
 from tidewheel.errors import InvalidRequest, TidewheelError
 from tidewheel.request import FinishReason, Request
 from tidewheel.stats import WaitingRoom
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 SILENCE_LIMIT_S = 5.0
 _NO_LOGPROBS: dict[int, TopLogprobs] = {}
-MAX_UNSENT_DELTAS = 1 << 18  # per front end, which then counts as gone
+MAX_UNSENT = 1 << 18  # tokens and ends of a front end, which then counts as gone
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,8 @@ class FrontEnd:
     last_seen: float  # by the ListeningClock
     request_ids: dict[int, dict[int, str]] = field(default_factory=dict)  # unfinished, by key and index
     unsent: list[Delta] = field(default_factory=list)
+    unsent_tokens: list[NewTokens] = field(default_factory=list)
+    num_unsent: int = 0  # tokens among them
     received: list[int] = field(default_factory=list)  # keys since `room`
     room: WaitingRoom | None = None  # as sent
 
@@ -36,6 +39,18 @@ class _Route(NamedTuple):
     front_end: FrontEnd
     key: int
     sequence: int  # within the key
+    is_only: bool  # sequence of the key
+
+
+class _Layout(NamedTuple):
+    """Way of a step's tokens, the same for all steps of the same requests."""
+
+    requests: list[Request]
+    columns: list[tuple[FrontEnd, RowArray, Int64Array]]  # positions within the step, and keys
+    others: list[int]  # positions of tokens that get a delta
+
+
+_NO_LAYOUT = _Layout([], [], [])
 
 
 class FrontEnds:
@@ -45,6 +60,7 @@ class FrontEnds:
         self._socket = socket
         self._by_identity: dict[bytes, FrontEnd] = {}
         self._routes: dict[str, _Route] = {}  # by request id
+        self._layout = _NO_LAYOUT
         self._unreachable: list[FrontEnd] = []
         self._num_opened = 0
 
@@ -67,6 +83,7 @@ class FrontEnds:
         for request_id in orphans:
             del self._routes[request_id]
         front_end.request_ids.clear()
+        self._layout = _NO_LAYOUT
         return orphans
 
     def find_gone(self, now: float) -> list[tuple[FrontEnd, str]]:
@@ -76,8 +93,8 @@ class FrontEnds:
         for front_end in self._by_identity.values():
             if now - front_end.last_seen > SILENCE_LIMIT_S:
                 gone.append((front_end, f"it was silent for {now - front_end.last_seen:.1f} s"))
-            elif len(front_end.unsent) > MAX_UNSENT_DELTAS:
-                gone.append((front_end, f"it did not read {len(front_end.unsent)} deltas"))
+            elif (num_unsent := len(front_end.unsent) + front_end.num_unsent) > MAX_UNSENT:
+                gone.append((front_end, f"it did not read {num_unsent} tokens and ends"))
         return gone
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -90,7 +107,7 @@ class FrontEnds:
         self._num_opened += n
         front_end.request_ids[key] = ids
         for index, request_id in ids.items():
-            self._routes[request_id] = _Route(front_end, key, index)
+            self._routes[request_id] = _Route(front_end, key, index, n == 1)
         return list(ids.values())
 
     def refuse(self, front_end: FrontEnd, key: int, error: TidewheelError) -> None:
@@ -108,16 +125,48 @@ class FrontEnds:
         self.refuse(front_end, key, error)
 
     def deliver(self, outputs: StepOutputs) -> None:
-        routes, logprobs = self._routes, outputs.logprobs or _NO_LOGPROBS
-        for index, (request, token_id) in enumerate(zip(outputs.requests, outputs.token_ids, strict=True)):
-            if request.finish_reason is not None:
-                self._finish(request, [token_id], logprobs.get(index))
-            elif route := routes.get(request.request_id):
-                front_end, key, sequence = route
-                wire = [logprobs[index]] if index in logprobs else None
-                front_end.unsent.append(Delta(key, [token_id], "", None, wire, None, sequence))
+        if outputs.requests:
+            self._deliver_tokens(outputs)
         for request in outputs.finished:
             self._finish(request, [])
+
+    def _deliver_tokens(self, outputs: StepOutputs) -> None:
+        if outputs.requests is not self._layout.requests:
+            self._layout = self._lay_out(outputs.requests)
+        ended = [index for index, request in enumerate(outputs.requests) if request.finish_reason is not None]
+        for front_end, positions, keys in self._layout.columns:
+            if ended:
+                goes_on = np.isin(positions, ended, invert=True)
+                positions, keys = positions[goes_on], keys[goes_on]
+            front_end.unsent_tokens.append(NewTokens.of(keys, outputs.token_ids[positions]))
+            front_end.num_unsent += len(keys)
+        for index in sorted({*self._layout.others, *ended}):
+            self._deliver_delta(outputs, index)
+
+    def _lay_out(self, requests: list[Request]) -> _Layout:
+        columns: dict[bytes, tuple[FrontEnd, list[int], list[int]]] = {}
+        others: list[int] = []
+        for index, request in enumerate(requests):
+            route = self._routes.get(request.request_id)
+            if route is None:
+                continue
+            if not route.is_only or request.sampling.logprobs is not None:
+                others.append(index)
+                continue
+            _, positions, keys = columns.setdefault(route.front_end.identity, (route.front_end, [], []))
+            positions.append(index)
+            keys.append(route.key)
+        arrays = [(to, np.array(at, np.intp), np.array(keys, np.int64)) for to, at, keys in columns.values()]
+        return _Layout(requests, arrays, others)
+
+    def _deliver_delta(self, outputs: StepOutputs, index: int) -> None:
+        request, token_ids = outputs.requests[index], [int(outputs.token_ids[index])]
+        logprobs = (outputs.logprobs or _NO_LOGPROBS).get(index)
+        if request.finish_reason is not None:
+            self._finish(request, token_ids, logprobs)
+        elif route := self._routes.get(request.request_id):
+            wire = None if logprobs is None else [logprobs]
+            route.front_end.unsent.append(Delta(route.key, token_ids, "", None, wire, None, route.sequence))
 
     def _finish(self, request: Request, token_ids: list[int], logprobs: TopLogprobs | None = None) -> None:
         route = self._routes.pop(request.request_id, None)
@@ -134,8 +183,10 @@ class FrontEnds:
     def flush(self) -> None:
         """Send each front end one message. A full queue delays it to the next flush."""
         for front_end in self._by_identity.values():
-            if front_end.unsent and self.send(front_end.identity, Deltas(front_end.unsent)):
-                front_end.unsent = []
+            if not front_end.unsent and not front_end.unsent_tokens:
+                continue
+            if self.send(front_end.identity, Deltas(front_end.unsent_tokens, front_end.unsent)):
+                front_end.unsent, front_end.unsent_tokens, front_end.num_unsent = [], [], 0
 
     def tell_room(self, room: WaitingRoom) -> None:
         """Send the room if it has changed or requests came."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+import numpy as np
 
-from tidewheel.batch import TopLogprobs
+from tidewheel.batch import Int32Array, Int64Array, TopLogprobs
+from tidewheel.byte_sizes import MIB
 from tidewheel.errors import InternalError, TidewheelError, WaitingSetFull, from_wire
 from tidewheel.request import FinishReason, Request
 from tidewheel.runner.info import RunnerInfo
@@ -18,12 +20,12 @@ from tidewheel.sampling import SamplingParams
 from tidewheel.stats import EngineStats, WaitingRoom
 from tidewheel.tenants import TenantLimits
 
-PROTOCOL = 4
+PROTOCOL = 5
 QUEUE_LIMIT = 1 << 16  # messages per socket and direction
 RETRY_AFTER_MS = 1000  # without an engine
 WHOLE_REQUEST = -1  # index of a delta that ends all sequences
 
-_MIB = 1 << 20
+Key = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]  # sums stay within 64 bits
 
 
@@ -45,7 +47,7 @@ class Hello(Message, frozen=True):
 
 
 class AddRequest(Message, frozen=True):
-    key: int
+    key: Key
     prompt: bytes  # int32 little endian token ids
     sampling: SamplingParams  # without `stop`, `bad_words` and `logit_bias`
     stop_token_ids: tuple[int, ...] = ()  # with end-of-sequence ids
@@ -71,7 +73,7 @@ class Cancel(Message, frozen=True):
 class CloseSession(Message, frozen=True):
     """Answered by one delta, with finish_reason "stop" or an error."""
 
-    key: int
+    key: Key
     tenant: str
     session_id: str
 
@@ -83,7 +85,7 @@ class Ping(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Order to refuse all new requests. Accepted ones continue."""
+    """Order to refuse all new requests. Accepted ones continue. The engine passes it on to its front ends."""
 
 
 class Goodbye(Message, frozen=True):
@@ -222,7 +224,24 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return cls(key, [], reason.value, None if error is None else ErrorInfo.of(error), index=WHOLE_REQUEST)
 
 
+class NewTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token for each of some requests of one sequence, which want no logprobs and go on."""
+
+    keys: bytes  # int64 little endian
+    token_ids: bytes  # int32 little endian
+
+    @classmethod
+    def of(cls, keys: Int64Array, token_ids: Int32Array) -> NewTokens:
+        return cls(keys.astype("<i8", copy=False).tobytes(), token_ids.astype("<i4", copy=False).tobytes())
+
+    def arrays(self) -> tuple[Int64Array, Int32Array]:
+        return np.frombuffer(self.keys, "<i8"), np.frombuffer(self.token_ids, "<i4")
+
+
 class Deltas(Message, frozen=True):
+    """Output of steps. Of one request, `tokens` precede `deltas`."""
+
+    tokens: list[NewTokens]
     deltas: list[Delta]
 
 
@@ -236,7 +255,7 @@ class Room(Message, WaitingRoom, frozen=True):
     received: list[int]  # keys of requests since the last `Room`
 
 
-FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room
+FromEngine = Ready | Failed | Dropped | Deltas | Stats | Room | Drain
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
@@ -244,7 +263,7 @@ from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
 def _mib(size: int) -> str:
-    return f"{size / _MIB:,.1f} MiB"
+    return f"{size / MIB:,.1f} MiB"
 
 
 def _ns(seconds: float | None) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig, describe_changes
 from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import (
@@ -34,7 +35,6 @@ DRAIN_S = 30.0  # for requests of an engine that has to make room
 FINAL_ANSWERS_S = 3.0
 _POLL_S = 0.1
 _CPU_CACHE_MB = 512  # without a setting
-_MIB = 1 << 20
 
 
 def choose_place(model_dir: Path, config: EngineConfig) -> Place:
@@ -150,5 +150,5 @@ def _cache_bytes(info: EngineInfo, config: EngineConfig) -> int:
         block_size = config.block_size or info.block_size
         return config.num_blocks * block_size * info.kv_cache_bytes // max(info.num_cache_tokens, 1)
     if config.kv_cache_memory_mb is not None:
-        return config.kv_cache_memory_mb * _MIB
-    return int(config.gpu_memory_utilization * info.device_bytes) or _CPU_CACHE_MB * _MIB
+        return config.kv_cache_memory_mb * MIB
+    return int(config.gpu_memory_utilization * info.device_bytes) or _CPU_CACHE_MB * MIB

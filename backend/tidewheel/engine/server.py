@@ -237,6 +237,7 @@ class EngineServer:
             log.info("draining: new requests are refused")
             self._is_draining = True
             self._note(is_draining=True)
+            self._front_ends.broadcast(Drain())
         self._front_ends.send(identity, Stats(self._core.stats()))
 
     def _add(self, front_end: FrontEnd, message: AddRequest) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from tidewheel.byte_sizes import GIB, MIB, shown_bytes
 from tidewheel.config import EngineConfig
 from tidewheel.entries.finding import Problem, error, note, warning
 from tidewheel.errors import ConfigError
@@ -23,11 +24,10 @@ from tidewheel.models.decoder_config import parse_config
 from tidewheel.models.loader import resolve_max_model_len
 from tidewheel.models.model_folder import MAX_INT, Fields, cached_folder, checkpoint_dtype, read_config
 from tidewheel.models.safetensors_file import SafetensorsFile
-from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files, shown_bytes
+from tidewheel.models.weights import check_names, check_weights_fit, checkpoint_files
 from tidewheel.runner.device import resolve_device, resolve_dtype
 from tidewheel.runner.host_memory import available_host_bytes
-from tidewheel.runner.host_slots import GIB
-from tidewheel.runner.kv_tensors import MIB, CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
+from tidewheel.runner.kv_tensors import CacheLayout, MemoryBudget, Share, cpu_budget, decide_num_blocks
 from tidewheel.runner.loading import BLOCK_SIZES
 from tidewheel.runner.profiling import StepSize, estimated_activation_bytes
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tritonclient.grpc import model_config_pb2
 
 from tidewheel.adapter.tensors import INPUTS
+from tidewheel.byte_sizes import GIB
 from tidewheel.entries.checking import located
 from tidewheel.entries.entry import CONFIG_NAME, Entry
 from tidewheel.entries.finding import Finding, Problem, warning
@@ -21,7 +22,6 @@ from tidewheel.server.repository import entry_text, resolve_model
 BACKEND = "tensorrtllm"
 ENGINE_NAME = "tensorrt_llm"  # the samples' name; newer ones have the backend python
 MODEL_NAME_PARAMETER = "tensorrt_llm_model_name"
-GIB = 1 << 30
 BLOCK_SIZE = 64
 _UINT32 = model_config_pb2.DataType.Value("TYPE_UINT32")
 

@@ -1,6 +1,6 @@
 """Path of a request through the front end.
 
-    submit ─► tokeniser threads ─► door ─► engine ─► on_deltas ─► turn of the request ─► sender threads ─► sink
+    submit ─► tokeniser threads ─► door ─► engine ─► on_tokens, on_deltas ─► turn of the request, by a sender ─► sink
                                     ▲                    │
                                     └── no room for it ──┤
              watcher: cancels, deadlines ────────────────┴─► the request is over, and the engine is told
@@ -10,23 +10,23 @@ Every submitted request ends its sink exactly once.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 
+from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.engine.engine_client import EngineClient
 from tidewheel.engine.messages import AddRequest, Delta, EngineInfo, Room
-from tidewheel.errors import Cancelled, DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
+from tidewheel.errors import DeadlineExceeded, Draining, InternalError, TidewheelError, WaitingSetFull
 from tidewheel.frontend.door import Door
-from tidewheel.frontend.interface import Chunk, GenerateRequest, Response, Sink, is_last
+from tidewheel.frontend.interface import GenerateRequest, Sink
 from tidewheel.frontend.live_request import Ending, LiveRequest
 from tidewheel.frontend.preparation import RequestReader, read_urgency
-from tidewheel.frontend.request_figures import FinishedRequest, FrontendStats, StatsRecorder, TokenTiming
+from tidewheel.frontend.request_figures import FrontendStats, StatsRecorder, TokenTiming
 from tidewheel.frontend.threads import PromptQueue, Watcher, Workers
+from tidewheel.frontend.token_columns import TokenColumns
+from tidewheel.frontend.turns import Turns
 from tidewheel.request import FinishReason
 from tidewheel.stats import EngineStats
 
@@ -38,7 +38,7 @@ NUM_TOKENIZERS = 2  # threads
 
 
 class Frontend:
-    """One thread calls `on_deltas`, `on_lost` and `on_room`, which never block."""
+    """One thread calls `on_tokens`, `on_deltas`, `on_lost` and `on_room`, which never block."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class Frontend:
         max_prompt_bytes: int,
         door: Door,
         num_senders: int = 4,
+        stream_interval_s: float = 0.02,
         on_finished: Callable[[], None] = lambda: None,
         poll_interval_s: float = 0.02,
     ) -> None:
@@ -61,13 +62,24 @@ class Frontend:
         self._engine = engine
         self._door = door
         self._recorder = StatsRecorder(info.max_model_len)
-        self._keys = itertools.count(1)
+        self._columns = TokenColumns()
         self._lock = threading.Lock()
         self._live: dict[int, LiveRequest] = {}
         self._closed_by: TidewheelError | None = None
         self._prompts = PromptQueue(max_prompt_bytes, NUM_TOKENIZERS)
-        self._turns = Turns(num_senders, engine, self._recorder, self._forget, on_finished)
-        self._watcher = Watcher(self._live, self._cancel, self._expire, interval_s=poll_interval_s)
+        self._turns = Turns(
+            num_senders,
+            stream_interval_s,
+            self._live,
+            self._columns,
+            engine,
+            self._recorder,
+            self._forget,
+            on_finished,
+        )
+        self._watcher = Watcher(
+            self._live, self._cancel, self._expire, interval_s=poll_interval_s, tick=self._turns.relieve
+        )
         self._tokenizers = Workers("tokenizer", NUM_TOKENIZERS, self._prompts.take, self._prepare)
 
     @property
@@ -81,7 +93,7 @@ class Frontend:
         """Return at once. Errors go to the sink."""
         arrival_ns = request.arrival_ns or time.monotonic_ns()
         urgency = read_urgency(request, arrival_ns, self._tenants)
-        live = LiveRequest(next(self._keys), request, sink, arrival_ns, urgency)
+        live = LiveRequest(self._columns.open(), request, sink, arrival_ns, urgency)
         self._recorder.received()
         with self._lock:
             refusal = self._closed_by or self._prompts.refusal(request.prompt_bytes)
@@ -158,6 +170,17 @@ class Frontend:
 
     # --- from the engine --------------------------------------------------------------------------------------
 
+    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
+        now_ns = time.monotonic_ns()
+        seconds, first = self._columns.add(keys, token_ids, now_ns)
+        timings = []
+        for request in self._known(first):
+            timings.append(_timing(request, 1, request.arrival_ns, now_ns))
+            if request.receive_first():
+                self._turns.put(request)
+        self._recorder.tokens(timings, seconds)
+        self._turns.wake()
+
     def on_deltas(self, deltas: list[Delta]) -> None:
         now_ns = time.monotonic_ns()
         timings = []
@@ -166,10 +189,23 @@ class Frontend:
             if request is None or self._is_held(request, delta):
                 continue  # answered, or to be sent again
             if delta.token_ids:
-                timings.append(_timing(request, delta, now_ns))
+                since_ns = self._note_token(request, delta, now_ns)
+                timings.append(_timing(request, len(delta.token_ids), since_ns, now_ns))
             if request.receive(delta):
                 self._turns.put(request)
+            else:
+                self._columns.note_news(delta.key)
         self._recorder.tokens(timings)
+        self._turns.wake()
+
+    def _note_token(self, request: LiveRequest, delta: Delta, now_ns: int) -> int:
+        """Return the time of the sequence's last token, of the arrival before the first one of all, or 0."""
+        if delta.index > 0:
+            since_ns = request.last_token_ns.get(delta.index, 0)
+            request.last_token_ns[delta.index] = now_ns
+        else:
+            since_ns = self._columns.note_token(request.key, now_ns)
+        return since_ns if request.has_output else request.arrival_ns
 
     def on_lost(self, keys: list[int], error: TidewheelError) -> None:
         self._door.hear(None)
@@ -221,103 +257,9 @@ class Frontend:
     def _forget(self, request: LiveRequest) -> None:
         with self._lock:
             self._live.pop(request.key, None)
+        self._columns.close(request.key)
         self._door.forget(request.key)
         self._send_held()
-
-
-class Turns:
-    """Sender threads. A turn sends all news of a request as one response.
-
-    A request has at most one turn at once, so its responses keep their order. A blocking sink holds up one sender.
-    """
-
-    def __init__(
-        self,
-        num_senders: int,
-        engine: EngineClient,
-        recorder: StatsRecorder,
-        forget: Callable[[LiveRequest], None],
-        on_finished: Callable[[], None],
-    ) -> None:
-        """Call `forget` before the last response of a request."""
-        self._engine = engine
-        self._recorder = recorder
-        self._forget = forget
-        self._on_finished = on_finished
-        self._num_senders = num_senders
-        self._queue: SimpleQueue[LiveRequest | None] = SimpleQueue()
-        self._senders = Workers("sender", num_senders, self._queue.get, self._turn)
-
-    def put(self, request: LiveRequest) -> None:
-        self._queue.put(request)
-
-    def fail(self, request: LiveRequest, error: TidewheelError) -> None:
-        self._close(request)
-        seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
-        self._recorder.failed(error, had_output=request.has_output, refused_after=seconds)
-        with contextlib.suppress(Exception):  # no client is left to tell
-            request.sink.fail(error)
-
-    def close(self, timeout_s: float) -> bool:
-        """Return whether all turns ended in time."""
-        for _ in range(self._num_senders):
-            self._queue.put(None)
-        return self._senders.join(timeout_s)
-
-    def _turn(self, request: LiveRequest) -> None:
-        try:
-            answer = self._answer(request)
-        except Exception:
-            logger.exception("the output of a request could not be made into text")
-            answer = InternalError("the output could not be made into text")
-        if isinstance(answer, TidewheelError):
-            self.fail(request, answer)
-        elif answer is not None:
-            self._send(request, answer)
-        if request.end_turn():
-            self._queue.put(request)
-
-    def _answer(self, request: LiveRequest) -> Response | TidewheelError | None:
-        deltas, ending = request.take_news()
-        outputs = request.outputs
-        if outputs is not None:
-            stopped = outputs.push(deltas)
-            if outputs.is_over:
-                return outputs.take()
-            for index in stopped:
-                self._engine.cancel_sequence(request.key, index)
-        if ending is None:
-            return outputs.take() if outputs is not None and request.asked.stream and outputs.has_news else None
-        if ending.error is not None:
-            return ending.error
-        if outputs is None:  # cancelled before tokenisation, or nothing to generate
-            return [Chunk(text="", finish_reason=ending.finish_reason)]
-        outputs.end(ending.finish_reason)
-        return outputs.take()
-
-    def _send(self, request: LiveRequest, response: Response) -> None:
-        is_over = is_last(response)
-        if is_over:
-            self._close(request)
-            self._count_finished(request, response)
-        try:
-            request.sink.send(response)
-        except Exception:
-            logger.exception("a response could not be sent")
-            if not is_over:
-                self.fail(request, Cancelled("the response could not be sent"))
-
-    def _count_finished(self, request: LiveRequest, response: Response) -> None:
-        try:
-            self._recorder.finished(_summary(request, response))
-            self._on_finished()
-        except Exception:
-            logger.exception("the figures of a request could not be published")
-
-    def _close(self, request: LiveRequest) -> None:
-        if request.mark_answered():
-            self._engine.cancel([request.key])
-        self._forget(request)
 
 
 class EngineRelay:
@@ -327,6 +269,10 @@ class EngineRelay:
         self._door = door
         self.frontend: Frontend | None = None
         self.stats: EngineStats | None = None
+
+    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
+        if self.frontend is not None:
+            self.frontend.on_tokens(keys, token_ids)
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         if self.frontend is not None:
@@ -348,22 +294,7 @@ class EngineRelay:
         self.stats = stats
 
 
-def _summary(request: LiveRequest, response: Response) -> FinishedRequest:
-    first = response[0]  # stands for the request
-    return FinishedRequest(
-        reason=first.finish_reason or "",
-        seconds=(time.monotonic_ns() - request.arrival_ns) * 1e-9,
-        num_prompt_tokens=first.num_input_tokens,
-        num_output_tokens=request.outputs.num_output_tokens if request.outputs is not None else [],
-        stats=first.stats,
-    )
-
-
-def _timing(request: LiveRequest, delta: Delta, now_ns: int) -> TokenTiming:
-    """Measure from the sequence's last delta, or from the arrival."""
+def _timing(request: LiveRequest, num_tokens: int, since_ns: int, now_ns: int) -> TokenTiming:
     is_first = not request.has_output
-    since_ns = request.arrival_ns if is_first else request.last_token_ns.get(delta.index, 0)
-    request.last_token_ns[delta.index] = now_ns
     num_prompt_tokens = request.outputs.num_input_tokens if is_first and request.outputs is not None else 0
-    seconds = (now_ns - since_ns) * 1e-9 if since_ns else None
-    return TokenTiming(seconds, len(delta.token_ids), num_prompt_tokens)
+    return TokenTiming((now_ns - since_ns) * 1e-9 if since_ns else None, num_tokens, num_prompt_tokens)

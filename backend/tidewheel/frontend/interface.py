@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from tidewheel.batch import Int32Array, TopLogprobs
 from tidewheel.engine.messages import RequestStats
@@ -47,14 +49,13 @@ class Generation(NamedTuple):
     echo: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """New output of a sequence."""
 
     text: str
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     logprobs: list[TopLogprobs] | None = None  # aligned with token_ids
-    token_texts: Mapping[int, str] = field(default_factory=dict)  # of ids in `logprobs` and `token_ids`
+    token_texts: dict[int, str] = {}  # of ids in `logprobs` and `token_ids`
     cumulative_logprob: float | None = None  # of all output
     num_input_tokens: int = 0
     finish_reason: str | None = None  # in every response after the end

@@ -39,7 +39,8 @@ class LiveRequest:
         self.urgency = urgency or Urgency()
         self.is_known_to_engine = False  # which watches its deadline
         self.was_accepted = False  # has tokens, or an end that is no refusal
-        self.last_token_ns: dict[int, int] = {}  # by sequence; of the listener thread
+        self.has_output = False
+        self.last_token_ns: dict[int, int] = {}  # of all sequences but the first; of the listener thread
         self.outputs: Outputs | None = None  # used only in turns
         self.message: AddRequest | CloseSession | None = None
         self._lock = threading.RLock()
@@ -51,11 +52,7 @@ class LiveRequest:
         self._is_at_engine = False
         self._has_turn = False  # queued or running
         self._is_answered = False
-        self._needs_every_delta = False
-
-    @property
-    def has_output(self) -> bool:
-        return bool(self.last_token_ns)
+        self.wants_news = False  # before the end
 
     @property
     def is_over(self) -> bool:
@@ -68,7 +65,7 @@ class LiveRequest:
             self.message = prepared.message
             if isinstance(prepared.message, AddRequest):
                 self._num_open = prepared.message.n
-            self._needs_every_delta = self.asked.stream or prepared.has_stop_strings
+            self.wants_news = self.asked.stream or prepared.has_stop_strings
 
     def mark_sent(self) -> bool:
         """Return False if the engine must be told of an end."""
@@ -82,24 +79,32 @@ class LiveRequest:
             self._is_at_engine = self.is_known_to_engine = False
             return self._ending is None
 
-    def receive(self, delta: Delta) -> bool:
-        """Add news. Return whether to queue a turn."""
+    def receive_first(self) -> bool:
+        """Note the first token. Return whether to queue a turn."""
         with self._lock:
-            self.was_accepted = self.was_accepted or delta.stats is not None or bool(delta.token_ids)
+            self.has_output = self.was_accepted = True
+            return self.wants_news and self._ending is None and self.claim_turn()
+
+    def receive(self, delta: Delta) -> bool:
+        """Add news. Return whether to queue a turn, which first tokens and ends get at once."""
+        with self._lock:
+            is_first = bool(delta.token_ids) and not self.has_output
+            self.has_output = self.has_output or is_first
+            self.was_accepted = self.was_accepted or delta.stats is not None or is_first
             ending = self._count_end(delta) if delta.finish_reason else None
             if self._ending is not None:
                 return False
             self._deltas.append(delta)
             self._ending = ending
-            if ending is None and not self._needs_every_delta:
-                return False
-            return self.claim_turn()
+            return (ending is not None or (is_first and self.wants_news)) and self.claim_turn()
 
     def end(self, ending: Ending) -> bool:
         """Set the first ending. Return True, once, if the engine must be told."""
         with self._lock:
             if self._ending is None:
                 self._ending = ending
+                if ending.error is not None:  # whose frames hold the request and its prompt
+                    ending.error.__traceback__ = ending.error.__context__ = None
             must_tell = self._is_at_engine and self._num_open > 0
             self._is_at_engine = False
             return must_tell
@@ -127,8 +132,7 @@ class LiveRequest:
     def end_turn(self) -> bool:
         """Return whether another turn is needed."""
         with self._lock:
-            has_news = bool(self._deltas) and self._needs_every_delta
-            self._has_turn = not self._is_answered and (has_news or self._ending is not None)
+            self._has_turn = not self._is_answered and self._ending is not None
             return self._has_turn
 
     def _count_end(self, delta: Delta) -> Ending | None:

@@ -82,6 +82,12 @@ class OutputStream:
         if not self._sampling.stop:
             self._text.append(self._detokenizer.push(token_ids))
             return len(token_ids)
+        before = self._detokenizer.copy()
+        text = self._detokenizer.push(token_ids)
+        if not self._stop.may_change(text):
+            self._text.append(text)
+            return len(token_ids)
+        self._detokenizer = before
         for index, token_id in enumerate(token_ids, start=1):
             may_stop = self._num_tokens + index > self._sampling.min_tokens
             self._text.append(self._stop.push(self._detokenizer.push((token_id,)), may_stop=may_stop))

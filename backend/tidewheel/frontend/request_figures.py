@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
+from tidewheel.batch import Float64Array
 from tidewheel.engine.messages import RequestStats
 from tidewheel.errors import TidewheelError
 from tidewheel.request import FinishReason
@@ -31,6 +34,9 @@ REFUSAL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 REJECTION_TAGS = frozenset(
     {"TW-INPUT", "TW-TOO-LARGE", "TW-UNSUPPORTED", "TW-NOT-FOUND", "TW-BUSY", "TW-DEADLINE", "TW-DRAINING"}
 )
+
+
+NO_SECONDS: Float64Array = np.empty(0)
 
 
 def token_bounds(limit: int) -> tuple[int, ...]:
@@ -93,8 +99,11 @@ class StatsRecorder:
             self._stats.num_received += 1
             self._stats.num_live += 1
 
-    def tokens(self, timings: Iterable[TokenTiming]) -> None:
+    def tokens(self, timings: Iterable[TokenTiming], later_seconds: Float64Array = NO_SECONDS) -> None:
+        """Count tokens, and later ones that came alone, each so long after the last one of its sequence."""
         with self._lock:
+            self._stats.num_generation_tokens += len(later_seconds)
+            self._stats.inter_token_latency.observe_all(later_seconds)
             for timing in timings:
                 self._stats.num_generation_tokens += timing.num_tokens
                 self._stats.num_prompt_tokens += timing.num_prompt_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from copy import copy
 
 from tidewheel.batch import Int32Array
 from tidewheel.frontend.tokenizer import Tokenizer
@@ -18,7 +19,7 @@ _MAX_HELD = 32  # tokens
 class Detokenizer:
     """Text of one sequence after its prompt: the joined results of `push` and `flush`.
 
-    Each call decodes the last emitted and the new tokens, because the space before a token may depend on its
+    Each call decodes the new tokens, after the last emitted ones if the space before a token may depend on its
     predecessor. Incomplete characters are held back.
     """
 
@@ -43,13 +44,20 @@ class Detokenizer:
                 return self._emit(text, begin=self._num_context, end=num_whole)
         return self._emit_garbage() if num_new > _MAX_HELD else ""
 
+    def copy(self) -> Detokenizer:
+        other = copy(self)
+        other._ids = self._ids.copy()
+        return other
+
     def flush(self) -> str:
         return self._emit(self._decode(self._ids), begin=self._num_context, end=len(self._ids))
 
     def _emit(self, text: str, *, begin: int, end: int) -> str:
         """Return new text of the first `end` tokens. Those from `begin` on stay as context."""
         new_text = text[self._sent :]
-        self._sent = len(self._decode(self._ids[begin:end]))
+        if self._tokenizer.joins_bytes:
+            begin = end
+        self._sent = len(self._decode(self._ids[begin:end])) if begin < end else 0
         self._num_context = end - begin
         del self._ids[:begin]
         return new_text
@@ -110,11 +118,15 @@ class StopChecker:
         self._held = ""  # longest end that may begin a stop string
         self.is_hit = False
 
+    def may_change(self, text: str) -> bool:
+        """Return whether `push` may hold or stop the text."""
+        return bool(self._held) or not self._strings.first_chars.isdisjoint(text)
+
     def push(self, text: str, *, may_stop: bool = True) -> str:
         """Return text that is certain. Without `may_stop`, stop strings that end in `text` do not count."""
         if self.is_hit:
             return ""
-        if not self._held and self._strings.first_chars.isdisjoint(text):
+        if not self.may_change(text):
             return text
         buffer = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):

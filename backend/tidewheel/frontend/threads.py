@@ -51,6 +51,7 @@ class Workers(Generic[T]):
                 self._work(item)
             except BaseException:  # a panic of a library, too, must not end the thread
                 logger.exception("a front-end thread failed at one request")
+            del item  # with its prompt, before the wait for another
 
 
 class Watcher:
@@ -60,11 +61,21 @@ class Watcher:
     a bounded share of its time.
     """
 
-    def __init__(self, live: Mapping[int, LiveRequest], cancel: _End, expire: _End, *, interval_s: float) -> None:
+    def __init__(
+        self,
+        live: Mapping[int, LiveRequest],
+        cancel: _End,
+        expire: _End,
+        *,
+        interval_s: float,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call `tick` at each interval."""
         self._live = live
         self._cancel = cancel
         self._expire = expire
         self._interval_s = interval_s
+        self._tick = tick
         self._sweep: Iterator[LiveRequest] = iter(())
         self._deadlines: list[tuple[int, int]] = []  # heap of (monotonic ns, key)
         self._changed = threading.Condition()
@@ -114,6 +125,7 @@ class Watcher:
                 while (request := self._pop_due(time.monotonic_ns())) is not None:
                     self._expire(request)
                 if time.monotonic() >= next_poll:
+                    self._tick()
                     self.poll(self._interval_s * _MAX_SHARE)
                     next_poll = time.monotonic() + self._interval_s
             except Exception:

@@ -30,6 +30,7 @@ class Tokenizer:
         eos = backend.token_to_id(self.named_tokens.get("eos_token", ""))
         self.eos_token_ids = frozenset(() if eos is None else (eos,))
         self.max_token_bytes = _max_token_bytes(backend)
+        self.joins_bytes = _joins_bytes(backend)
         self._token_texts: dict[int, str] = {}
 
     @classmethod
@@ -95,11 +96,19 @@ def _named_tokens(folder: Path) -> dict[str, str]:
     return named
 
 
+def _joins_bytes(backend: tokenizers.Tokenizer) -> bool:
+    """Return whether a text is the bytes of its tokens, whatever precedes them."""
+    return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+
+
 def _max_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
     """Return the most bytes of text per token; None if a normalizer or an added token may remove text."""
     added: Iterable[tokenizers.AddedToken] = backend.get_added_tokens_decoder().values()
-    is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-    if not is_byte_level or backend.normalizer is not None or any(token.lstrip or token.rstrip for token in added):
+    if (
+        not _joins_bytes(backend)
+        or backend.normalizer is not None
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
         return None
     if getattr(backend.model, "unk_token", None) is not None:
         return None

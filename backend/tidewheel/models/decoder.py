@@ -110,7 +110,7 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step, kv: KVLayer) -> torch.Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        q, k, v = torch.split(heads, [self._num_q_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        q, k, v = heads.split_with_sizes((self._num_q_heads, self._num_kv_heads, self._num_kv_heads), 1)
         rope_and_cache(
             q, k, v, step.cos_sin, step.positions, step.meta.slot_mapping, *kv,
             q_norm_weight=self.q_norm, k_norm_weight=self.k_norm, eps=self._eps,

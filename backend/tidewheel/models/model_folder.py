@@ -140,15 +140,7 @@ def resolve_folder(model: str, revision: str = "", cache_dir: str = "") -> Path:
     if folder.exists() or folder.is_absolute() or model.count("/") != 1:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)")
     try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision or None,
-                cache_dir=cache_dir or None,
-                allow_patterns=WANTED,
-                ignore_patterns=UNWANTED,
-            )
-        )
+        return _snapshot(model, revision, cache_dir)
     except HFValidationError:
         raise ConfigError(f"model is {model!r}: no such folder, and no Hugging Face id (owner/name)") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -163,14 +155,18 @@ def cached_folder(model: str, revision: str = "", cache_dir: str = "") -> Path |
     if Path(model).expanduser().exists() or not is_id:
         return resolve_folder(model)
     try:
-        return Path(
-            snapshot_download(
-                model,
-                revision=revision or None,
-                cache_dir=cache_dir or None,
-                allow_patterns=WANTED,
-                local_files_only=True,
-            )
-        )
+        return _snapshot(model, revision, cache_dir, only_cached=True)
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+def _snapshot(model: str, revision: str, cache_dir: str, *, only_cached: bool = False) -> Path:
+    folder = snapshot_download(
+        model,
+        revision=revision or None,
+        cache_dir=cache_dir or None,
+        allow_patterns=WANTED,
+        ignore_patterns=UNWANTED,
+        local_files_only=only_cached,
+    )
+    return Path(folder)

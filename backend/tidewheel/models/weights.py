@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
+from tidewheel.byte_sizes import shown_bytes
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import Progress
 from tidewheel.models.model_folder import read_json
 from tidewheel.models.safetensors_file import Chunk, SafetensorsFile, plan_chunks
 from tidewheel.models.weight_stream import SLOT_BYTES, carrier_to, stream_chunks
 
-GIB = 1 << 30
-MIB = 1 << 20
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STAGE = "weights"
@@ -43,10 +42,6 @@ def _what_would_fit(num_bytes: int, dtype: torch.dtype, free: int, total: int) -
     if num_bytes <= total:
         return f"{shown_bytes(total - free)} are in use; stop what else runs on this GPU, or use another"
     return f"use a GPU with more than {shown_bytes(num_bytes)}"
-
-
-def shown_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 def checkpoint_files(folder: Path) -> list[SafetensorsFile]:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 
 from tidewheel.batch import Int32Array
+from tidewheel.byte_sizes import GIB, MIB
 from tidewheel.errors import ConfigError
-from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, index_on
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, index_on
 
 # torch rounds pinned memory up to a power of two: one large tensor could take twice its size.
 SLAB_BYTES = 1024 * MIB
 STAGING_BYTES = 64 * MIB
-GIB = 1 << 30
 
 
 def num_staged_blocks(block_bytes: int, num_slots: int, staging_bytes: int = STAGING_BYTES) -> int:

@@ -6,15 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from tidewheel.batch import Int32Array, ScheduledBatch
+from tidewheel.batch import Int32Array, Int64Array, ScheduledBatch
 from tidewheel.runner.staging import HostArray
 from tidewheel_kernels import AttentionMetadata, TokenHistory
 from tidewheel_kernels.attention.metadata import HostInts
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class HostInputs(NamedTuple):

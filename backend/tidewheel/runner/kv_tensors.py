@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tidewheel.batch import Int32Array
+from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import KVLayer, ModelShape
@@ -16,7 +17,6 @@ from tidewheel_kernels import copy_blocks
 
 DEFAULT_CPU_MB = 512
 MOST_OF_A_GPU = 0.98  # highest recommendation
-MIB = 1 << 20
 
 
 class CacheLayout(NamedTuple):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import CausalLM, Progress
@@ -23,7 +24,7 @@ from tidewheel.runner.host_memory import available_host_bytes
 from tidewheel.runner.host_slots import HostBlocks, decide_num_host_blocks, num_staged_blocks
 from tidewheel.runner.info import RunnerInfo
 from tidewheel.runner.kernel_cache import CompileLog, prepare_kernels
-from tidewheel.runner.kv_tensors import MIB, CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
+from tidewheel.runner.kv_tensors import CacheLayout, KVTensors, MemoryBudget, cpu_budget, decide_num_blocks
 from tidewheel.runner.profiling import StepMemory, gpu_budget
 
 FIRST = "start"

@@ -11,11 +11,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from tidewheel.byte_sizes import MIB
 from tidewheel.config import EngineConfig
 from tidewheel.errors import ConfigError
 from tidewheel.models.causal_lm import ModelShape
 from tidewheel.runner.info import RunnerInfo
-from tidewheel.runner.kv_tensors import MIB, MemoryBudget, Share
+from tidewheel.runner.kv_tensors import MemoryBudget, Share
 
 T = TypeVar("T")
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tidewheel.batch import Int32Array, SampledTokens, ScheduledBatch, TopLogprobs
+from tidewheel.batch import Int32Array, Int64Array, SampledTokens, ScheduledBatch, TopLogprobs
 from tidewheel.runner.accelerator import Accelerator, Event
-from tidewheel.runner.inputs import Int64Array
 from tidewheel.runner.sampling_plan import SamplingPlan
 from tidewheel.runner.staging import Sent
 from tidewheel_kernels import (

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import Float32Array, Int32Array, NewRow, RowError, ScheduledBatch
-from tidewheel.runner.inputs import Int64Array
+from tidewheel.batch import Float32Array, Int32Array, Int64Array, NewRow, RowError, ScheduledBatch
 from tidewheel.runner.staging import Groups
 from tidewheel.sampling import LogitBias
 

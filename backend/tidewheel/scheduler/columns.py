@@ -6,14 +6,11 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import BoolArray, Int32Array
+from tidewheel.batch import BoolArray, Int32Array, Int64Array, RowArray
 from tidewheel.errors import require
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Request, RequestState
 from tidewheel.stats import EngineStats
-
-Int64Array = npt.NDArray[np.int64]
-RowArray = npt.NDArray[np.intp]  # indexes several times faster than int32
 
 NEVER = -np.inf
 NO_STOP = -1  # padding

@@ -4,10 +4,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import BoolArray, Int32Array, SampledTokens, ScheduledBatch, StepOutputs, TopLogprobs
+from tidewheel.batch import (
+    BoolArray,
+    Int32Array,
+    Int64Array,
+    RowArray,
+    SampledTokens,
+    ScheduledBatch,
+    StepOutputs,
+    TopLogprobs,
+)
 from tidewheel.errors import InternalError, NumericError
 from tidewheel.request import FinishReason, Request
-from tidewheel.scheduler.columns import Columns, Int64Array, RowArray
+from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.fairness import VirtualCounters
 from tidewheel.scheduler.state import State
 
@@ -40,17 +49,16 @@ def commit_step(
     _commit_computed(state, batch, step.rows, live)
     sampling = live & batch.samples
     rows, tokens = step.rows[sampling], sampled.token_ids[sampling]
-    token_ids: list[int] = tokens.tolist()
     requests = state.columns.append_tokens(rows, tokens, now)
     state.columns.write_back_some(batch.step_id)
     if state.virtual_counters is not None:
         _charge_outputs(state.virtual_counters, state.columns, rows)
     for index, reason in _find_endings(state.columns, rows, tokens):
         request = requests[index]
-        request.stop_reason = token_ids[index] if reason is FinishReason.STOP else None
+        request.stop_reason = int(tokens[index]) if reason is FinishReason.STOP else None
         state.end(request, reason, now)
         ended.append(request)
-    return StepOutputs(requests, token_ids, _select(sampled.logprobs, sampling), ended)
+    return StepOutputs(requests, tokens, _select(sampled.logprobs, sampling), ended)
 
 
 def _fail_not_finite(state: State, step: InFlight, sampled: SampledTokens, now: float) -> list[Request]:

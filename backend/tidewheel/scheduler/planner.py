@@ -11,11 +11,10 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
-from tidewheel.batch import Int32Array
+from tidewheel.batch import Int32Array, RowArray
 from tidewheel.errors import InternalError
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.columns import RowArray
 from tidewheel.scheduler.policy import Rank, level_of, shared_level
 from tidewheel.scheduler.queue import next_in_line
 from tidewheel.scheduler.service_class import drop_over_quota

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tidewheel.batch import Int32Array, NewRow, ScheduledBatch
+from tidewheel.batch import Int32Array, NewRow, RowArray, ScheduledBatch
 from tidewheel.kvcache.transfers import Transfers
 from tidewheel.request import Request
-from tidewheel.scheduler.columns import RowArray
 from tidewheel.scheduler.policy import Rank
 
 

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from tidewheel.batch import RowArray
 from tidewheel.kvcache.prefix import PrefixHit
 from tidewheel.request import Priority, Request
-from tidewheel.scheduler.columns import Columns, RowArray
+from tidewheel.scheduler.columns import Columns
 from tidewheel.scheduler.state import State
 from tidewheel.scheduler.step_plan import StepPlan
 

@@ -11,16 +11,17 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from tidewheel.byte_sizes import shown_bytes
 from tidewheel.engine.folder import Status, read_status
 from tidewheel.engine.messages import EngineInfo
-from tidewheel.server import State
+from tidewheel.health_endpoint import State
 from tidewheel.server.endpoints import Endpoints, is_loopback
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.server_log import LogLine, without_places
 from tidewheel.server.triton_http import DeployedModel
 from tidewheel.version import __version__
 
-_SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "restarting": "W"}
+_SHOWN: dict[State, str] = {"starting": "W", "ready": "WEF", "reloading": "WEF"}
 _LEVELS = {"W": "warning", "E": "error", "F": "error"}
 _FORMAT = "  {desc}{percentage:3.0f}% |{bar:30}| {elapsed}"
 _STEPS = 1000
@@ -145,9 +146,9 @@ def _model_lines(model: DeployedModel, infos: Mapping[str, EngineInfo]) -> list[
         return [f"  {model.name}: backend {model.backend}"]
     return [
         f"  {model.name}: {info.architecture}, {info.dtype}, on {info.device}; loaded in {info.load_seconds:.1f} s",
-        f"    weights {_size(info.weights_bytes)}, activations {_size(info.activation_bytes)}"
-        + (f", graphs {_size(info.graph_bytes)}" if info.graph_bytes else ""),
-        f"    KV cache {_size(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
+        f"    weights {shown_bytes(info.weights_bytes)}, activations {shown_bytes(info.activation_bytes)}"
+        + (f", graphs {shown_bytes(info.graph_bytes)}" if info.graph_bytes else ""),
+        f"    KV cache {shown_bytes(info.kv_cache_bytes)}: {info.num_blocks:,} blocks of {info.block_size} tokens = "
         f"{info.num_cache_tokens:,} tokens",
         f"    fits {info.max_concurrency:.1f} requests of full length ({info.max_model_len:,} tokens) at once; "
         f"{info.max_num_seqs} run at a time{', scheduled one step ahead' if info.async_scheduling else ''}",
@@ -163,12 +164,6 @@ def _examples(model: str, endpoints: Endpoints) -> list[str]:
         f"  tidewheel chat{url} --model {name}",
         f"  curl -N http://{endpoints.authority(endpoints.http)}/v2/models/{name}/generate_stream -d '{body}'",
     ]
-
-
-def _size(count: int) -> str:
-    if count >= 1 << 30:
-        return f"{count / (1 << 30):.1f} GiB"
-    return f"{count / (1 << 20):.1f} MiB"
 
 
 def _number(version: str) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from tidewheel.server.endpoints import Endpoints
 LOOK_S = 0.2
 ASK_S = 1.0  # between two requests to tritonserver
 STARTING = Readiness("starting", "the server loads its models")
-DRAINING = Readiness("draining", "the server is shutting down")
 
 
 class Health:
@@ -25,7 +24,7 @@ class Health:
         self, endpoints: Endpoints, is_live: Callable[[], bool], find: Callable[[], list[Path]] = current_engines
     ) -> None:
         """`is_live` asks tritonserver, `find` returns the links to the engines that serve."""
-        self.server = STARTING  # engines count when it is READY
+        self.server: Callable[[], Readiness] = lambda: STARTING  # engines count when it is READY
         self._is_live = is_live
         self._find = find
         self._watches: dict[Path, EngineWatch] = {}
@@ -41,7 +40,7 @@ class Health:
         ]
 
     def report(self) -> Readiness:
-        return next((one for one in (self.server, *self._seen.values()) if not one.is_ready), READY)
+        return next((one for one in (self.server(), *self._seen.values()) if not one.is_ready), READY)
 
     def raise_if_given_up(self) -> None:
         """Raise `CrashLoop` if an engine is not started again."""
@@ -58,7 +57,7 @@ class Health:
 
     def ask(self) -> Readiness:
         """Ask tritonserver, once it has been ready."""
-        is_silent = self.server.is_ready and not self._is_live()
+        is_silent = self.server().is_ready and not self._is_live()
         return Readiness("stopped", "tritonserver does not answer") if is_silent else READY
 
     def _repeat(self, name: str, judge: Callable[[], Readiness], interval_s: float) -> None:

@@ -7,13 +7,13 @@ from typing import Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
+from tidewheel.byte_sizes import GIB, MIB, shown_bytes
 from tidewheel.runner.device import LEAST_CAPABILITY
 from tidewheel.server.launch import SHM_DEFAULT_BYTES
 from tidewheel.server.machine_facts import Gpu, Machine, Torch
 from tidewheel.server.processes import GOOD_DESCRIPTORS
 from tidewheel.server.workdir import SHARED_MEMORY
 
-GIB, MIB = 1 << 30, 1 << 20
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
 LEAST_SHM_BYTES = 2 * SHM_DEFAULT_BYTES  # a front end at its start, with room to grow once
 GOOD_SHM_BYTES = 256 * MIB
@@ -116,7 +116,7 @@ def check_shared_memory(machine: Machine) -> Judgement:
     if space is None or not space.is_writable:
         seen = f"{SHARED_MEMORY} {'is missing' if space is None else 'is not writable'}"
         return Judgement(subject, "error", seen, "mount it: Triton passes requests through it")
-    seen = f"{_size(space.free_bytes)} of {_size(space.total_bytes)} free in {SHARED_MEMORY}"
+    seen = f"{shown_bytes(space.free_bytes)} of {shown_bytes(space.total_bytes)} free in {SHARED_MEMORY}"
     if space.free_bytes >= GOOD_SHM_BYTES:
         return Judgement(subject, "ok", seen)
     verdict: Verdict = "error" if space.free_bytes < LEAST_SHM_BYTES else "warning"
@@ -128,11 +128,11 @@ def check_memory(machine: Machine) -> Judgement:
     available = machine.memory_bytes
     if available is None:
         return Judgement("memory", "warning", "not known", "look at it yourself: /proc/meminfo cannot be read")
-    seen = f"{_size(available)} available"
+    seen = f"{shown_bytes(available)} available"
     if available >= GOOD_MEMORY_BYTES:
         return Judgement("memory", "ok", seen)
     verdict: Verdict = "error" if available < LEAST_MEMORY_BYTES else "warning"
-    return Judgement("memory", verdict, seen, f"have {_size(GOOD_MEMORY_BYTES)} free beside the model")
+    return Judgement("memory", verdict, seen, f"have {shown_bytes(GOOD_MEMORY_BYTES)} free beside the model")
 
 
 def check_cores(machine: Machine) -> Judgement:
@@ -189,10 +189,6 @@ def _of_obstacle(subject: str, verdict: Verdict, obstacle: str, otherwise: str =
     """Take an error's message apart: what is wrong, and what to do."""
     seen, _, advice = obstacle.partition(": ")
     return Judgement(subject, verdict, seen, advice or otherwise)
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
 def _dotted(version: tuple[int, ...]) -> str:

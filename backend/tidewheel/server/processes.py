@@ -76,6 +76,13 @@ def with_variable(name: str, value: str) -> list[Process]:
     return [process for process in snapshot() if process.state != "Z" and wanted in _environment(process.pid)]
 
 
+def arguments(pid: int) -> list[str]:
+    try:
+        return os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
+    except OSError:
+        return []
+
+
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tidewheel.adapter.repository_entry import check_settings
+from tidewheel.adapter.repository_entry import ORIGIN, check_settings
 from tidewheel.errors import ConfigError
 
 TWIN_SUFFIX = "_infer"
+_AHEAD_S = 5 * 365 * 86400  # later than any change of a file while a server runs
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -24,7 +27,7 @@ def resolve_model(model: str) -> str:
     """Return a folder or Hugging Face id. Raise `ConfigError` for anything else."""
     folder = Path(model).expanduser()
     if model and folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if not (folder / "config.json").exists():
             raise ConfigError(f"model is {model!r}: the folder has no config.json, so it is no Hugging Face model")
         return str(folder.resolve())
     if not _HUB_ID.fullmatch(model):
@@ -80,6 +83,34 @@ def check_names(repository: Path, names: Iterable[str]) -> None:
             raise ConfigError(f"--models names {name!r}, but {str(repository)!r} has {', '.join(there)}")
 
 
+def mirror(repository: Path, names: Sequence[str], target: Path) -> Path:
+    """Make a repository of links to the files of some entries, or all, which `load_again` has loaded again.
+
+    Raise `ConfigError` if an entry is missing.
+    """
+    check_names(repository, names)
+    for name in names or [path.name for path in repository.iterdir() if path.is_dir()]:
+        source, folder = (repository / name).resolve(), target / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in source.iterdir():
+            if path.name != ORIGIN:
+                (folder / path.name).symlink_to(path)
+        _set_origin(folder, source)
+    return target
+
+
+def _set_origin(folder: Path, source: Path) -> None:
+    """Say where the entry is from. Triton sees no change but that of this file, which is the latest."""
+    (folder / ORIGIN).write_text(str(source), encoding="utf-8")
+    os.utime(folder / ORIGIN, (time.time() + _AHEAD_S,) * 2)
+
+
+def load_again(entry: Path) -> None:
+    """Let a polling Triton load an entry again, and again every second if that fails."""
+    path = entry / ORIGIN
+    os.utime(path, (path.stat().st_mtime + 1,) * 2)
+
+
 def select(repository: Path, names: Sequence[str], target: Path) -> Path:
     """Make a repository of links to some entries. Raise `ConfigError` if one is missing.
 
@@ -94,6 +125,7 @@ def select(repository: Path, names: Sequence[str], target: Path) -> Path:
 
 def _write(folder: Path, parameters: Mapping[str, str], *, decoupled: bool) -> None:
     (folder / "1").mkdir(parents=True)
+    _set_origin(folder, folder)
     (folder / "config.pbtxt").write_text(entry_text(parameters, decoupled=decoupled), encoding="utf-8")
 
 

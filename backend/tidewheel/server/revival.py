@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
+from tidewheel.adapter.presence import front_ends
 from tidewheel.engine.launcher import RestartPolicy
 from tidewheel.server import CrashLoop
 
@@ -30,28 +32,72 @@ class Restarts:
 
 
 class Revival:
-    """Thread that loads a model again after a delay."""
+    """Thread that has a model loaded again after a delay. It is over when a new front end serves the model."""
 
-    def __init__(self, model: str, reload: Callable[[str], None], delay_s: float) -> None:
+    def __init__(
+        self, model: str, reload: Callable[[str], None], delay_s: float, *, while_it_serves: bool = False
+    ) -> None:
         self.model = model
-        self.failure = ""
+        self.while_it_serves = while_it_serves
         self._reload = reload
         self._delay_s = delay_s
+        self._before = front_ends(model)
+        self._since = time.monotonic()
+        self._failure = ""
         self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"revival of {model}", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=f"revival of {model}", daemon=True).start()
 
     @property
     def is_over(self) -> bool:
-        return not self._thread.is_alive()
+        return not front_ends(self.model) <= self._before
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._since
+
+    def new_failure(self) -> str:
+        """Return why the last load failed, once."""
+        failure, self._failure = self._failure, ""
+        return failure
 
     def cancel(self) -> None:
         self._cancelled.set()
 
     def _run(self) -> None:
-        if self._cancelled.wait(self._delay_s):
-            return
-        try:
-            self._reload(self.model)
-        except OSError as error:
-            self.failure = f"model {self.model!r} cannot be loaded again: {error}"
+        num_failures = 0
+        while not self._cancelled.wait(self._delay_s):
+            try:
+                self._reload(self.model)
+                return
+            except OSError as error:
+                num_failures += 1
+                self._delay_s = RestartPolicy().delay_s(num_failures)
+                self._failure = f"model {self.model!r} cannot be loaded again, and is tried again: {error}"
+
+
+class Revivals:
+    """Revivals that are not over."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._open: list[Revival] = []
+
+    def start(
+        self, model: str, reload: Callable[[str], None], delay_s: float = 0.0, *, while_it_serves: bool = False
+    ) -> None:
+        self._open.append(Revival(model, reload, delay_s, while_it_serves=while_it_serves))
+
+    def look(self) -> str:
+        """Tell how they go. Return a model without a front end, or nothing."""
+        for revival in self._open:
+            if failure := revival.new_failure():
+                self._note(failure)
+        for revival in [revival for revival in self._open if revival.is_over]:
+            self._open.remove(revival)
+            self._note(f"model {revival.model!r} is loaded again after {revival.age_s:.1f} s")
+        return next((revival.model for revival in self._open if not revival.while_it_serves), "")
+
+    def cancel(self) -> None:
+        for revival in self._open:
+            revival.cancel()
+        self._open.clear()

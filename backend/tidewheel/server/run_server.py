@@ -5,16 +5,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from tidewheel.adapter.repository_entry import real_entry
 from tidewheel.engine.folder import CURRENT, engine_dir, read_status
 from tidewheel.engine.launcher import FAULTS_ALLOWED
-from tidewheel.health_endpoint import READY, Readiness
-from tidewheel.server import CrashLoop, ServeError, launch, processes, repository
+from tidewheel.private_dir import unwritable
+from tidewheel.server import CrashLoop, ServeError, launch, model_control, processes, repository
 from tidewheel.server.console import Console, LoadProgress, describe_endpoints, describe_models, version_warning
 from tidewheel.server.endpoints import Endpoints, check_keys, is_loopback
 from tidewheel.server.gateway_process import GatewayProcess
-from tidewheel.server.health import DRAINING, Health
+from tidewheel.server.health import Health
 from tidewheel.server.lifeline import Lifeline
 from tidewheel.server.locate import TritonInstall, locate
 from tidewheel.server.processes import StopSignals
@@ -23,6 +25,8 @@ from tidewheel.server.supervisor import Supervisor
 from tidewheel.server.triton_http import DeployedModel, TritonHttp
 from tidewheel.server.workdir import WorkDir, work_dir
 
+_POLL_S = 1
+_OWN_CONTROL = ("--model-control", "--model-repo", "--model-store", "--load-model", "--repository-poll")
 FORCED_EXIT = 130  # a shell's code for Ctrl-C
 
 
@@ -56,6 +60,7 @@ class _Plan:
     environment: Mapping[str, str]
     endpoints: Endpoints
     engines: Mapping[str, Path]  # model name → folder of the engine that serves
+    reload: Callable[[str], None] | None  # loads one model again, where that is possible
 
 
 def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = None) -> int:
@@ -74,7 +79,10 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         Lifeline(work) as lifeline,
         _server_log(options.log_file) as log,
     ):
-        plan = _prepare(options, install, work)
+        try:
+            plan = _prepare(options, install, work)
+        except OSError as error:
+            raise _unprepared(error, work) from None
         if warning := _descriptor_warning():
             console.note(f"warning: {warning}")
         console.note(f"starting tritonserver ({install.origin})")
@@ -95,13 +103,12 @@ def serve(options: ServeOptions, session: Callable[[Endpoints], None] | None = N
         ):
             if warning := control_warning(options):
                 console.note(f"warning: {warning}")
+            health.server = lambda: supervisor.readiness
             if _wait_ready(supervisor, plan):
-                health.server = READY
                 if gateway is not None:
                     gateway.wait_ready()
                 _announce(console, plan, log.version, with_endpoints=session is None)
                 _stay(supervisor, plan, console, health, gateway, session, options)
-                health.server = DRAINING
                 console.note(_farewell(supervisor, options.drain_s))
                 supervisor.drain(options.drain_s, plan.endpoints)
         return FORCED_EXIT if supervisor.was_forced else 0
@@ -120,7 +127,7 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         work,
         drain_s=options.drain_s,
         flags=launch.known_flags(install, environment),
-        control=launch.control_flags(options.model_control, options.models, options.repository_poll_s),
+        control=_control_flags(options),
         opened=options.open_apis,
         extra=options.triton_arguments,
     )
@@ -130,8 +137,39 @@ def _prepare(options: ServeOptions, install: TritonInstall, work: WorkDir) -> _P
         environment=environment,
         endpoints=endpoints,
         # Front ends identify their repository by an entry's real path.
-        engines={name: engine_dir((models / name).resolve().parent, name) / CURRENT for name in names},
+        engines={name: engine_dir(real_entry(models / name).parent, name) / CURRENT for name in names},
+        reload=_reload(options, models, endpoints),
     )
+
+
+def _unprepared(error: OSError, work: WorkDir) -> Exception:
+    path = error.filename2 or error.filename  # none: a write
+    if path is None or Path(path).is_relative_to(work.root):
+        return unwritable(work.root.parent, error)
+    return ServeError(f"{path} cannot be read: {error.strerror}")
+
+
+def _is_closed(options: ServeOptions) -> bool:
+    """Return whether only this process has models loaded, by a private repository that Triton polls."""
+    return options.model_control == "none" and not any(
+        argument.startswith(_OWN_CONTROL) for argument in options.triton_arguments
+    )
+
+
+def _control_flags(options: ServeOptions) -> list[str]:
+    if _is_closed(options):
+        return launch.control_flags("poll", (), _POLL_S)
+    return launch.control_flags(options.model_control, options.models, options.repository_poll_s)
+
+
+def _reload(options: ServeOptions, models: Path, endpoints: Endpoints) -> Callable[[str], None] | None:
+    if not options.restart:
+        return None
+    if _is_closed(options):
+        return lambda name: repository.load_again(models / name)
+    if options.model_control == "explicit":
+        return partial(model_control.reload, endpoints.authority(endpoints.grpc))
+    return None
 
 
 def _descriptor_warning() -> str:
@@ -159,6 +197,8 @@ def _repository(options: ServeOptions, work: WorkDir) -> Path:
         if options.model_control == "explicit":
             repository.check_names(folder, options.models)
             return folder
+        if _is_closed(options):
+            return repository.mirror(folder, options.models, work.repository)
         return repository.select(folder, options.models, work.repository) if options.models else folder
     model = options.model or ""
     name = options.model_name or repository.served_name(model)
@@ -239,15 +279,12 @@ def _stay(
     if guest is not None:
         supervisor.watch(is_over)
         return
-    can_reload = options.restart and options.model_control == "explicit"
-    reload = TritonHttp(plan.endpoints.authority(plan.endpoints.http)).reload if can_reload else None
     died_at = 0.0
     while not supervisor.stop_requested:
         try:
-            if supervisor.condition.state == "restarting" and _wait_ready(supervisor, plan):
-                health.server = READY
+            if supervisor.readiness.state == "starting" and _wait_ready(supervisor, plan):
                 console.note(f"ready again after {time.monotonic() - died_at:.1f} s")
-            supervisor.watch(is_over, reload)
+            supervisor.watch(is_over, plan.reload, may_give_back=_is_closed(options))
         except CrashLoop:
             raise
         except ServeError as error:
@@ -255,7 +292,6 @@ def _stay(
                 raise
             console.note(f"{error}\ntidewheel: starting the server again")
             died_at = time.monotonic()
-            health.server = Readiness("starting", str(error).splitlines()[0])
             supervisor.restart(error)
 
 

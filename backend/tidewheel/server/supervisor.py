@@ -10,19 +10,21 @@ from signal import SIGKILL, SIGTERM
 from types import TracebackType
 
 from tidewheel.adapter.presence import Mark, read_mark
+from tidewheel.byte_sizes import shown_bytes
 from tidewheel.engine.connection import drain
 from tidewheel.engine.folder import engine_dirs, read_status
 from tidewheel.engine.launcher import RestartPolicy, stop_engine
-from tidewheel.server import Condition, ServeError, State, processes
+from tidewheel.health_endpoint import DRAINING, READY, Readiness, State
+from tidewheel.server import ServeError, processes
 from tidewheel.server.endpoints import Endpoints
 from tidewheel.server.launch import BACKEND
 from tidewheel.server.locate import STUB_NAME
 from tidewheel.server.processes import StopSignals
-from tidewheel.server.revival import Restarts, Revival
+from tidewheel.server.revival import Restarts, Revivals
 from tidewheel.server.server_log import LogLine, ServerLog
 from tidewheel.server.server_process import ServerProcess
 from tidewheel.server.triton_http import TritonHttp
-from tidewheel.server.workdir import WorkDir, remove_shared_memory
+from tidewheel.server.workdir import WorkDir, remove_shared_memory, shared_bytes
 
 POLL_S = 0.1
 LOOK_S = 0.5  # between two looks at all processes
@@ -30,6 +32,9 @@ REAP_GRACE_S = 2.5  # Triton reaps a stub it ends at once, and one that died whi
 DEATH_GRACE_S = 2.5  # for the rest after a death
 DRAIN_ANSWER_S = 1.0
 FINAL_ANSWERS_S = 3.0  # for an engine to answer cut-off requests
+MISSED_S = 60.0  # clients of a dead front end have gone by then
+MAX_SHARED_BYTES = 128 << 20  # of a front end, with which Triton passes tensors on
+GIVE_BACK_S = 60.0  # at least, between two front ends that give it back
 SETTLE_S = 2.0  # for Triton to send last answers and to unload idle models
 ENGINE_GRACE_S = 5.0
 
@@ -37,7 +42,7 @@ ENGINE_GRACE_S = 5.0
 class Supervisor:
     """Owner of tritonserver and every process below this one, which end with the `with` block.
 
-    Any thread may read `condition`.
+    Any thread may read `readiness`.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class Supervisor:
         note: Callable[[str], None],
         on_line: Callable[[LogLine, State], None],
     ) -> None:
-        self.condition = Condition("starting", "the server is starting")
+        self.readiness = Readiness("starting", "the server is starting")
         self.spared: set[int] = set()  # processes that outlive a restart
         self._command, self._environment = command, environment
         self._signals = signals
@@ -63,11 +68,16 @@ class Supervisor:
         self._on_line = on_line
         self._restarts = Restarts(RestartPolicy())
         self._served_since = 0.0
-        self._revivals: list[Revival] = []
+        self._revivals = Revivals(note)
         self._next_look = 0.0
         self._watched: set[tuple[int, int]] = set()  # stubs, by process id and start
         self._unreaped: dict[processes.Process, float] = {}  # ended stubs, and when they were seen first
         self._replaced: set[processes.Process] = set()  # ended stubs whose model is loaded again
+        self._paused: list[str] = []  # models
+        self._serving: dict[processes.Process, str] = {}  # stubs and their models
+        self._next_give_back = 0.0
+        self._num_open = 0  # requests at living front ends
+        self._missed = ("", 0.0)  # death with clients that still wait, and until when it matters
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ, signals.clear)
         processes.adopt_orphans()
@@ -96,13 +106,19 @@ class Supervisor:
             if has_ended:
                 raise ServeError(f"tritonserver ended at its start ({self._server.exit()}): {self._log.last_words()}")
         self._served_since = time.monotonic()
-        self.condition = Condition("ready")
+        self.readiness = READY
         return True
 
-    def watch(self, is_over: Callable[[], bool], reload: Callable[[str], None] | None = None) -> None:
-        """Return when asked to stop or `is_over()`. Raise `ServeError` if a death ended more than one model.
+    def watch(
+        self,
+        is_over: Callable[[], bool],
+        reload: Callable[[str], None] | None = None,
+        *,
+        may_give_back: bool = False,  # while `reload` keeps the old front end until the new one serves
+    ) -> None:
+        """Return when asked to stop or `is_over()`. Raise `ServeError` after a death that ends all.
 
-        `reload` loads one model again, or raises OSError.
+        `reload` starts a load of one model again, or raises OSError.
         """
         while not self.stop_requested and not is_over():
             self._pump(POLL_S)
@@ -114,15 +130,18 @@ class Supervisor:
             self._next_look = time.monotonic() + LOOK_S
             if (dead := self._find_dead_stub()) is not None:
                 self._replace_stub(*dead, reload)
-            for revival in [revival for revival in self._revivals if revival.is_over]:
-                self._end_revival(revival)
+            if self._num_open == 0 and time.monotonic() < self._missed[1]:
+                raise ServeError(f"{self._missed[0]}, and its clients wait")
+            if reload is not None and may_give_back and time.monotonic() >= self._next_give_back:
+                self._give_back_memory(reload)
+            self.readiness = self._judge()
             processes.reap(keep=self._server.pid)
 
     def restart(self, error: ServeError) -> None:
         """End and start all but the engines, unless asked to stop. Raise `CrashLoop` after too many."""
         reason = str(error).splitlines()[0]
-        was_serving = self.condition.state == "ready"
-        self.condition = Condition("restarting", reason)
+        was_serving = self.readiness.state != "starting"
+        self.readiness = Readiness("starting", reason)
         self._kill_all_but_engines()
         self._server.close()
         remove_shared_memory(self._work.shm_prefix)
@@ -131,7 +150,7 @@ class Supervisor:
             self._pump(POLL_S)
         if not self.stop_requested:
             self._log.failure = None
-            self._unreaped, self._replaced = {}, set()
+            self._unreaped, self._replaced, self._missed = {}, set(), ("", 0.0)
             self._server = self._start()
 
     def drain(self, limit_s: float, endpoints: Endpoints) -> None:
@@ -178,7 +197,7 @@ class Supervisor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.condition = Condition("failed", str(error))
+            self.readiness = Readiness("stopped", str(error))
         self.end_all(0.0 if self.was_forced else DEATH_GRACE_S if error else ENGINE_GRACE_S)
         self._server.close()
         self._selector.close()
@@ -188,7 +207,7 @@ class Supervisor:
 
     def _note_output(self, data: bytes) -> None:
         for line in self._log.feed(data):
-            self._on_line(line, self.condition.state)
+            self._on_line(line, self.readiness.state)
 
     def _descendants(self) -> list[processes.Process]:
         return [process for process in processes.descendants(os.getpid()) if process.pid != self._guard]
@@ -202,7 +221,7 @@ class Supervisor:
 
     def _kill_all_but_engines(self) -> None:
         """End them at once: clients notice by their connections."""
-        self._forget_revivals()
+        self._revivals.cancel()
         self._server.stop_watching()
         self._kill(self._all_but_engines)
         self._server.wait()
@@ -222,11 +241,14 @@ class Supervisor:
         stubs = [child for child in processes.children(self._server.pid) if STUB_NAME.startswith(child.name)]
         for stub in stubs:
             self._watch_stub(stub)
+        marks = {stub: read_mark(stub.pid, stub.started) for stub in stubs}
+        self._num_open = sum(mark.num_open for stub, mark in marks.items() if mark and stub.state != "Z")
+        self._serving = {stub: mark.model for stub, mark in marks.items() if mark and stub.state != "Z"}
+        self._paused = [mark.model for stub, mark in marks.items() if mark and stub.state == "T"]
         self._unreaped = {stub: self._unreaped.get(stub, now) for stub in stubs if stub.state == "Z"}
         for stub, since in self._unreaped.items():
-            mark = read_mark(stub.pid, stub.started)
-            if stub not in self._replaced and (mark is not None or now - since >= REAP_GRACE_S):
-                return stub, mark
+            if stub not in self._replaced and (marks[stub] is not None or now - since >= REAP_GRACE_S):
+                return stub, marks[stub]
         return None
 
     def _watch_stub(self, stub: processes.Process) -> None:
@@ -246,23 +268,37 @@ class Supervisor:
         self._selector.register(descriptor, selectors.EVENT_READ, end)
 
     def _replace_stub(self, stub: processes.Process, mark: Mark | None, reload: Callable[[str], None] | None) -> None:
-        """Load the model again if none of its clients waits. Otherwise raise `ServeError`.
+        """Load the model again. Raise `ServeError` if a start of all loses fewer requests.
 
         Triton lets clients of a dead stub wait until their connections break.
         """
         whose = f" of model {mark.model!r}" if mark is not None else ""
         reason = f"a front end{whose} died (stub process {stub.pid})"
-        if reload is None or mark is None or mark.num_open:
+        if reload is None or mark is None or (mark.num_open and mark.num_open >= self._num_open):
             raise ServeError(reason)
         self._replaced.add(stub)
+        if mark.num_open:
+            self._missed = (reason, time.monotonic() + MISSED_S)
         self._note(f"{reason}; loading the model again")
-        self._revivals.append(Revival(mark.model, reload, self._count_death(reason, was_serving=True)))
+        self._revivals.start(mark.model, reload, self._count_death(reason, was_serving=True))
 
-    def _end_revival(self, revival: Revival) -> None:
-        self._revivals.remove(revival)
-        if revival.failure:
-            raise ServeError(revival.failure)
-        self._note(f"model {revival.model!r} is loaded again")
+    def _give_back_memory(self, reload: Callable[[str], None]) -> None:
+        """Replace a front end whose shared memory has grown, because Triton never shrinks it. Its requests end."""
+        for stub, model in self._serving.items():
+            if (size := shared_bytes(stub.pid, self._work.shm_prefix)) > MAX_SHARED_BYTES:
+                self._next_give_back = time.monotonic() + GIVE_BACK_S
+                self._note(
+                    f"a front end of model {model!r} holds {shown_bytes(size)} of shared memory; loading it again"
+                )
+                self._revivals.start(model, reload, while_it_serves=True)
+                return
+
+    def _judge(self) -> Readiness:
+        if model := self._revivals.look():
+            return Readiness("reloading", f"{model}: its front end died")
+        if self._paused:
+            return Readiness("hung", f"{self._paused[0]}: its front end is paused")
+        return READY
 
     def _count_death(self, reason: str, *, was_serving: bool) -> float:
         """Return the delay of the next start."""
@@ -273,15 +309,10 @@ class Supervisor:
 
     def _begin_stop(self) -> None:
         """Stop watching, because an ended process would keep the selector from waiting."""
-        if self.condition.state != "failed":
-            self.condition = Condition("draining", "the server is shutting down")
-        self._forget_revivals()
+        if self.readiness.state != "stopped":
+            self.readiness = DRAINING
+        self._revivals.cancel()
         self._server.stop_watching()
-
-    def _forget_revivals(self) -> None:
-        for revival in self._revivals:
-            revival.cancel()
-        self._revivals.clear()
 
     def _pump(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 _TIMEOUT_S = 2.0
-_LOAD_TIMEOUT_S = 3600.0  # a load has limits of its own
 
 
 class DeployedModel(NamedTuple):
@@ -34,14 +33,6 @@ class TritonHttp:
         names = sorted({entry["name"] for entry in index if entry.get("state") == "READY"})
         return [self._model(name) for name in names]
 
-    def reload(self, model: str) -> None:
-        """Unload and load a model, which gives it new front ends. Raise OSError if that fails."""
-        for action in ("unload", "load"):
-            path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
-            status, body = self._call("POST", path, _LOAD_TIMEOUT_S)
-            if status != 200:
-                raise OSError(f"{path} answered {status}: {body.decode(errors='replace')}")
-
     def _model(self, name: str) -> DeployedModel:
         config = self._json("GET", f"/v2/models/{quote(name, safe='')}/config")
         parameters = config.get("parameters", {})
@@ -64,8 +55,8 @@ class TritonHttp:
             raise OSError(f"{path} answered {status}")
         return json.loads(body)
 
-    def _call(self, method: str, path: str, timeout_s: float = _TIMEOUT_S) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._authority, timeout=timeout_s)
+    def _call(self, method: str, path: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._authority, timeout=_TIMEOUT_S)
         try:
             connection.request(method, path)
             response = connection.getresponse()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidewheel.private_dir import unwritable
 from tidewheel.server import processes
 
 _PREFIX = "tidewheel-serve-"
@@ -50,23 +51,34 @@ class WorkDir:
 def work_dir(parent: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> Iterator[WorkDir]:
     """Make a work folder in `parent`, $TIDEWHEEL_RUN_DIR or the temporary directory; remove it on leaving.
 
-    Inside the block, $TIDEWHEEL_RUN_DIR is its `run`.
+    Inside the block, $TIDEWHEEL_RUN_DIR is its `run`. Raise `ConfigError` if it cannot be made.
     """
     named = os.environ.get(RUN_DIR)
     base = parent or Path(named or tempfile.gettempdir()).absolute()
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    sweep(base, shared_memory)
-    root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    with _writing(base):
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sweep(base, shared_memory)
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     try:
-        with (root / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            folder = WorkDir(root)
+        folder = WorkDir(root)
+        with _writing(base):
             folder.run.mkdir(mode=0o700)
+            lock = (root / _LOCK).open("w")
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             os.environ[RUN_DIR] = str(folder.run)
             yield folder
     finally:
         _restore(named)
         remove(root, shared_memory)
+
+
+@contextlib.contextmanager
+def _writing(base: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(base, error) from None
 
 
 def _restore(run_dir: str | None) -> None:
@@ -108,6 +120,12 @@ def remove_shared_memory(prefix: str, shared_memory: Path = SHARED_MEMORY) -> No
     for region in shared_memory.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             region.unlink()
+
+
+def shared_bytes(pid: int, prefix: str, shared_memory: Path = SHARED_MEMORY) -> int:
+    """Return the memory of the region that a stub was started with."""
+    regions = [shared_memory / argument for argument in processes.arguments(pid) if argument.startswith(prefix)]
+    return sum(region.stat().st_blocks * 512 for region in regions if region.exists())
 
 
 def remove_environments(since: float, parent: Path = ENVIRONMENTS) -> None:

@@ -1,8 +1,11 @@
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.launch_config import cdiv, elementwise_config
+from tidewheel_kernels.launch_config import LaunchConfig, cdiv, elementwise_config
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
 @triton.jit
@@ -24,17 +27,17 @@ def silu_and_mul_kernel(
     tl.store(out_ptr + token * size + column, activated.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@lru_cache(MAX_LAUNCHES)
+def _launch(config: LaunchConfig, stride: int, size: int) -> Launch:
+    constants = {"gate_up_stride": stride, "size": size, "BLOCK": config.block}
+    return Launch(silu_and_mul_kernel, constants, num_warps=config.num_warps)
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    out = gate_up.new_empty((num_tokens, size))
     if num_tokens:
         config = elementwise_config(size)
-        silu_and_mul_kernel[(num_tokens, cdiv(size, config.block))](
-            gate_up_ptr=gate_up,
-            out_ptr=out,
-            gate_up_stride=gate_up.stride(0),
-            size=size,
-            BLOCK=config.block,
-            num_warps=config.num_warps,
-        )
+        launch = _launch(config, gate_up.stride(0), size)
+        launch((num_tokens, cdiv(size, config.block), 1), (gate_up, out))
     return out

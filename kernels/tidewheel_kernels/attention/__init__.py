@@ -32,7 +32,7 @@ def paged_attention(
     """
     _check(q, k_cache, v_cache, scale, sliding_window, soft_cap)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if q.shape[0]:
         _OP.on(q)(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
     return out

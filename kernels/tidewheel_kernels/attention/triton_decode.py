@@ -1,12 +1,16 @@
 """Programs share one query's keys, and a second kernel merges their results (Flash-decoding, Dao et al. 2023)."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
+from tidewheel_kernels.attention.call_shape import CallShape
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.triton_tiles import attend_tiles, empty_softmax, store_rows
 from tidewheel_kernels.launch_config import AttentionConfig, multiprocessors, next_power_of_2, num_kv_splits
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 _INDEX_TENSORS = ["block_tables_ptr", "seq_lens_ptr"]
 # All splits of one sequence with eight KV heads.
@@ -41,10 +45,11 @@ def decode_attention_kernel(
     log2_sum_ptr,  # [num_seqs, num_q_heads, num_splits] float32, with SPLIT
     block_tables_ptr,  # [num_seqs, max_blocks]
     seq_lens_ptr,  # [num_seqs]
+    num_q_heads,
+    SPLIT: tl.constexpr,
     logit_scale,
     soft_cap_log2,
     sliding_window,
-    num_q_heads,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -56,7 +61,6 @@ def decode_attention_kernel(
     v_block_stride,
     v_offset_stride,
     v_head_stride,
-    SPLIT: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -101,8 +105,8 @@ def merge_splits_kernel(
     log2_sum_ptr,  # [num_seqs, num_q_heads, num_splits] float32
     out_ptr,  # [num_seqs, num_q_heads, head_dim]
     seq_lens_ptr,  # [num_seqs]
-    sliding_window,
     num_splits,
+    sliding_window,
     out_token_stride,
     out_head_stride,
     HAS_WINDOW: tl.constexpr,
@@ -144,44 +148,43 @@ def merge_splits_kernel(
     tl.store(out_row_ptr + column, result.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
 
 
+@lru_cache(MAX_LAUNCHES)
+def _decode(shape: CallShape, config: AttentionConfig, is_split: bool) -> Launch:
+    constants = {"num_q_heads": shape.num_q_heads, "SPLIT": is_split, **shape.constants(config)}
+    return Launch(decode_attention_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+@lru_cache(MAX_LAUNCHES)
+def _merge(shape: CallShape, config: AttentionConfig) -> Launch:
+    constants = {
+        "sliding_window": shape.sliding_window,
+        "out_token_stride": shape.out_stride[0],
+        "out_head_stride": shape.out_stride[1],
+        "HAS_WINDOW": shape.sliding_window > 0,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_N": config.block_n,
+        "BLOCK_SPLITS": MERGE_BLOCK_SPLITS,
+        "BLOCK_D": next_power_of_2(shape.head_dim),
+    }
+    return Launch(merge_splits_kernel, constants, num_warps=4)
+
+
 def launch_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: AttentionMetadata,
     out: torch.Tensor,
+    shape: CallShape,
     config: AttentionConfig,
-    arguments: dict[str, object],
 ) -> None:
-    num_seqs, num_q_heads, num_kv_heads = meta.num_decodes, q.shape[1], k_cache.shape[2]
+    num_seqs, num_q_heads, num_kv_heads = meta.num_decodes, shape.num_q_heads, shape.num_kv_heads
     num_splits = num_kv_splits(num_seqs, num_kv_heads, meta.max_seq_len, multiprocessors(q.device))
     partial, log2_sum = out, out
     if num_splits > 1:
         log2_sum = torch.empty((num_seqs, num_q_heads, num_splits), dtype=torch.float32, device=q.device)
         partial = torch.empty((*log2_sum.shape, q.shape[2]), dtype=torch.float32, device=q.device)
-    decode_attention_kernel[(num_kv_heads, num_seqs, num_splits)](
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        out_ptr=partial,
-        log2_sum_ptr=log2_sum,
-        num_q_heads=num_q_heads,
-        SPLIT=num_splits > 1,
-        **arguments,
-    )
+    tensors = (q, k_cache, v_cache, partial, log2_sum, meta.block_tables, meta.seq_lens)
+    _decode(shape, config, num_splits > 1)((num_kv_heads, num_seqs, num_splits), tensors)
     if num_splits > 1:
-        merge_splits_kernel[(num_q_heads, num_seqs)](
-            partial_ptr=partial,
-            log2_sum_ptr=log2_sum,
-            out_ptr=out,
-            seq_lens_ptr=meta.seq_lens,
-            sliding_window=arguments["sliding_window"],
-            num_splits=num_splits,
-            out_token_stride=out.stride(0),
-            out_head_stride=out.stride(1),
-            HAS_WINDOW=arguments["HAS_WINDOW"],
-            HEAD_DIM=q.shape[2],
-            BLOCK_N=config.block_n,
-            BLOCK_SPLITS=MERGE_BLOCK_SPLITS,
-            BLOCK_D=next_power_of_2(q.shape[2]),
-            num_warps=4,
-        )
+        _merge(shape, config)((num_q_heads, num_seqs, 1), (partial, log2_sum, out, meta.seq_lens), num_splits)

@@ -4,7 +4,7 @@ Decode rows go to the split-KV kernel of `triton_decode`. With TMA, the tensor m
 values in boxes.
 """
 
-import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -12,6 +12,7 @@ import triton.language as tl
 from torch.utils.weak import WeakIdKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tidewheel_kernels.attention.call_shape import CallShape, call_shape
 from tidewheel_kernels.attention.metadata import AttentionMetadata
 from tidewheel_kernels.attention.triton_decode import launch_decode
 from tidewheel_kernels.attention.triton_tiles import (
@@ -22,8 +23,8 @@ from tidewheel_kernels.attention.triton_tiles import (
     store_rows,
 )
 from tidewheel_kernels.launch_config import AttentionConfig, architecture, decode_config, prefill_config
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
-LOG2_E = math.log2(math.e)
 # These change with every batch.
 _VARYING = ["first_seq", "num_seqs"]
 _INDEX_TENSORS = ["block_tables_ptr", "cu_seqlens_ptr", "seq_lens_ptr"]
@@ -131,17 +132,18 @@ def _attend(
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_INDEX_TENSORS)
 def prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, head_dim]
-    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]; with TMA its descriptor
-    v_cache,  # like k_cache
     out_ptr,  # [num_tokens, num_q_heads, head_dim]
     block_tables_ptr,  # [first_seq + num_seqs, max_blocks]
     cu_seqlens_ptr,  # [first_seq + num_seqs + 1]
     seq_lens_ptr,  # [first_seq + num_seqs]
+    k_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]; with TMA its descriptor
+    v_cache,  # like k_cache
+    first_seq,
+    num_seqs,
+    TMA: tl.constexpr,
     logit_scale,
     soft_cap_log2,
     sliding_window,
-    first_seq,
-    num_seqs,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -153,7 +155,6 @@ def prefill_attention_kernel(
     v_block_stride,
     v_offset_stride,
     v_head_stride,
-    TMA: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -188,30 +189,31 @@ def prefill_attention_kernel(
     store_rows(out_ptr + token * out_token_stride + head * out_head_stride + column, acc, row_sum, mask)
 
 
+@lru_cache(MAX_LAUNCHES)
+def _prefill(shape: CallShape, config: AttentionConfig) -> Launch:
+    constants = {"TMA": config.tma, **shape.constants(config)}
+    return Launch(prefill_attention_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
 def launch_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     meta: AttentionMetadata,
     out: torch.Tensor,
+    shape: CallShape,
     config: AttentionConfig,
-    arguments: dict[str, object],
 ) -> None:
     first = meta.num_decodes
     num_seqs = meta.num_seqs - first
-    num_kv_heads = k_cache.shape[2]
-    block_q = config.block_m // (q.shape[1] // num_kv_heads)
-    box = (1, config.block_n, 1, config.block_d)
-    prefill_attention_kernel[((q.shape[0] - first) // block_q + num_seqs, num_kv_heads)](
-        k_cache=box_descriptor(k_cache, box) if config.tma else k_cache,
-        v_cache=box_descriptor(v_cache, box) if config.tma else v_cache,
-        out_ptr=out,
-        cu_seqlens_ptr=meta.cu_seqlens_q,
-        first_seq=first,
-        num_seqs=num_seqs,
-        TMA=config.tma,
-        **arguments,
-    )
+    grid = ((q.shape[0] - first) // (config.block_m // shape.group) + num_seqs, shape.num_kv_heads, 1)
+    launch = _prefill(shape, config)
+    tensors = (q, out, meta.block_tables, meta.cu_seqlens_q, meta.seq_lens)
+    if config.tma:
+        box = (1, config.block_n, 1, config.block_d)
+        launch(grid, tensors, box_descriptor(k_cache, box), box_descriptor(v_cache, box), first, num_seqs)
+    else:
+        launch(grid, (*tensors, k_cache, v_cache), first, num_seqs)
 
 
 def box_descriptor(tensor: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
@@ -244,56 +246,9 @@ def paged_attention(
     sliding_window: int,
     soft_cap: float,
 ) -> None:
-    shape = (q.shape[2], q.shape[1] // k_cache.shape[2], k_cache.shape[1], q.element_size())
-    arguments = _tensor_arguments(q, k_cache, v_cache, meta, out) | _mask_arguments(scale, sliding_window, soft_cap)
+    shape = call_shape(q, k_cache, v_cache, meta, out, scale, sliding_window, soft_cap)
+    tile = (shape.head_dim, shape.group, shape.block_size, q.element_size())
     if meta.num_decodes:
-        config = decode_config(*shape)
-        launch_decode(q, k_cache, v_cache, meta, out, config, arguments | _config_arguments(config))
+        launch_decode(q, k_cache, v_cache, meta, out, shape, decode_config(*tile))
     if meta.num_seqs > meta.num_decodes:
-        config = prefill_config(*shape, architecture(q.device))
-        launch_prefill(q, k_cache, v_cache, meta, out, config, arguments | _config_arguments(config))
-
-
-def _tensor_arguments(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, meta: AttentionMetadata, out: torch.Tensor
-) -> dict[str, object]:
-    return {
-        "q_ptr": q,
-        "block_tables_ptr": meta.block_tables,
-        "seq_lens_ptr": meta.seq_lens,
-        "q_token_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "out_token_stride": out.stride(0),
-        "out_head_stride": out.stride(1),
-        "block_table_stride": meta.block_tables.stride(0),
-        "k_block_stride": k_cache.stride(0),
-        "k_offset_stride": k_cache.stride(1),
-        "k_head_stride": k_cache.stride(2),
-        "v_block_stride": v_cache.stride(0),
-        "v_offset_stride": v_cache.stride(1),
-        "v_head_stride": v_cache.stride(2),
-        "GROUP": q.shape[1] // k_cache.shape[2],
-        "HEAD_DIM": q.shape[2],
-        "BLOCK_SIZE": k_cache.shape[1],
-    }
-
-
-def _mask_arguments(scale: float, sliding_window: int, soft_cap: float) -> dict[str, object]:
-    # With a soft cap, logits are in units of it.
-    return {
-        "logit_scale": 2.0 * LOG2_E * scale / soft_cap if soft_cap else LOG2_E * scale,
-        "soft_cap_log2": soft_cap * LOG2_E,
-        "sliding_window": sliding_window,
-        "HAS_SOFT_CAP": soft_cap > 0,
-        "HAS_WINDOW": sliding_window > 0,
-    }
-
-
-def _config_arguments(config: AttentionConfig) -> dict[str, object]:
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_D": config.block_d,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+        launch_prefill(q, k_cache, v_cache, meta, out, shape, prefill_config(*tile, architecture(q.device)))

@@ -1,11 +1,14 @@
 """One program normalises a token, with its row in registers."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from tidewheel_kernels.launch_config import row_config
+from tidewheel_kernels.launch_config import LaunchConfig, row_config
 from tidewheel_kernels.norm.reference import NormResult
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
 @triton.jit
@@ -41,28 +44,38 @@ def rms_norm_kernel(
     tl.store(out_ptr + token * hidden + column, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@lru_cache(MAX_LAUNCHES)
+def _launch(
+    config: LaunchConfig,
+    hidden: int,
+    x_stride: int,
+    residual_stride: int,
+    eps: float,
+    weight_offset: float,
+    has_residual: bool,
+) -> Launch:
+    constants = {
+        "x_stride": x_stride,
+        "residual_stride": residual_stride,
+        "hidden": hidden,
+        "eps": eps,
+        "weight_offset": weight_offset,
+        "HAS_RESIDUAL": has_residual,
+        "BLOCK": config.block,
+    }
+    return Launch(rms_norm_kernel, constants, num_warps=config.num_warps)
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, weight_offset: float
 ) -> NormResult:
     num_tokens, hidden = x.shape
-    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = out if residual is None else torch.empty_like(out)
     if num_tokens:
         other = x if residual is None else residual
-        config = row_config(hidden)
-        rms_norm_kernel[(num_tokens,)](
-            x_ptr=x,
-            residual_ptr=other,
-            weight_ptr=weight,
-            out_ptr=out,
-            sum_ptr=total,
-            x_stride=x.stride(0),
-            residual_stride=other.stride(0),
-            hidden=hidden,
-            eps=eps,
-            weight_offset=weight_offset,
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=config.block,
-            num_warps=config.num_warps,
+        launch = _launch(
+            row_config(hidden), hidden, x.stride(0), other.stride(0), eps, weight_offset, residual is not None
         )
+        launch((num_tokens, 1, 1), (x, other, weight, out, total))
     return out if residual is None else (out, total)

@@ -1,11 +1,14 @@
 """Rotate some heads of one token in a program; cache keys and values."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
 from tidewheel_kernels.kv_cache.triton_kernels import slot_ptr
-from tidewheel_kernels.launch_config import cdiv, next_power_of_2, rope_config
+from tidewheel_kernels.launch_config import LaunchConfig, cdiv, next_power_of_2, rope_config
+from tidewheel_kernels.triton_launch import MAX_LAUNCHES, Launch
 
 
 @triton.jit
@@ -159,6 +162,51 @@ def rope_and_cache_kernel(
         )  # fmt: skip
 
 
+@lru_cache(MAX_LAUNCHES)
+def _launch(
+    config: LaunchConfig,
+    q_stride: tuple[int, ...],
+    k_stride: tuple[int, ...],
+    v_stride: tuple[int, ...],
+    cos_sin_stride: int,
+    k_cache_stride: tuple[int, ...],
+    v_cache_stride: tuple[int, ...],
+    num_heads: tuple[int, int],
+    block_size: int,
+    head_dim: int,
+    half: int,
+    eps: float,
+    has_norm: bool,
+) -> Launch:
+    constants = {
+        "eps": eps,
+        "q_token_stride": q_stride[0],
+        "q_head_stride": q_stride[1],
+        "k_token_stride": k_stride[0],
+        "k_head_stride": k_stride[1],
+        "v_token_stride": v_stride[0],
+        "v_head_stride": v_stride[1],
+        "cos_sin_stride": cos_sin_stride,
+        "k_cache_block_stride": k_cache_stride[0],
+        "k_cache_offset_stride": k_cache_stride[1],
+        "k_cache_head_stride": k_cache_stride[2],
+        "v_cache_block_stride": v_cache_stride[0],
+        "v_cache_offset_stride": v_cache_stride[1],
+        "v_cache_head_stride": v_cache_stride[2],
+        "num_q_heads": num_heads[0],
+        "num_kv_heads": num_heads[1],
+        "block_size": block_size,
+        "head_dim": head_dim,
+        "half": half,
+        "HAS_NORM": has_norm,
+        "BLOCK_HEADS": config.block,
+        "BLOCK_HALF": next_power_of_2(half),
+        "BLOCK_REST": next_power_of_2(max(head_dim - 2 * half, 1)),
+        "BLOCK_D": next_power_of_2(head_dim),
+    }
+    return Launch(rope_and_cache_kernel, constants, num_warps=config.num_warps)
+
+
 def rope_and_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -177,41 +225,14 @@ def rope_and_cache(
         return
     num_kv_heads, half = k.shape[1], cos_sin_cache.shape[1] // 2
     config = rope_config(num_q_heads)
-    grid = (num_tokens, cdiv(num_q_heads, config.block) + cdiv(num_kv_heads, config.block))
-    rope_and_cache_kernel[grid](
-        q_ptr=q,
-        k_ptr=k,
-        v_ptr=v,
-        cos_sin_ptr=cos_sin_cache,
-        positions_ptr=positions,
-        slot_mapping_ptr=slot_mapping,
-        k_cache_ptr=k_cache,
-        v_cache_ptr=v_cache,
-        q_weight_ptr=cos_sin_cache if q_norm_weight is None else q_norm_weight,
-        k_weight_ptr=cos_sin_cache if k_norm_weight is None else k_norm_weight,
-        eps=eps,
-        q_token_stride=q.stride(0),
-        q_head_stride=q.stride(1),
-        k_token_stride=k.stride(0),
-        k_head_stride=k.stride(1),
-        v_token_stride=v.stride(0),
-        v_head_stride=v.stride(1),
-        cos_sin_stride=cos_sin_cache.stride(0),
-        k_cache_block_stride=k_cache.stride(0),
-        k_cache_offset_stride=k_cache.stride(1),
-        k_cache_head_stride=k_cache.stride(2),
-        v_cache_block_stride=v_cache.stride(0),
-        v_cache_offset_stride=v_cache.stride(1),
-        v_cache_head_stride=v_cache.stride(2),
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        block_size=k_cache.shape[1],
-        head_dim=head_dim,
-        half=half,
-        HAS_NORM=q_norm_weight is not None,
-        BLOCK_HEADS=config.block,
-        BLOCK_HALF=next_power_of_2(half),
-        BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)),
-        BLOCK_D=next_power_of_2(head_dim),
-        num_warps=config.num_warps,
+    weights = (cos_sin_cache, cos_sin_cache)
+    if has_norm := q_norm_weight is not None and k_norm_weight is not None:
+        weights = (q_norm_weight, k_norm_weight)
+    launch = _launch(
+        config, q.stride(), k.stride(), v.stride(), cos_sin_cache.stride(0), k_cache.stride(), v_cache.stride(),
+        (num_q_heads, num_kv_heads), k_cache.shape[1], head_dim, half, eps, has_norm,
+    )  # fmt: skip
+    launch(
+        (num_tokens, cdiv(num_q_heads, config.block) + cdiv(num_kv_heads, config.block), 1),
+        (q, k, v, cos_sin_cache, positions, slot_mapping, k_cache, v_cache, *weights),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from support.engine.faulty_engine import prompt_bytes
+from tidewheel.batch import Int32Array, Int64Array
 from tidewheel.config import EngineConfig
 from tidewheel.engine.engine_client import ClientOptions, EngineClient
 from tidewheel.engine.folder import Place, Status, new_place, read_status
@@ -40,6 +41,9 @@ class Recorder:
         self.stats = [EngineStats()]
         self.rooms: list[Room] = []
         self.num_losses = 0
+
+    def on_tokens(self, keys: Int64Array, token_ids: Int32Array) -> None:
+        self.on_deltas([Delta(key, [token]) for key, token in zip(keys.tolist(), token_ids.tolist(), strict=True)])
 
     def on_deltas(self, deltas: list[Delta]) -> None:
         with self.changed:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import psutil
 
@@ -27,8 +28,8 @@ CANARIES = (
 )
 CANARY_TOKENS = 120
 SHORT_CANARY_TOKENS = 24
-SERVED_AGAIN_S = 60.0
-SETTLE_S = 20.0  # for figures, cancels, closed connections
+SERVED_AGAIN_S = 180.0
+SETTLE_S = 60.0  # for figures, cancels, closed connections
 SPARE_THREADS = 8  # gRPC starts some of its own
 SPARE_DESCRIPTORS = 8
 SPARE_BYTES = 96 << 20  # of an allocator, after one case
@@ -64,14 +65,20 @@ def streaming_canaries(server: Server) -> Iterator[Burst]:
 
 @contextmanager
 def nothing_lost(
-    server: Server, recorded: Recorded, *, ends: str = "", log: str = "", spare_bytes: int = SPARE_BYTES
+    server: Server,
+    recorded: Recorded,
+    *,
+    ends: str = "",
+    log: str = "",
+    spare_bytes: int = SPARE_BYTES,
+    spare_descriptors: int = SPARE_DESCRIPTORS,
 ) -> Iterator[Burst]:
     """Run a case beside greedy streams, and check afterwards.
 
     `ends`: tag of the errors that may end those streams. `log`: pattern of lines that the case may leave in the logs.
     """
-    before = Footprint.of(server)
-    ledger = Ledger.of(server)
+    wait_for(lambda: server.readiness()[0] == 200 and is_idle(server), SERVED_AGAIN_S, "the end of earlier faults")
+    before, ledger = Footprint.of(server), Ledger.settled(server)
     logs = Logs(server)
     with streaming_canaries(server) as canaries:
         yield canaries
@@ -85,7 +92,7 @@ def nothing_lost(
     assert_serves(server, recorded)
     wait_for(lambda: is_idle(server), SETTLE_S, "all blocks back")
     wait_for(lambda: Ledger.of(server).since(ledger).is_balanced(), SETTLE_S, "every request in one count")
-    before.assert_back(server, spare_bytes)
+    before.assert_back(server, spare_bytes, spare_descriptors)
     logs.assert_quiet(log)
 
 
@@ -127,31 +134,56 @@ def is_idle(server: Server) -> bool:
     return sum(server.metric(name) for name in names) == 0
 
 
+COUNTS = {
+    "vllm:request_success_total": "finished",
+    "tidewheel_requests_rejected_total": "rejected",
+    "tidewheel_requests_failed_total": "failed",
+    "nv_inference_request_success": "triton success",
+    "nv_inference_request_failure": "triton failure",
+}
+REASON = re.compile(r'\b(?:finished_reason|tag|reason)="([^"]*)"')
+
+
 @dataclass(frozen=True)
 class Ledger:
-    received: float  # by our front ends
-    ended: Counter[str]  # by the name of its count
-    tritons: float  # by Triton's counts
+    """Requests that came, and how they ended: `finished length`, `rejected TW-INPUT`, `failed TW-NUMERIC`."""
+
+    received: int  # by our front ends
+    ended: Counter[str]
+    tritons: Counter[str]  # Triton's own: `triton success`, `triton failure BACKEND`
 
     @classmethod
     def of(cls, server: Server) -> Ledger:
-        counts: Counter[str] = Counter()
+        received, ended, tritons = 0, Counter[str](), Counter[str]()
         for sample, value in server.metrics().items():
-            counts[sample.partition("{")[0]] += int(value)
-        names = ("vllm:request_success_total", "tidewheel_requests_rejected_total", "tidewheel_requests_failed_total")
-        return cls(
-            received=counts["tidewheel_requests_received_total"],
-            ended=Counter({name: counts[name] for name in names}),
-            tritons=counts["nv_inference_request_success"] + counts["nv_inference_request_failure"],
+            name, _, labels = sample.partition("{")
+            received += int(value) if name == "tidewheel_requests_received_total" else 0
+            if name in COUNTS:
+                side = tritons if name.startswith("nv_") else ended
+                side[" ".join([COUNTS[name], *REASON.findall(labels)])] += int(value)
+        return cls(received, ended, tritons)
+
+    @classmethod
+    def settled(cls, server: Server) -> Ledger:
+        """Wait until earlier requests are counted: an error is within a second."""
+        return cast(
+            Ledger, wait_for(lambda: (now := cls.of(server)).is_balanced() and now, SETTLE_S, "earlier counts")
         )
 
     def since(self, other: Ledger) -> Ledger:
-        ended = Counter({name: count - other.ended[name] for name, count in self.ended.items()})
-        return Ledger(self.received - other.received, ended, self.tritons - other.tritons)
+        return Ledger(
+            self.received - other.received,
+            counted_since(self.ended, other.ended),
+            counted_since(self.tritons, other.tritons),
+        )
 
     def is_balanced(self) -> bool:
-        """Triton refuses requests that no front end sees."""
-        return self.received == self.ended.total() <= self.tritons
+        """To Triton every request succeeded that a front end got: with an error, too, its answer is an answer."""
+        return self.received == self.ended.total() == self.tritons["triton success"]
+
+
+def counted_since(now: Counter[str], before: Counter[str]) -> Counter[str]:
+    return Counter({name: count - before[name] for name, count in now.items() if count != before[name]})
 
 
 # --- the host -----------------------------------------------------------------------------------------------------
@@ -181,12 +213,12 @@ class Footprint:
         regions = [path.stat().st_blocks * 512 for path in shared_memory(server).glob(f"{shm_prefix(server)}*")]
         return cls(threads, descriptors, memory, sum(regions), names)
 
-    def assert_back(self, server: Server, spare_bytes: int) -> None:
+    def assert_back(self, server: Server, spare_bytes: int, spare_descriptors: int = SPARE_DESCRIPTORS) -> None:
         def difference() -> dict[str, object]:
             now = Footprint.of(server)
             limits = {
                 "threads": SPARE_THREADS,
-                "descriptors": SPARE_DESCRIPTORS,
+                "descriptors": spare_descriptors,
                 "memory": spare_bytes,
                 "shared_memory": spare_bytes,
             }
@@ -210,9 +242,13 @@ def shm_prefix(server: Server) -> str:
     return f"tidewheel_{run_dir(server).parent.name.removeprefix('tidewheel-serve-')}_"
 
 
+def as_seen_by(server: Server, path: Path) -> Path:
+    """Return a way to a path of the server, which may have file systems of its own."""
+    return Path(f"/proc/{server.process.pid}/root{path}")
+
+
 def shared_memory(server: Server) -> Path:
-    """Return /dev/shm as the server sees it, which may have one of its own."""
-    return Path(f"/proc/{server.process.pid}/root/dev/shm")
+    return as_seen_by(server, Path("/dev/shm"))
 
 
 # --- logs ---------------------------------------------------------------------------------------------------------
@@ -228,18 +264,18 @@ class Logs:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._starts = {path: path.stat().st_size for path in self._paths()}
+        self._starts = {inode: path.stat().st_size for inode, path in self._files().items()}
 
-    def _paths(self) -> list[Path]:
-        engines = run_dir(self._server).glob("*/*/engine.log")
-        paths = {path.resolve() for path in (self._server.log, triton_log(self._server), *engines)}
-        return sorted(path for path in paths if path.is_file())
+    def _files(self) -> dict[int, Path]:
+        engines = as_seen_by(self._server, run_dir(self._server)).glob("*/*/engine.log")
+        paths = (self._server.log, triton_log(self._server), *engines)
+        return {path.stat().st_ino: path for path in paths if path.is_file()}
 
     def text(self) -> str:
         pieces = []
-        for path in self._paths():
+        for inode, path in self._files().items():
             with path.open(errors="replace") as log:
-                log.seek(self._starts.get(path, 0))
+                log.seek(self._starts.get(inode, 0))
                 pieces.append(log.read())
         return "".join(pieces)
 

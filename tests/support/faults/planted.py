@@ -28,6 +28,7 @@ class Fault(enum.IntEnum):
     HANGS = 4003
     OUT_OF_MEMORY = 4004
     ABORTS = 4005
+    RAISES_IN_LAUNCH = 4006
 
     def prompt(self, after: int = 5, length: int = 2) -> list[int]:
         return [int(self), after, *[7] * (length - 2)]
@@ -52,6 +53,8 @@ class PlantedRunner:
             self._num_sampled[new.row] = 0
             if int(new.token_ids[0]) in set(Fault):
                 self._faults[new.row] = Fault(int(new.token_ids[0])), int(new.token_ids[1])
+            if self._faults.get(new.row, (None, 0))[0] is Fault.RAISES_IN_LAUNCH:
+                raise RuntimeError("a fault was planted")
         self._sampling_rows = batch.rows[batch.samples].tolist()
         return self._runner.launch(batch)
 

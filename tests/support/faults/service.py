@@ -14,6 +14,7 @@ PLANTED = "support.faults.planted"
 NUM_BLOCKS = 160
 BLOCK_SIZE = 16
 MAX_WAITING = 100
+MAX_WAITING_TOKENS = 20_000
 MAX_RUNNING = 32
 SETTINGS: Mapping[str, str] = {
     "model": str(WEIGHTS),
@@ -24,6 +25,7 @@ SETTINGS: Mapping[str, str] = {
     "num_blocks": str(NUM_BLOCKS),
     "max_num_seqs": str(MAX_RUNNING),
     "max_waiting_requests": str(MAX_WAITING),
+    "max_waiting_tokens": str(MAX_WAITING_TOKENS),
     "admit_by_growth": "false",  # more preemptions
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -35,6 +35,7 @@ class FrontendHarness:
         folder: Path,
         *,
         num_senders: int = 2,
+        stream_interval_s: float = 0.02,
         max_prompt_bytes: int = 4096,
         door: Door | None = None,
         default_max_tokens: int | Literal["context"] = "context",
@@ -59,6 +60,7 @@ class FrontendHarness:
             max_prompt_bytes=max_prompt_bytes,
             door=door or RefusingDoor(),
             num_senders=num_senders,
+            stream_interval_s=stream_interval_s,
             poll_interval_s=poll_interval_s,
         )
         self._sinks: list[RecordingSink] = []
@@ -113,6 +115,10 @@ class FrontendHarness:
 
     def deliver(self, key: int, token_ids: Sequence[int] = (), finish_reason: str = "", **fields: object) -> None:
         self.frontend.on_deltas([delta(key, token_ids, finish_reason, **fields)])
+
+    def deliver_tokens(self, tokens: Mapping[int, int]) -> None:
+        """Deliver a step: a token by key."""
+        self.frontend.on_tokens(np.array(list(tokens), np.int64), np.array(list(tokens.values()), np.int32))
 
     def finish(self, submitted: Submitted, text: str, finish_reason: str = "length") -> RecordingSink:
         """Deliver the whole output in one delta, and wait for the end."""

@@ -105,8 +105,12 @@ def _run(server: EngineServer, scheduler: Scheduler) -> None:
 
 
 def _tokens(sent: Iterable[tuple[bytes, FromEngine]], identity: bytes) -> list[int]:
-    deltas = [message.deltas for to, message in sent if to == identity and isinstance(message, Deltas)]
-    return [token for delta in itertools.chain(*deltas) for token in delta.token_ids]
+    messages = [message for to, message in sent if to == identity and isinstance(message, Deltas)]
+    columns = [tokens.arrays()[1].tolist() for message in messages for tokens in message.tokens]
+    return [
+        *itertools.chain(*columns),
+        *(token for one in messages for delta in one.deltas for token in delta.token_ids),
+    ]
 
 
 def _encode(message: Message) -> bytes:

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from tidewheel.engine.engine_client import EngineClient
+from tidewheel.engine.messages import Delta
+from tidewheel.errors import Cancelled, InternalError, TidewheelError
+from tidewheel.frontend.interface import Chunk, Response, is_last
+from tidewheel.frontend.live_request import LiveRequest
+from tidewheel.frontend.request_figures import FinishedRequest, StatsRecorder
+from tidewheel.frontend.threads import Workers
+from tidewheel.frontend.token_columns import TokenColumns
+
+logger = logging.getLogger(__name__)
+
+_STUCK_NS = 20_000_000  # a turn that takes longer has a client that does not read
+_LOAD = 0.7  # of a sender's time, for all streams in turn
+_SMOOTHING = 1 / 32
+
+
+class Turns:
+    """Threads that send. A turn sends all news of a request as one response.
+
+    A request has at most one turn at once, so its responses keep their order. One thread leads. Another takes the
+    lead from it while a sink blocks. First tokens and ends go first, then the streams whose last turn is an interval
+    ago: no time while the sender can send every token alone, else up to `interval_s`, or as long as all need in turn.
+    """
+
+    def __init__(
+        self,
+        num_senders: int,
+        interval_s: float,
+        live: Mapping[int, LiveRequest],
+        columns: TokenColumns,
+        engine: EngineClient,
+        recorder: StatsRecorder,
+        forget: Callable[[LiveRequest], None],
+        on_finished: Callable[[], None],
+    ) -> None:
+        """Call `forget` before the last response of a request."""
+        self._live = live
+        self._columns = columns
+        self._engine = engine
+        self._recorder = recorder
+        self._forget = forget
+        self._on_finished = on_finished
+        self._max_interval_ns = interval_s * 1e9
+        self._turn_ns = 0.0  # of one turn, smoothed
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # of the leader
+        self._lead = threading.Condition(self._lock)  # of the others
+        self._leader: int | None = None
+        self._begin_ns = 0  # of the leader's turn; 0: it waits
+        self._urgent: deque[LiveRequest] = deque()
+        self._due: deque[int] = deque()
+        self._is_closed = False
+        self._senders = Workers("sender", num_senders, self._take, self._turn)
+
+    def put(self, request: LiveRequest) -> None:
+        """Queue a turn that was claimed, before all streams."""
+        with self._lock:
+            self._urgent.append(request)
+            self._work.notify()
+
+    def wake(self) -> None:
+        """Look for news in the columns."""
+        with self._lock:
+            self._work.notify()
+
+    def relieve(self) -> None:
+        """Let another thread lead if a sink blocks this one."""
+        with self._lock:
+            if self._begin_ns and time.monotonic_ns() - self._begin_ns > _STUCK_NS:
+                self._leader, self._begin_ns = None, 0
+                self._lead.notify()
+
+    def fail(self, request: LiveRequest, error: TidewheelError) -> None:
+        self._close(request)
+        seconds = None if request.was_accepted else (time.monotonic_ns() - request.arrival_ns) * 1e-9
+        self._recorder.failed(error, had_output=request.has_output, refused_after=seconds)
+        with contextlib.suppress(Exception):  # no client is left to tell
+            request.sink.fail(error)
+
+    def close(self, timeout_s: float) -> bool:
+        """Return whether all turns ended in time."""
+        with self._lock:
+            self._is_closed = True
+            self._work.notify_all()
+            self._lead.notify_all()
+        return self._senders.join(timeout_s)
+
+    def _take(self) -> LiveRequest | None:
+        me = threading.get_ident()
+        with self._lock:
+            if self._leader == me:
+                self._begin_ns = 0
+            while self._leader not in (None, me) and not self._is_closed:
+                self._lead.wait()
+            self._leader = me
+            while (request := self._next()) is None:
+                if self._is_closed:
+                    return None
+                self._work.wait(self._seconds_to_wait())
+            self._begin_ns = time.monotonic_ns()
+            return request
+
+    def _next(self) -> LiveRequest | None:
+        if self._urgent:
+            return self._urgent.popleft()
+        if not self._due:
+            self._due.extend(self._columns.due(time.monotonic_ns() - self._interval_ns()))
+        while self._due:
+            request = self._live.get(self._due.popleft())
+            if request is not None and request.claim_turn():
+                return request
+        return None
+
+    def _interval_ns(self) -> int:
+        return int(min(self._max_interval_ns, self._columns.num_awaited() * self._turn_ns / _LOAD))
+
+    def _seconds_to_wait(self) -> float | None:
+        taken_ns = self._columns.next_taken_ns()
+        return None if taken_ns is None else max(taken_ns + self._interval_ns() - time.monotonic_ns(), 0) * 1e-9
+
+    def _turn(self, request: LiveRequest) -> None:
+        begin_ns = time.monotonic_ns()
+        try:
+            answer = self._answer(request, begin_ns)
+        except Exception:
+            logger.exception("the output of a request could not be made into text")
+            answer = InternalError("the output could not be made into text")
+        if isinstance(answer, TidewheelError):
+            self.fail(request, answer)
+        elif answer is not None:
+            self._send(request, answer)
+        if request.end_turn():
+            self.put(request)
+        elif request.wants_news:
+            self._columns.await_news(request.key)
+            if self._leader != threading.get_ident():
+                self.wake()
+        self._turn_ns += (time.monotonic_ns() - begin_ns - self._turn_ns) * _SMOOTHING
+
+    def _answer(self, request: LiveRequest, now_ns: int) -> Response | TidewheelError | None:
+        deltas, ending = request.take_news()  # before the tokens, which precede them
+        if token_ids := self._columns.take(request.key, now_ns):
+            deltas = [Delta(request.key, token_ids), *deltas]
+        outputs = request.outputs
+        if outputs is not None:
+            stopped = outputs.push(deltas)
+            if outputs.is_over:
+                return outputs.take()
+            for index in stopped:
+                self._engine.cancel_sequence(request.key, index)
+        if ending is None:
+            return outputs.take() if outputs is not None and request.asked.stream and outputs.has_news else None
+        if ending.error is not None:
+            return ending.error
+        if outputs is None:  # cancelled before tokenisation, or nothing to generate
+            return [Chunk(text="", finish_reason=ending.finish_reason)]
+        outputs.end(ending.finish_reason)
+        return outputs.take()
+
+    def _send(self, request: LiveRequest, response: Response) -> None:
+        is_over = is_last(response)
+        if is_over:
+            self._close(request)
+            self._count_finished(request, response)
+        try:
+            request.sink.send(response)
+        except Exception:
+            logger.exception("a response could not be sent")
+            if not is_over:
+                self.fail(request, Cancelled("the response could not be sent"))
+
+    def _count_finished(self, request: LiveRequest, response: Response) -> None:
+        try:
+            self._recorder.finished(_summary(request, response))
+            self._on_finished()
+        except Exception:
+            logger.exception("the figures of a request could not be published")
+
+    def _close(self, request: LiveRequest) -> None:
+        if request.mark_answered():
+            self._engine.cancel([request.key])
+        self._forget(request)
+
+
+def _summary(request: LiveRequest, response: Response) -> FinishedRequest:
+    first = response[0]  # stands for the request
+    return FinishedRequest(
+        reason=first.finish_reason or "",
+        seconds=(time.monotonic_ns() - request.arrival_ns) * 1e-9,
+        num_prompt_tokens=first.num_input_tokens,
+        num_output_tokens=request.outputs.num_output_tokens if request.outputs is not None else [],
+        stats=first.stats,
+    )

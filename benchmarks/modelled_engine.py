@@ -1,0 +1,40 @@
+"""An engine process whose device is a formula: a step takes `$MODELLED_STEP_S` seconds.
+
+`TIDEWHEEL_FAULTS=modelled_engine tidewheel serve --allow-faults` runs it in place of the engine.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from clocks import WallClock
+from modelled_device import ModelledDevice, modelled_runner
+from tidewheel.config import EngineConfig
+from tidewheel.engine.build import Progress
+from tidewheel.engine.process import exit_now, main
+from tidewheel.runner.decode_graphs import decode_sizes
+from tidewheel.runner.model_runner import ModelRunner
+
+STEP = "MODELLED_STEP_S"
+NUM_SLOTS = 1 << 24  # of the KV cache
+MAX_MODEL_LEN = 1 << 16
+
+
+def load(config: EngineConfig, _progress: Progress | None = None) -> ModelRunner:
+    runner = modelled_runner(
+        ModelledDevice(WallClock()),
+        decode_seconds=float(os.environ[STEP]),
+        prefill_seconds=0.0,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=min(MAX_MODEL_LEN, NUM_SLOTS // config.max_num_seqs),
+        graph_sizes=decode_sizes(config.max_num_seqs),
+    )
+    runner.info = msgspec.structs.replace(runner.info, model=config.model)  # its folder has the tokenizer
+    return runner
+
+
+if __name__ == "__main__":
+    exit_now(main(load=load))

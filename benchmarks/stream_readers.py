@@ -1,0 +1,198 @@
+"""Clients of many streams that cost little, so that a machine's cores are the server's: sockets, frames, no library.
+
+A reader process opens all streams and notes when each response came and how many tokens it held. A token of
+`random_model` is one word ` t17`, so they are counted in the bytes of the response. A stream that ends begins again.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import NamedTuple, Protocol
+
+from tritonclient.grpc import service_pb2
+
+PROMPT = "t5 t6 t7"
+TOKEN = b" t"
+MAX_STREAMS = 64  # of a gRPC connection
+_DATA, _HEADERS, _SETTINGS, _PING = 0, 1, 4, 6
+_ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
+_WINDOW = (1 << 31) - 1
+
+
+class Asked(NamedTuple):
+    address: str
+    model: str
+    max_tokens: int
+
+
+class Received(NamedTuple):
+    seconds: float  # of the window
+    num_tokens: int
+    gaps_ms: list[float]  # one for each response but a stream's first
+
+
+class Reader(Protocol):
+    """Streams of one connection, by numbers of its own."""
+
+    socket: socket.socket
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        """Yield stream and tokens of each response that came."""
+
+
+class HttpReader:
+    """One `/generate_stream` request."""
+
+    def __init__(self, asked: Asked) -> None:
+        fields = {"text_input": PROMPT, "stream": True, "ignore_eos": True, "max_tokens": asked.max_tokens}
+        body = json.dumps(fields).encode()
+        path = f"/v2/models/{asked.model}/generate_stream"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._request = head.encode() + body
+        self._rest = b""
+        self.socket = _connected(asked.address)
+        self.socket.sendall(self._request)
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise ConnectionError("the server closed a stream")
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            if b'"error"' in event:
+                raise RuntimeError(event.decode())
+            yield 0, event.count(TOKEN)
+        if data.endswith(b"0\r\n\r\n"):
+            self.socket.sendall(self._request)
+
+
+class GrpcReader:
+    """`ModelStreamInfer` calls of one request each."""
+
+    def __init__(self, asked: Asked, count: int) -> None:
+        self._call = _headers(asked.address)
+        self._message = _grpc_message(asked)
+        self._next_id = 1
+        self._rest = b""
+        self.socket = _connected(asked.address)
+        settings = struct.pack(">HI", 4, _WINDOW)  # initial window
+        window = struct.pack(">I", _WINDOW - 65535)
+        self.socket.sendall(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, settings) + _frame(8, 0, 0, window)
+        )
+        for _ in range(count):
+            self._open()
+
+    def _open(self) -> None:
+        number, self._next_id = self._next_id, self._next_id + 2
+        call = _frame(_HEADERS, _END_HEADERS, number, self._call)
+        self.socket.sendall(call + _frame(_DATA, _END_STREAM, number, self._message))
+
+    def read(self) -> Iterator[tuple[int, int]]:
+        data = self.socket.recv(1 << 18)
+        if not data:
+            raise ConnectionError("the server closed a connection")
+        data, position = self._rest + data, 0
+        while position + 9 <= len(data):
+            size = int.from_bytes(data[position : position + 3], "big")
+            if position + 9 + size > len(data):
+                break
+            kind, flags = data[position + 3], data[position + 4]
+            stream = int.from_bytes(data[position + 5 : position + 9], "big")
+            payload = data[position + 9 : position + 9 + size]
+            position += 9 + size
+            if kind == _DATA and size:
+                yield stream, payload.count(TOKEN)
+            else:
+                self._answer(kind, flags, payload)
+            if flags & _END_STREAM and kind in (_DATA, _HEADERS):
+                self._open()
+        self._rest = data[position:]
+
+    def _answer(self, kind: int, flags: int, payload: bytes) -> None:
+        if kind in (_SETTINGS, _PING) and not flags & _ACK:
+            self.socket.sendall(_frame(kind, _ACK, 0, payload if kind == _PING else b""))
+
+
+def _connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def _headers(address: str) -> bytes:
+    """Return a header block of literals, which needs no table."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/inference.GRPCInferenceService/ModelStreamInfer",
+        ":authority": address,
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    texts = (text.encode() for field in fields.items() for text in (*field,))
+    sized = [bytes([len(text)]) + text for text in texts]
+    return b"".join(b"\0" + name + value for name, value in zip(sized[::2], sized[1::2], strict=True))
+
+
+def _grpc_message(asked: Asked) -> bytes:
+    sampling = json.dumps({"max_tokens": asked.max_tokens, "ignore_eos": True})
+    request = service_pb2.ModelInferRequest(model_name=asked.model)
+    for name, kind, content in (
+        ("text_input", "BYTES", _bytes_tensor(PROMPT)),
+        ("sampling_parameters", "BYTES", _bytes_tensor(sampling)),
+        ("stream", "BOOL", b"\1"),
+    ):
+        request.inputs.add(name=name, datatype=kind, shape=[1])
+        request.raw_input_contents.append(content)
+    body: bytes = request.SerializeToString()
+    return b"\0" + struct.pack(">I", len(body)) + body
+
+
+def _bytes_tensor(text: str) -> bytes:
+    return struct.pack("<I", len(text)) + text.encode()
+
+
+def read_streams(asked: Asked, transport: str, count: int, pipe: Connection) -> None:
+    """Read until told to end. Say when all streams flow; answer "begin" and "end" with now and `Received`."""
+    readers: list[Reader] = (
+        [HttpReader(asked) for _ in range(count)]
+        if transport == "http"
+        else [GrpcReader(asked, min(MAX_STREAMS, count - first)) for first in range(0, count, MAX_STREAMS)]
+    )
+    by_descriptor = {reader.socket.fileno(): reader for reader in readers}
+    poll = select.epoll()
+    for descriptor in (*by_descriptor, pipe.fileno()):
+        poll.register(descriptor, select.EPOLLIN)
+    last: dict[tuple[int, int], float] = {}
+    gaps: list[float] = []
+    begin, num_tokens, is_flowing = 0.0, 0, False
+    while True:
+        ready = poll.poll()
+        now = time.monotonic()
+        for descriptor, _ in ready:
+            if descriptor == pipe.fileno():
+                if pipe.recv() == "end":
+                    pipe.send(Received(now - begin, num_tokens, gaps))
+                    return
+                begin, num_tokens, gaps = now, 0, []
+                continue
+            for stream, count_tokens in by_descriptor[descriptor].read():
+                num_tokens += count_tokens
+                if (before := last.get((descriptor, stream))) is not None:
+                    gaps.append(1e3 * (now - before))
+                last[descriptor, stream] = now
+        if not is_flowing and len(last) >= count:
+            is_flowing = True
+            pipe.send("all flow")

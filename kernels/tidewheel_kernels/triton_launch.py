@@ -1,0 +1,99 @@
+"""Launch compiled kernels directly: triton-lang's own path takes 15 to 40 µs of the host for each launch.
+
+triton-lang compiles a kernel for types, for addresses and numbers that are multiples of 16, and for numbers equal to
+1. A `Launch` fixes all numbers that it would look at, so only types and addresses of tensors are left to check.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import driver
+
+ENVIRONMENT_VARIABLE = "TIDEWHEEL_LAUNCH"  # "triton": only triton-lang's own path
+MAX_LAUNCHES = 512  # kept for each kernel
+ALIGNMENT = 16
+# Versions whose compiled kernels run with the same arguments; the tests have the oldest and the newest.
+FIRST_VERSION, END_VERSION = (3, 6), (3, 10)
+Direct = Callable[[tuple[int, ...], tuple[Any, ...]], object]  # of grid and stream, and arguments
+_RUNTIME = knobs.runtime  # whose hooks profilers set
+
+
+def binds() -> bool:
+    """Return whether compiled kernels may be launched directly here."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    is_wanted = os.environ.get(ENVIRONMENT_VARIABLE) != "triton"
+    return is_wanted and not knobs.runtime.interpret and FIRST_VERSION <= version < END_VERSION
+
+
+class Launch:
+    """Launches of `kernel` with these last arguments, the `constants`, and options of the compiler.
+
+    The kernel's first parameters are pointers. Between are tensor descriptors, or numbers that are not specialised.
+    """
+
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], **options: int) -> None:
+        first = len(kernel.arg_names) - len(constants)
+        if list(constants) != kernel.arg_names[first:]:
+            raise TypeError(f"{kernel.fn.__name__} ends in {kernel.arg_names[first:]}, not in {list(constants)}")
+        self._kernel = kernel
+        self._names = kernel.arg_names[:first]
+        self._constants = tuple(constants.values())
+        self._named = {**constants, **options}
+        self._binds = binds()
+        # By device and dtypes, for tensors that are aligned.
+        self._compiled: dict[tuple[Any, ...], Direct] = {}
+        self._aligned: tuple[int, ...] = ()  # indices of tensors whose alignment is compiled in
+
+    def __call__(self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], *others: Any) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for index in self._aligned:
+            bits |= addresses[index]
+        if not self._compiled or bits % ALIGNMENT or _RUNTIME.launch_enter_hook.calls:
+            self._through_triton(grid, tensors, others)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        compiled = self._compiled.get((device, *[tensor.dtype for tensor in tensors]))
+        if compiled is None:
+            self._through_triton(grid, tensors, others)
+            return
+        compiled((*grid, active.get_current_stream(device)), (*addresses, *others, *self._constants))
+
+    def _through_triton(
+        self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], others: Sequence[Any]
+    ) -> None:
+        """Launch, and keep the kernel that triton-lang chose if all addresses are aligned."""
+        arguments = dict(zip(self._names, (*tensors, *others), strict=True))
+        compiled = self._kernel[grid](**arguments, **self._named)
+        if compiled is None or not self._binds:
+            return
+        parameters = self._kernel.params[: len(self._names)]
+        for parameter, other in zip(parameters[len(tensors) :], others, strict=True):
+            if isinstance(other, int) and not parameter.do_not_specialize:
+                raise TypeError(f"{self._kernel.fn.__name__} is specialised on {parameter.name}; make it a constant")
+        pointers = enumerate(parameters[: len(tensors)])
+        self._aligned = tuple(i for i, pointer in pointers if not pointer.do_not_specialize_on_alignment)
+        if not any(tensors[i].data_ptr() % ALIGNMENT for i in self._aligned):
+            key = driver.active.get_current_device(), *[tensor.dtype for tensor in tensors]
+            self._compiled[key] = _direct(compiled)
+
+
+def _direct(compiled: Any) -> Direct:
+    """Return a call of a compiled kernel that does what `CudaLauncher` does, if there is no memory to allocate."""
+    run, metadata, hooks = compiled.run, compiled.packed_metadata, (None, None, None)
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        return lambda place, arguments: run(*place, compiled.function, metadata, *hooks, *arguments)
+    launch, kernel = run.launch, (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+    no_scratch = (None, None)
+    fixed: tuple[Any, ...] = (*kernel, *no_scratch, metadata, *hooks)
+    if hasattr(run, "kernel_signature"):  # from 3.7 on one C function serves all signatures
+        fixed = (*kernel, metadata, *hooks, *no_scratch, run.arg_annotations, run.kernel_signature)
+        return lambda place, arguments: launch(*place, *fixed, arguments)
+    return lambda place, arguments: launch(*place, *fixed, *arguments)
